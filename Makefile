@@ -1,0 +1,48 @@
+# Every target does its own set-up: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench native clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP)  ## virtual environment with trimtab and its tools, in .venv
+
+# Python sources need no reinstall (the install is editable); the kernels and the requirements do.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trimtab needs Python 3.10 or newer; try: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m trimtab.codec.native
+	touch $@
+
+demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
+	$(BIN)/trimtab demo
+
+test: $(STAMP)  ## the test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## ruff, mypy strict, and a table of file sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/file_sizes.py
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## every bench that runs on this machine
+	$(BIN)/trimtab bench all
+
+native:  ## build the C++ kernels into the source tree, without installing
+	cmake -S . -B build/native
+	cmake --build build/native --parallel
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f src/trimtab/codec/libtrimtab.so

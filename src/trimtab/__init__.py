@@ -1,0 +1,33 @@
+"""Trimtab: train PyTorch models at full speed on uneven hardware.
+
+The public verbs are imported on first use, so that ``import trimtab`` costs almost
+nothing and touches no device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.cluster import Cluster as Cluster
+    from trimtab.errors import TrimtabError as TrimtabError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "trimtab.cluster",
+    "TrimtabError": "trimtab.errors",
+}
+__all__ = ["Cluster", "TrimtabError", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
