@@ -1,0 +1,145 @@
+"""What the hardware can do: hosts, device classes and link classes.
+
+A cluster speaks of *classes*, and hosts count how many of each they hold, so that a
+thousand identical ranks cost no more to describe than one. The same form serves
+clusters that were measured, that are to be emulated, and that are only imagined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic.dataclasses import dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEMA_VERSION = 1
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Device:
+    """A class of devices that are alike."""
+
+    kind: Literal["cpu", "cuda"]
+    """What torch calls the device."""
+
+    speed: Annotated[float, Field(gt=0, le=1000)]
+    """Rate of a long matrix product, relative to the other classes of this cluster."""
+
+    memory_gib: Positive | None = None
+    """Memory one such device may use; no limit when absent."""
+
+    model: str | None = None
+    """What the maker calls it, for people to read."""
+
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    """Cost of one such device for an hour, in any one currency."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Link:
+    """A class of links that are alike: what one host can send and receive."""
+
+    gbit_per_s: Positive
+    """Bandwidth in each direction, in 10⁹ bits per second."""
+
+    latency_us: Annotated[float, Field(ge=0)] | None = None
+    """One-way latency in microseconds; whatever the medium gives when absent."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Host:
+    """One or more identical machines."""
+
+    name: Name
+    """Unique in the cluster; with a count above one, its machines are name-0, name-1 and so on."""
+
+    devices: Annotated[dict[Name, Count], Field(min_length=1)]
+    """How many devices of which class one such machine holds."""
+
+    link: Name | None = None
+    """Class of the link to the other hosts; as fast as the medium allows when absent."""
+
+    count: Count = 1
+    """How many such machines there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One device of one machine, as a training job sees it."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str
+    """Name of the device class."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Cluster:
+    """Hosts, and the classes of devices and links they are made of."""
+
+    version: int
+    """Schema version; this trimtab reads version 1."""
+
+    devices: Annotated[dict[Name, Device], Field(min_length=1)]
+    hosts: Annotated[tuple[Host, ...], Field(min_length=1, strict=False)]
+    links: dict[Name, Link] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _refer_only_to_what_exists(self) -> Cluster:
+        if self.version != SCHEMA_VERSION:
+            raise ValueError(
+                f"version {self.version} is not read by this trimtab, which reads version {SCHEMA_VERSION}; "
+                "install the trimtab that wrote the file, or write the file anew"
+            )
+        seen: set[str] = set()
+        for index, host in enumerate(self.hosts):
+            here = f"hosts[{index}] ({host.name})"
+            for machine in _machine_names(host):
+                if machine in seen:
+                    raise ValueError(f"{here}: there is already a host called {machine!r}; give each its own name")
+                seen.add(machine)
+            for device in host.devices:
+                if device not in self.devices:
+                    raise ValueError(f"{here}: no device class {device!r}; there are {_listed(self.devices)}")
+            if host.link is not None and host.link not in self.links:
+                raise ValueError(f"{here}: no link class {host.link!r}; there are {_listed(self.links)}")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: one for each device of each machine."""
+        return sum(host.count * sum(host.devices.values()) for host in self.hosts)
+
+    def machines(self) -> Iterator[tuple[str, Host]]:
+        """Each single machine with its name, in rank order."""
+        for host in self.hosts:
+            for name in _machine_names(host):
+                yield name, host
+
+    def ranks(self) -> Iterator[Rank]:
+        """Every rank in order: machines as listed, and inside each its devices as listed."""
+        rank = 0
+        for name, host in self.machines():
+            local = 0
+            for device, count in host.devices.items():
+                for _ in range(count):
+                    yield Rank(rank=rank, host=name, local_rank=local, device=device)
+                    rank, local = rank + 1, local + 1
+
+
+def _machine_names(host: Host) -> list[str]:
+    return [host.name] if host.count == 1 else [f"{host.name}-{i}" for i in range(host.count)]
+
+
+def _listed(names: dict[str, Device] | dict[str, Link]) -> str:
+    return ", ".join(names) or "none"

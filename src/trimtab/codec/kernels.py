@@ -1,0 +1,50 @@
+"""The kernel contract, and which implementation serves a device.
+
+Three implementations give the same bits (docs/wire-format.md): the PyTorch reference
+anywhere, C++ on CPU tensors, Triton on CUDA tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from trimtab.codec.packing import Packing
+
+
+class Kernels(Protocol):
+    """What every implementation offers. Buffers are checked by `check_buffers` before use."""
+
+    name: str
+
+    def encode(
+        self,
+        flat: torch.Tensor,
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
+
+    def decode(self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False) -> None:
+        """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
+
+    def reduce_encode(
+        self,
+        flat: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Add `payloads`, in order, to `scale` × `flat`; encode the sums into `out`; leave their decoded values in `flat`."""
