@@ -33,7 +33,9 @@ class Kernels(Protocol):
     ) -> None:
         """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
 
-    def decode(self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False) -> None:
+    def decode(
+        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
+    ) -> None:
         """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
 
     def reduce_encode(
@@ -47,4 +49,7 @@ class Kernels(Protocol):
         scale: float = 1.0,
         stochastic: bool = True,
     ) -> None:
-        """Add `payloads`, in order, to `scale` × `flat`; encode the sums into `out`; leave their decoded values in `flat`."""
+        """Add `payloads`, in order, to `scale` × `flat`; encode the sums into `out`.
+
+        `flat` is left with the decoded values of `out`: what every other rank will receive.
+        """
