@@ -1,0 +1,40 @@
+"""Fixtures for every test: the pool of ranks, and a check that a test leaves its process as it found it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.leaks import MARK, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _environment() -> dict[str, str]:
+    """The environment before any test changed it, for ranks that are forked later."""
+    os.environ[MARK] = f"session-{os.getpid()}"
+    return dict(os.environ)
+
+
+@pytest.fixture(scope="session")
+def ranks(_environment: dict[str, str]) -> Iterator[Pool]:
+    """`ranks(world_size, function, *arguments)` runs a module-level function on so many ranks; see `Pool`."""
+    from tests.support.pool import Pool
+
+    pool = Pool(_environment)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(_environment: dict[str, str], request: pytest.FixtureRequest) -> Iterator[None]:
+    before = Snapshot.take()
+    yield
+    if leaks := before.leaks():
+        pytest.fail(f"{request.node.nodeid} left behind:\n" + "\n".join(leaks), pytrace=False)

@@ -1,0 +1,136 @@
+"""What a test left behind in its process: a snapshot before, the differences after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+MARK = "TRIMTAB_TEST_PROCESS"
+"""Environment variable that finds descendants again after their parent died and init adopted them."""
+
+_OURS_TO_CHANGE = {"PYTEST_CURRENT_TEST", MARK}
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+_GRACE = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of this process that a test must hand back as it found it."""
+
+    environment: dict[str, str]
+    directory: str
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    torch: dict[str, object]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            environment=dict(os.environ),
+            directory=str(Path.cwd()),
+            processes=frozenset(descendants()),
+            threads=frozenset(threading.enumerate()),
+            torch=_torch_state(),
+        )
+
+    def leaks(self) -> list[str]:
+        """What changed since, a line each; mends what it can so that the next test starts clean."""
+        found = _environment(self.environment)
+        if (directory := str(Path.cwd())) != self.directory:
+            found.append(f"working directory: {self.directory} became {directory}")
+            os.chdir(self.directory)
+        found += _processes(self.processes)
+        found += _threads(self.threads)
+        if self.torch:
+            now = _torch_state()
+            changed = [name for name, old in self.torch.items() if now[name] != old]
+            found += [f"torch {name}: {self.torch[name]} became {now[name]}" for name in changed]
+            _restore_torch(self.torch)
+        return found
+
+
+def descendants() -> dict[int, str]:
+    """Running processes that this one started, directly or not: process id to command line.
+
+    Not counted are the services that multiprocessing starts once per process, and the pool's ranks.
+    """
+    me, mark = os.getpid(), f"{MARK}={os.environ.get(MARK)}".encode()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == me:
+            continue
+        with suppress(OSError):  # it ended while we looked, or belongs to someone else
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "Z" or (server is not None and server in (int(entry.name), int(parent))):
+                continue
+            if int(parent) == me or mark in (entry / "environ").read_bytes().split(b"\0"):
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+                if _RESOURCE_TRACKER not in command:
+                    found[int(entry.name)] = command
+    return found
+
+
+def _environment(before: dict[str, str]) -> list[str]:
+    found = []
+    for name in sorted((before.keys() | os.environ.keys()) - _OURS_TO_CHANGE):
+        old, new = before.get(name), os.environ.get(name)
+        if old != new:
+            found.append(f"environment: {name} was {old!r} and is {new!r}")
+            if old is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = old
+    return found
+
+
+def _processes(before: frozenset[int]) -> list[str]:
+    deadline = time.monotonic() + _GRACE
+    while left := {pid: command for pid, command in descendants().items() if pid not in before}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"process {pid} still running: {command}" for pid, command in left.items()]
+
+
+def _threads(before: frozenset[threading.Thread]) -> list[str]:
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    deadline = time.monotonic() + _GRACE
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"thread still running: {thread.name}" for thread in left if thread.is_alive()]
+
+
+def _torch_state() -> dict[str, object]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+        "gradient mode": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default process group": torch.distributed.is_initialized(),
+    }
+
+
+def _restore_torch(state: dict[str, object]) -> None:
+    torch = sys.modules["torch"]
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_num_threads(state["number of threads"])
+    torch.set_grad_enabled(state["gradient mode"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+    if torch.distributed.is_initialized() and not state["default process group"]:
+        torch.distributed.destroy_process_group()
