@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.pool import RanksFailed
+from tests.support.pool import RanksError
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -35,7 +35,7 @@ def train_a_step() -> list[float]:
     model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
     gradient = model.module.weight.grad
     assert gradient is not None
-    return gradient.flatten().tolist()
+    return [float(value) for value in gradient.flatten()]
 
 
 def fail_on(rank: int) -> None:
@@ -121,7 +121,7 @@ def test_data_parallel_works_as_in_a_job(ranks: Pool) -> None:
 
 
 def test_exception_shows_the_failing_rank_first_with_its_traceback(ranks: Pool) -> None:
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksError) as caught:
         ranks(3, fail_on, 1)
     message = str(caught.value)
     assert "this rank's own mistake" in message
@@ -132,18 +132,18 @@ def test_exception_shows_the_failing_rank_first_with_its_traceback(ranks: Pool) 
 
 
 def test_what_a_failing_rank_printed_is_shown(ranks: Pool) -> None:
-    with pytest.raises(RanksFailed, match="words of rank 0"):
+    with pytest.raises(RanksError, match="words of rank 0"):
         ranks(1, print_and_fail)
 
 
 def test_dead_rank_is_reported_with_its_exit_code(ranks: Pool) -> None:
-    with pytest.raises(RanksFailed, match="rank 1 of 2 died with exit code -9"):
+    with pytest.raises(RanksError, match="rank 1 of 2 died with exit code -9"):
         ranks(2, die_on, 1)
     assert [rank for rank, *_ in ranks(2, who)] == [0, 1]
 
 
 def test_hang_is_cut_with_the_stack_of_each_rank(ranks: Pool) -> None:
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksError) as caught:
         ranks(2, hang_on, 1, timeout=2)
     message = str(caught.value)
     assert "rank 0 of 2" in message
@@ -165,7 +165,7 @@ def test_hang_is_cut_with_the_stack_of_each_rank(ranks: Pool) -> None:
     ],
 )
 def test_leaks_of_a_rank_are_failures(ranks: Pool, function: object, complaint: str) -> None:
-    with pytest.raises(RanksFailed, match=complaint):
+    with pytest.raises(RanksError, match=complaint):
         ranks(1, function)  # type: ignore[arg-type]
 
 

@@ -11,11 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 MARK = "TRIMTAB_TEST_PROCESS"
 """Environment variable that finds descendants again after their parent died and init adopted them."""
 
-_OURS_TO_CHANGE = {"PYTEST_CURRENT_TEST", MARK}
+_NOT_THE_TESTS = ("PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_", "TRITON_CACHE_DIR", "KMP_")
+"""Variables (or how they begin) that pytest, torch and scikit-learn set by themselves when first used."""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _GRACE = 2.0
 
@@ -50,9 +52,9 @@ class Snapshot:
         found += _threads(self.threads)
         if self.torch:
             now = _torch_state()
-            changed = [name for name, old in self.torch.items() if now[name] != old]
-            found += [f"torch {name}: {self.torch[name]} became {now[name]}" for name in changed]
-            _restore_torch(self.torch)
+            for name in [name for name, old in self.torch.items() if now[name] != old]:
+                found.append(f"torch {name}: {self.torch[name]} became {now[name]}")
+                _restore_torch(name, self.torch[name])
         return found
 
 
@@ -82,9 +84,9 @@ def descendants() -> dict[int, str]:
 
 def _environment(before: dict[str, str]) -> list[str]:
     found = []
-    for name in sorted((before.keys() | os.environ.keys()) - _OURS_TO_CHANGE):
+    for name in sorted(before.keys() | os.environ.keys()):
         old, new = before.get(name), os.environ.get(name)
-        if old != new:
+        if old != new and not name.startswith(_NOT_THE_TESTS):
             found.append(f"environment: {name} was {old!r} and is {new!r}")
             if old is None:
                 del os.environ[name]
@@ -126,11 +128,16 @@ def _torch_state() -> dict[str, object]:
     }
 
 
-def _restore_torch(state: dict[str, object]) -> None:
+def _restore_torch(name: str, value: Any) -> None:
     torch = sys.modules["torch"]
-    torch.set_default_dtype(state["default dtype"])
-    torch.set_num_threads(state["number of threads"])
-    torch.set_grad_enabled(state["gradient mode"])
-    torch.use_deterministic_algorithms(state["deterministic algorithms"])
-    if torch.distributed.is_initialized() and not state["default process group"]:
-        torch.distributed.destroy_process_group()
+    if name == "default process group":
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return
+    setters = {
+        "default dtype": torch.set_default_dtype,
+        "number of threads": torch.set_num_threads,
+        "gradient mode": torch.set_grad_enabled,
+        "deterministic algorithms": torch.use_deterministic_algorithms,
+    }
+    setters[name](value)

@@ -1,8 +1,8 @@
 """A pool of worker ranks that serves the whole test session.
 
 The ranks are real processes, forked from a server that has imported torch already, so the import is paid once
-and a replacement costs milliseconds. Every call gets a fresh default process group over Gloo on 127.0.0.1 with
-exactly as many ranks as asked for: no group, store key or sequence number outlives the call.
+and a replacement costs milliseconds. Every call gets a fresh default process group over Gloo on 127.0.0.1
+with exactly as many ranks as asked for: no group, store key or sequence number outlives the call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,11 @@ MOST_RANKS = 4
 _ECHO = 3.0
 """Seconds that the other ranks get to fail too after the first one did, before they count as hanging."""
 _LOG_TAIL = 4000
+_PRELOAD = ["pytest", "torch", "torch._dynamo"]
+"""Imported once before any rank is forked; the first DistributedDataParallel would import the last."""
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """At least one rank raised, died, hung or leaked; the message shows every such rank, the cause first."""
 
 
@@ -42,16 +44,15 @@ class RanksFailed(AssertionError):
 class _Rank:
     process: ForkServerProcess
     connection: Connection
-    failures: list[tuple[float, str]] = field(default_factory=list)
 
 
 class Pool:
-    """Start with nothing, fork ranks when a call needs them, keep them until a call fails or the session ends."""
+    """Forks ranks when a call needs them and keeps them until a call fails or the session ends."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["pytest", "tests.support.worker", "torch.nn.parallel"])
+        self._context.set_forkserver_preload(_PRELOAD)
         self._directory = Path(tempfile.mkdtemp(prefix="trimtab-ranks-"))
         self._ranks: list[_Rank] = []
         self._store: Any = None
@@ -70,11 +71,11 @@ class Pool:
 
         The function is sent by name, so it must be at the top of a module; arguments and results are pickled.
         Inside, the default process group is initialised and torchrun's RANK, WORLD_SIZE, LOCAL_RANK and
-        LOCAL_WORLD_SIZE are set. `faults` (see `tests.support.faults`) are injected into the default group and
-        those made from it. Groups that the function makes must be destroyed by it, unless `allow_groups`.
+        LOCAL_WORLD_SIZE are set. `faults` (see `tests.support.faults`) are injected into the default group
+        and those made from it. Groups that the function makes must be destroyed by it, unless `allow_groups`.
 
-        Raises `RanksFailed` when a rank raises, dies, leaks, or is not done after `timeout` seconds; the ranks
-        are then replaced.
+        Raises `RanksError` when a rank raises, dies, leaks, or is not done after `timeout` seconds; the
+        ranks are then replaced.
         """
         assert 1 <= world_size <= MOST_RANKS, f"the pool has 1 to {MOST_RANKS} ranks, not {world_size}"
         call = pickle.dumps((function, arguments))
@@ -98,11 +99,6 @@ class Pool:
             raise
         return [pickle.loads(answer.result) for answer in answers]
 
-    @property
-    def processes(self) -> frozenset[int]:
-        """The ranks' process ids."""
-        return frozenset(rank.process.pid for rank in self._ranks if rank.process.pid is not None)
-
     def discard(self) -> None:
         """Kill every rank; the next call forks new ones."""
         for rank in self._ranks:
@@ -120,7 +116,7 @@ class Pool:
 
     def _grow(self, world_size: int) -> None:
         if self._store is None:
-            from torch.distributed import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(len(self._ranks), world_size):
@@ -152,7 +148,7 @@ class Pool:
                     failures[i] = (time.monotonic(), f"died with exit code {ranks[i].process.exitcode}")
                 else:
                     if answer.error:
-                        failures[i] = (answer.at, answer.error)
+                        failures[i] = (answer.at, f"failed:\n{answer.error}")
                     else:
                         answers[i] = answer
             if failures:
@@ -161,7 +157,7 @@ class Pool:
             hanging = [i for i in range(len(ranks)) if i not in answers and i not in failures]
             for i in hanging:
                 failures[i] = (time.monotonic(), f"not done in time, and was here:\n{self._stack(i)}")
-            raise RanksFailed(self._report(failures, len(ranks)))
+            raise RanksError(self._report(failures, len(ranks)))
         return [answers[i] for i in range(len(ranks))]
 
     def _stack(self, rank: int) -> str:
@@ -175,14 +171,10 @@ class Pool:
         return path.read_text() or "(it did not answer a request for its stack)"
 
     def _report(self, failures: dict[int, tuple[float, str]], world_size: int) -> str:
-        lines = []
+        lines = ["failed ranks, the first to fail first"]
         for i, (_, what) in sorted(failures.items(), key=lambda item: item[1][0]):
-            lines.append(
-                f"--- rank {i} of {world_size} {what.rstrip()}"
-                if "\n" not in what
-                else f"--- rank {i} of {world_size}\n{what.rstrip()}"
-            )
+            lines.append(f"--- rank {i} of {world_size} {what.rstrip()}")
             log = (self._directory / f"{i}.log").read_text(errors="replace").strip()
             if log:
                 lines.append(f"--- rank {i} printed\n{log[-_LOG_TAIL:]}")
-        return "\n".join(["failed ranks, the first to fail first", *lines])
+        return "\n".join(lines)

@@ -3,7 +3,7 @@
 Each call is a conversation of two steps, so that no rank tears its group down while another still uses it:
 
 1. the pool sends a `Job`; the rank initialises the default group, runs the function, answers an `Answer`;
-2. when every rank has answered, the pool sends None; the rank destroys its groups, looks for leaks, answers again.
+2. when all have answered, the pool sends None; the rank destroys its groups, looks for leaks, answers again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
 from tests.support.leaks import MARK, Snapshot
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,7 +37,7 @@ class Job:
     """One call: which function, on how many ranks, meeting where."""
 
     call: bytes
-    """Pickled (function, arguments); unpickled inside the rank's error handling, as it may import a test module."""
+    """Pickled (function, arguments); unpickled by the rank with its errors caught: it may import a module."""
     faults: bytes
     """Pickled tuple of faults to inject into the default group; empty for plain Gloo."""
     world_size: int
@@ -56,7 +56,7 @@ class Answer:
     error: str = ""
     """The rank's traceback, or what it leaked; empty when all is well."""
     at: float
-    """When it ended, in seconds of the machine's monotonic clock: the earliest failure is the cause of the others."""
+    """When it ended, by the machine's monotonic clock: the earliest failure is the cause of the others."""
 
 
 def serve(connection: Connection, rank: int, directory: Path, environment: dict[str, str]) -> None:
@@ -72,6 +72,7 @@ def serve(connection: Connection, rank: int, directory: Path, environment: dict[
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork: collecting it again costs 100 ms a call
     while True:
         try:
             job: Job | None = pickle.loads(connection.recv_bytes())
@@ -113,10 +114,10 @@ def _run(rank: int, job: Job) -> Any:
 
         backend = install(faults)
     timeout = timedelta(seconds=job.timeout)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
+    store = TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(job.prefix, store),
+        store=PrefixStore(job.prefix, store),
         rank=rank,
         world_size=job.world_size,
         timeout=timeout,
@@ -132,11 +133,11 @@ def _tear_down(job: Job) -> list[str]:
     gc.collect()
     found = []
     if dist.is_initialized():
-        names = sorted(dist.distributed_c10d._world.pg_names.values())
-        names.remove(dist.group.WORLD.group_name)
+        world = dist.distributed_c10d._world
+        names = sorted(name for group, name in world.pg_names.items() if group is not world.default_pg)
         if names and not job.allow_groups:
             found.append(
-                f"process groups {names} still registered: destroy them, or call ranks(..., allow_groups=True)"
+                f"process groups {names} still registered; destroy them or call ranks(..., allow_groups=True)"
             )
         dist.destroy_process_group()
     return found
