@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.cluster import Cluster as Cluster
     from trimtab.errors import TrimtabError as TrimtabError
+    from trimtab.runtime.compress import compress as compress
+    from trimtab.runtime.compress import explain as explain
+    from trimtab.runtime.compress import load_state_dict as load_state_dict
+    from trimtab.runtime.compress import state_dict as state_dict
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
+    "compress": "trimtab.runtime.compress",
+    "explain": "trimtab.runtime.compress",
+    "load_state_dict": "trimtab.runtime.compress",
+    "state_dict": "trimtab.runtime.compress",
 }
-__all__ = ["Cluster", "TrimtabError", "__version__"]
+__all__ = ["Cluster", "TrimtabError", "__version__", "compress", "explain", "load_state_dict", "state_dict"]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,7 +106,9 @@ class Cluster:
             here = f"hosts[{index}] ({host.name})"
             for machine in _machine_names(host):
                 if machine in seen:
-                    raise ValueError(f"{here}: there is already a host called {machine!r}; give each its own name")
+                    raise ValueError(
+                        f"{here}: there is already a host called {machine!r}; give each its own name"
+                    )
                 seen.add(machine)
             for device in host.devices:
                 if device not in self.devices:

@@ -22,7 +22,8 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
-                problem="aliases are not allowed; write the value out", problem_mark=self.peek_event().start_mark
+                problem="aliases are not allowed; write the value out",
+                problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]
             )
         return super().compose_node(parent, index)
 
@@ -30,7 +31,9 @@ class _StrictLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -48,7 +51,9 @@ def load_cluster(path: str | Path) -> Cluster:
 def parse_cluster(text: str, *, source: str, form: str = "yaml") -> Cluster:
     """Read a cluster from text; `source` is what errors call it."""
     try:
-        tree = json.loads(text, object_pairs_hook=_unique) if form == "json" else yaml.load(text, _StrictLoader)
+        tree = (
+            json.loads(text, object_pairs_hook=_unique) if form == "json" else yaml.load(text, _StrictLoader)
+        )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise TrimtabError(f"{source}: not valid {form.upper()}: {reason}") from None
@@ -68,7 +73,9 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `load_cluster` reads back as an equal cluster."""
     path = Path(path)
     tree = _ADAPTER.dump_python(cluster, mode="json", exclude_none=True)
-    text = json.dumps(tree, indent=2) + "\n" if _form(path) == "json" else yaml.safe_dump(tree, sort_keys=False)
+    text = (
+        json.dumps(tree, indent=2) + "\n" if _form(path) == "json" else yaml.safe_dump(tree, sort_keys=False)
+    )
     path.write_text(text, encoding="utf-8")
 
 
@@ -112,7 +119,9 @@ def _check_version_first(version: int, source: str) -> None:
 
 
 def _say(error: Any) -> str:
-    place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"] if p != "[key]").lstrip(".")
+    place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"] if p != "[key]").lstrip(
+        "."
+    )
     place = place or "the cluster"
     kind = error["type"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):

@@ -1,0 +1,49 @@
+"""Error feedback: what a codec left out of one step is added to the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ErrorFeedback:
+    """Per parameter name, the fp32 difference between what was meant and what was sent.
+
+    Composes with any codec: call `restore` before encoding and `keep` after it. A parameter
+    whose difference is not finite (an overflow under loss scaling) starts again from zero.
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    def restore(self, name: str, values: torch.Tensor) -> None:
+        """Add, in place, what earlier steps left out."""
+        residual = self._residuals.get(name)
+        if residual is not None:
+            values.add_(residual.view_as(values))
+
+    def keep(self, name: str, meant: torch.Tensor, sent: torch.Tensor) -> None:
+        """Remember `meant - sent` for the next step."""
+        residual = self._residuals.get(name)
+        if residual is None:
+            residual = self._residuals[name] = torch.zeros(
+                meant.numel(), dtype=torch.float32, device=meant.device
+            )
+        torch.sub(meant.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
+        finite = torch.isfinite(residual).all()
+        residual.copy_(torch.where(finite, residual, torch.zeros_like(residual)))
+
+    def norm(self, name: str) -> float:
+        """Euclidean norm of what is owed to a parameter."""
+        residual = self._residuals.get(name)
+        return 0.0 if residual is None else float(residual.norm())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: residual.clone() for name, residual in self._residuals.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._residuals = {name: residual.float().clone() for name, residual in state.items()}

@@ -1,0 +1,173 @@
+"""Reductions of block-quantised buckets: scatter-reduce-allgather, and all-gather.
+
+Both leave every rank with the same bits, because everyone, the owner of a value included,
+keeps what was *decoded* from the bytes that travelled, and sums run in rank order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec.packing import RAW, Packing
+from trimtab.codec.random import OWN, REDUCED, stream
+from trimtab.collectives.reduction import started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trimtab.codec.error_feedback import ErrorFeedback
+    from trimtab.codec.kernels import Kernels
+    from trimtab.collectives.layout import Layout
+
+
+class ScatterReduceAllGather:
+    """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
+
+    Every value is quantised exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Sequence[dist.ProcessGroup],
+        kernels: Kernels,
+        *,
+        seed: int,
+        stochastic: bool,
+        device: torch.device,
+        memory: ErrorFeedback | None = None,
+    ) -> None:
+        self._layout = layout
+        self._scatter, self._gather = groups[0], groups[1]
+        self._kernels, self._seed, self._stochastic, self._memory = kernels, seed, stochastic, memory
+        self._rank, world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        assert world == len(layout.chunks)
+        self._mine = layout.chunks[self._rank]
+        others = [segment for r, c in enumerate(layout.chunks) if r != self._rank for segment in c.segments]
+        self._others = Packing(segments=tuple(others), dtype=layout.dtype)
+        self._send_sizes = [0 if r == self._rank else c.nbytes for r, c in enumerate(layout.chunks)]
+        self._receive_sizes = [0 if r == self._rank else self._mine.nbytes for r in range(world)]
+        row = max(c.nbytes for c in layout.chunks)
+        self._sent = torch.empty(self._others.nbytes, dtype=torch.uint8, device=device)
+        self._received = torch.empty((world - 1) * self._mine.nbytes, dtype=torch.uint8, device=device)
+        self._sums = torch.zeros(row, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(world * row, dtype=torch.uint8, device=device)
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. encode every chunk but mine; all-to-all the codes to their owners.
+        2. add what arrived to my own exact values, encode the sums, keep their decoded form; all-gather.
+        3. decode the other owners' sums.
+        """
+        kernels, stochastic = self._kernels, self._stochastic
+        if self._memory is not None:
+            _restore(self._memory, self._layout, flat, scale)
+            scale = 1.0
+        first = stream(self._seed, step, self._rank, OWN)
+        kernels.encode(flat, self._others, self._sent, stream=first, scale=scale, stochastic=stochastic)
+        if self._memory is not None:
+            owed = flat.clone()
+            kernels.decode(self._sent, self._others, owed)
+        yield started(
+            dist.all_to_all_single(
+                self._received,
+                self._sent,
+                self._receive_sizes,
+                self._send_sizes,
+                group=self._scatter,
+                async_op=True,
+            )
+        )
+        payloads = _rows(self._received, self._mine.nbytes)
+        sums = self._sums[: self._mine.nbytes]
+        second = stream(self._seed, step, self._rank, REDUCED)
+        if self._memory is not None:
+            # The sum itself is needed to know what its encoding left out: no fused form.
+            for payload in payloads:
+                kernels.decode(payload, self._mine, flat, add=True)
+            meant = flat.clone()
+            kernels.encode(flat, self._mine, sums, stream=second, stochastic=stochastic)
+            kernels.decode(sums, self._mine, flat)
+            for segment in self._mine.segments:
+                own = slice(segment.offset, segment.offset + segment.numel)
+                owed[own] = flat[own]
+            _keep(self._memory, self._layout, meant, owed)
+        else:
+            kernels.reduce_encode(
+                flat, payloads, self._mine, sums, stream=second, scale=scale, stochastic=stochastic
+            )
+        yield started(
+            dist.all_gather_into_tensor(self._gathered, self._sums, group=self._gather, async_op=True)
+        )
+        for rank, row in enumerate(_rows(self._gathered, self._sums.numel())):
+            chunk = self._layout.chunks[rank]
+            if rank != self._rank and chunk.nbytes:
+                kernels.decode(row[: chunk.nbytes], chunk, flat)
+
+
+class AllGather:
+    """Each rank sends its whole bucket, encoded, to all others; everyone adds them up.
+
+    Every value is quantised once and one collective's latency is paid; payload sent per rank:
+    (W - 1) times the bucket's. Right for two ranks, and for tiny buckets.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Sequence[dist.ProcessGroup],
+        kernels: Kernels,
+        *,
+        seed: int,
+        stochastic: bool,
+        device: torch.device,
+        memory: ErrorFeedback | None = None,
+    ) -> None:
+        (self._whole,) = layout.chunks
+        self._layout, self._group = layout, groups[0]
+        self._kernels, self._seed, self._stochastic, self._memory = kernels, seed, stochastic, memory
+        self._rank, world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._mine = torch.empty(self._whole.nbytes, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(world * self._whole.nbytes, dtype=torch.uint8, device=device)
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. encode everything; all-gather.
+        2. decode and add all ranks' codes, in rank order.
+        """
+        if self._memory is not None:
+            _restore(self._memory, self._layout, flat, scale)
+            scale = 1.0
+        key = stream(self._seed, step, self._rank, OWN)
+        self._kernels.encode(
+            flat, self._whole, self._mine, stream=key, scale=scale, stochastic=self._stochastic
+        )
+        if self._memory is not None:
+            sent = torch.empty_like(flat)
+            self._kernels.decode(self._mine, self._whole, sent)
+            _keep(self._memory, self._layout, flat, sent)
+        yield started(
+            dist.all_gather_into_tensor(self._gathered, self._mine, group=self._group, async_op=True)
+        )
+        for rank, payload in enumerate(_rows(self._gathered, self._whole.nbytes)):
+            self._kernels.decode(payload, self._whole, flat, add=rank > 0)
+
+
+def _rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return list(buffer.view(-1, size).unbind()) if size else []
+
+
+def _restore(memory: ErrorFeedback, layout: Layout, flat: torch.Tensor, scale: float) -> None:
+    if scale != 1.0:
+        flat.mul_(scale)
+    for piece in layout.pieces:
+        if piece.bits != RAW:
+            memory.restore(piece.name, flat[piece.offset : piece.offset + piece.numel])
+
+
+def _keep(memory: ErrorFeedback, layout: Layout, meant: torch.Tensor, sent: torch.Tensor) -> None:
+    for piece in layout.pieces:
+        if piece.bits != RAW:
+            part = slice(piece.offset, piece.offset + piece.numel)
+            memory.keep(piece.name, meant[part], sent[part])

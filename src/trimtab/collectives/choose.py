@@ -1,0 +1,115 @@
+"""Which reduction serves a bucket, and a compressed all-reduce of a single tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec.codec import Block, Codec, Uncompressed
+from trimtab.codec.error_feedback import ErrorFeedback
+from trimtab.codec.kernels import Kernels, kernels_for
+from trimtab.codec.packing import DTYPES, RAW
+from trimtab.codec.powersgd import PowerSGD
+from trimtab.collectives.block import AllGather, ScatterReduceAllGather
+from trimtab.collectives.codec_gather import CodecAllGather
+from trimtab.collectives.layout import Piece, plan_layout
+from trimtab.collectives.low_rank import LowRankReduction
+from trimtab.collectives.reduction import PlainReduction, Reduction, finish
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TINY_BYTES = 16 * 1024
+"""Up to this payload, a second round of latency costs more than the bytes that scattering saves."""
+
+
+def reduction_for(
+    pieces: Sequence[tuple[Piece, torch.Size]],
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    codec: Codec,
+    *,
+    seed: int,
+    memory: ErrorFeedback | None = None,
+    rights: dict[str, torch.Tensor] | None = None,
+    kernels: Kernels | None = None,
+) -> Reduction:
+    """The reduction of a bucket that holds these pieces (each with its tensor's shape).
+
+    `memory` (error feedback) and `rights` (PowerSGD's starting factors) outlive the bucket: both are
+    keyed by parameter name.
+
+    Types that the codec does not carry (float64, complex) take the backend's own all-reduce.
+    Two ranks, and tiny fp32 buckets, take one all-gather; all else scatter-reduce-allgather.
+    """
+    if dtype not in DTYPES:
+        return PlainReduction(tuple(groups))
+    if isinstance(codec, PowerSGD):
+        memory = ErrorFeedback() if memory is None else memory
+        rights = {} if rights is None else rights
+        return LowRankReduction(pieces, groups, codec, seed=seed, memory=memory, rights=rights)
+    if not isinstance(codec, Block):
+        return CodecAllGather(pieces, groups, codec, seed=seed, memory=memory)
+    flat_pieces = [piece for piece, _ in pieces]
+    world = dist.get_world_size(groups[0])
+    whole = plan_layout(flat_pieces, dtype, 1)
+    tiny = dtype == torch.float32 and whole.chunks[0].nbytes <= TINY_BYTES
+    kind = AllGather if world <= 2 or tiny else ScatterReduceAllGather
+    layout = whole if kind is AllGather else plan_layout(flat_pieces, dtype, world)
+    return kind(
+        layout,
+        groups,
+        kernels or kernels_for(device),
+        seed=seed,
+        stochastic=codec.stochastic,
+        device=device,
+        memory=memory,
+    )
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    codec: Codec,
+    *,
+    op: Literal["sum", "avg"] = "sum",
+    weight: float | None = None,
+    name: str = "",
+    step: int = 0,
+    seed: int = 0,
+    groups: Sequence[dist.ProcessGroup] | None = None,
+) -> None:
+    """Reduce a tensor over the ranks in place, compressed, to the same bits everywhere.
+
+    With `weight`, each rank giving its own, the result is the weighted average
+    Σ weight·tensor / Σ weight, whatever `op` says. `groups` gives one process group for each
+    stage; by default both stages run on the default group, one after the other.
+    """
+    groups = groups or (dist.group.WORLD,) * 2  # type: ignore[assignment]
+    assert groups is not None
+    if weight is not None:
+        scale = weight / _total(weight, tensor.device, groups[0])
+    else:
+        scale = 1.0 / dist.get_world_size(groups[0]) if op == "avg" else 1.0
+    if tensor.numel() == 0:
+        return
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    bits = RAW if isinstance(codec, Uncompressed) else getattr(codec, "bits", 1)
+    block = getattr(codec, "block", 1024)
+    piece = Piece(name=name, offset=0, numel=flat.numel(), bits=bits, block=block)
+    reduction = reduction_for([(piece, tensor.shape)], flat.dtype, flat.device, groups, codec, seed=seed)
+    finish(reduction.steps(flat, step=step, scale=scale))
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view_as(tensor))
+
+
+def _total(weight: float, device: torch.device, group: dist.ProcessGroup) -> float:
+    if not weight >= 0:
+        raise ValueError(f"a weight cannot be negative or NaN; got {weight}")
+    total = torch.tensor([weight], dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    if not float(total) > 0:
+        raise ValueError("the weights of all ranks are zero: there is nothing to average")
+    return float(total)

@@ -1,0 +1,67 @@
+"""The reduction for any codec: everyone sends its encoding to all, and everyone adds them up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec.codec import Codec, Uncompressed
+from trimtab.codec.random import OWN, stream
+from trimtab.collectives.reduction import started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trimtab.codec.error_feedback import ErrorFeedback
+    from trimtab.collectives.layout import Piece
+
+
+class CodecAllGather:
+    """One all-gather of every rank's encoded pieces; sums run in rank order.
+
+    Pieces that are not to be compressed (bits 0) travel as they are.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[Piece, torch.Size]],
+        groups: Sequence[dist.ProcessGroup],
+        codec: Codec,
+        *,
+        seed: int,
+        memory: ErrorFeedback | None = None,
+    ) -> None:
+        self._pieces = [(piece, shape, codec if piece.bits else Uncompressed()) for piece, shape in pieces]
+        self._group, self._seed, self._memory = groups[0], seed, memory
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. encode each piece (with what was left out before); all-gather.
+        2. decode and add all ranks' pieces, in rank order.
+        """
+        world, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if scale != 1.0:
+            flat.mul_(scale)
+        key = stream(self._seed, step, rank, OWN)
+        sent = []
+        for piece, shape, codec in self._pieces:
+            values = flat[piece.offset : piece.offset + piece.numel]
+            if self._memory is not None and piece.bits:
+                self._memory.restore(piece.name, values)
+            payload = codec.encode(values.view(shape), name=piece.name, stream=key)
+            if self._memory is not None and piece.bits:
+                self._memory.keep(piece.name, values, codec.decode(payload, shape, flat.dtype))
+            sent.append(payload)
+        mine = torch.cat(sent)
+        gathered = torch.empty(world * mine.numel(), dtype=torch.uint8, device=flat.device)
+        yield started(dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True))
+        sizes = [payload.numel() for payload in sent]
+        for index, row in enumerate(gathered.view(world, -1)):
+            for (piece, shape, codec), payload in zip(self._pieces, row.split_with_sizes(sizes), strict=True):
+                values = codec.decode(payload.clone(), shape, flat.dtype).view(-1)
+                part = flat[piece.offset : piece.offset + piece.numel]
+                if index == 0:
+                    part.copy_(values)
+                else:
+                    part.add_(values)

@@ -1,0 +1,103 @@
+"""PowerSGD's reduction: the thin factors are summed, never the matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec.packing import name_hash
+from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
+from trimtab.codec.random import stream
+from trimtab.collectives.reduction import started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trimtab.codec.error_feedback import ErrorFeedback
+    from trimtab.collectives.layout import Piece
+
+
+class LowRankReduction:
+    """Two all-reduces of thin fp32 factors, with the last right factor as the next start.
+
+    Pieces whose factors would not be smaller than themselves travel raw, in the first all-reduce.
+    `rights` holds those last factors by parameter name; reductions of one job share it.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[Piece, torch.Size]],
+        groups: Sequence[dist.ProcessGroup],
+        codec: PowerSGD,
+        *,
+        seed: int,
+        memory: ErrorFeedback,
+        rights: dict[str, torch.Tensor],
+    ) -> None:
+        self._groups, self._seed, self._memory, self._rights = groups, seed, memory, rights
+        self._matrices: list[tuple[Piece, tuple[int, int], int]] = []
+        self._raw: list[Piece] = []
+        for piece, shape in pieces:
+            rows, columns = matrix_shape(shape)
+            rank = codec.rank_for(shape)
+            if piece.bits and rank * (rows + columns) < rows * columns:
+                self._matrices.append((piece, (rows, columns), rank))
+            else:
+                self._raw.append(piece)
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. left factors of (values + what was left out before); all-reduce them with the raw pieces.
+        2. orthonormalise; right factors; all-reduce them.
+        3. multiply out; remember what each rank's own values had beyond the product.
+        """
+        world = dist.get_world_size(self._groups[0])
+        if scale != 1.0:
+            flat.mul_(scale)
+        matrices = []
+        for piece, shape, _ in self._matrices:
+            values = _part(flat, piece)
+            self._memory.restore(piece.name, values)
+            matrices.append(values.float().view(shape))
+        lefts = [
+            matrix @ self._right(piece, shape[1], rank, matrix.device)
+            for (piece, shape, rank), matrix in zip(self._matrices, matrices, strict=True)
+        ]
+        first = _join([*lefts, *(_part(flat, piece).float() for piece in self._raw)], flat)
+        yield started(dist.all_reduce(first, group=self._groups[0], async_op=True))
+        parts = first.split_with_sizes(
+            [left.numel() for left in lefts] + [piece.numel for piece in self._raw]
+        )
+        for piece, part in zip(self._raw, parts[len(lefts) :], strict=True):
+            _part(flat, piece).copy_(part)
+        bases = [orthonormal(part.view_as(left)) for part, left in zip(parts, lefts, strict=False)]
+        rights = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        second = _join(rights, flat)
+        yield started(dist.all_reduce(second, group=self._groups[-1], async_op=True))
+        summed = second.split_with_sizes([right.numel() for right in rights])
+        for (piece, _, _), matrix, basis, right, part in zip(
+            self._matrices, matrices, bases, rights, summed, strict=True
+        ):
+            product = basis @ part.view_as(right).T
+            # Each rank made up 1/W of the product; what its own values had beyond that is still owed.
+            self._memory.keep(piece.name, matrix, product / world)
+            self._rights[piece.name] = part.view_as(right).clone()
+            _part(flat, piece).copy_(product.view(-1))
+
+    def _right(self, piece: Piece, columns: int, rank: int, device: torch.device) -> torch.Tensor:
+        right = self._rights.get(piece.name)
+        if right is None or not bool(torch.isfinite(right).all()):
+            key = stream(self._seed, 0, 0, 0) ^ name_hash(piece.name)
+            right = start(columns, rank, key, device)
+        return right
+
+
+def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return flat[piece.offset : piece.offset + piece.numel]
+
+
+def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    if not parts:
+        return torch.zeros(0, dtype=torch.float32, device=like.device)
+    return torch.cat([part.reshape(-1) for part in parts])

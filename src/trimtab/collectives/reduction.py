@@ -1,0 +1,53 @@
+"""What a reduction is: a sequence of collectives with local work between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+MAX_STAGES = 2
+"""The most collectives any reduction starts; each stage has a process group of its own."""
+
+
+class Reduction(Protocol):
+    """Reduces one bucket, in place, to the same bits on every rank.
+
+    `steps` yields each collective it has started and goes on only when that has finished, so the
+    caller decides how to wait: at once (`finish`), in a pipeline of threads (Gloo), or on a CUDA
+    stream (NCCL). The k-th collective runs on the k-th of the groups the reduction was given, so
+    that reductions overlapping in a pipeline start their collectives in the same order everywhere.
+    """
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """Replace `flat` by the sum over ranks of `scale` × `flat`; every rank has a `scale` of its own."""
+
+
+def finish(steps: Iterator[dist.Work]) -> None:
+    """Run a reduction to its end, waiting for each collective."""
+    for work in steps:
+        work.wait()
+
+
+class PlainReduction:
+    """The backend's own all-reduce: for types the codec does not carry."""
+
+    def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        self._group = groups[0]
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. all-reduce of the scaled values."""
+        if scale != 1.0:
+            flat.mul_(scale)
+        yield started(dist.all_reduce(flat, group=self._group, async_op=True))
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """A collective that was called with `async_op=True`, typed as what it gives."""
+    assert work is not None, "async_op=True always gives a Work"
+    return work

@@ -1,0 +1,1 @@
+"""Trimtab inside the frameworks people already use."""

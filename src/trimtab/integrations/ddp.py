@@ -1,0 +1,236 @@
+"""DDP's door: a communication hook that reduces each bucket through a codec.
+
+All state is keyed by parameter name: DDP rebuilds its buckets after the first backward pass, in
+another order, and that must change nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from trimtab.codec import Block, Codec, ErrorFeedback
+from trimtab.codec.packing import RAW
+from trimtab.collectives import MAX_STAGES, Piece, Reduction, reduction_for, runner_for
+from trimtab.collectives.layout import fingerprint
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trimtab.codec.kernels import Kernels
+
+    Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
+
+MIN_NUMEL = 2048
+"""Smaller parameters, and all with one axis, travel uncompressed: few bytes, and the most sensitive."""
+
+STATE_VERSION = 1
+
+
+class DdpCompression:
+    """The compression of one DDP module: which parameters, how, and what must survive a restart."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        codec: Codec,
+        *,
+        overrides: Mapping[str, Codec | None] | None = None,
+        min_numel: int = MIN_NUMEL,
+        error_feedback: bool | None = None,
+        seed: int = 0,
+        kernels: Kernels | None = None,
+        observe: Observer | None = None,
+        groups: tuple[dist.ProcessGroup, ...] | None = None,
+    ) -> None:
+        """`overrides` maps name patterns (as in shell) to a codec, or to None: leave uncompressed.
+
+        `error_feedback` defaults to on for biased codecs and off for stochastic `Block`.
+        `observe` is called with (step, pieces, values) before each bucket is reduced.
+        `groups` are those of `stage_groups`, made here when absent.
+        """
+        self.codec = codec
+        self.step = 0
+        self.seed = seed
+        self.pieces: dict[str, tuple[int, int, int]] = {}
+        """Per parameter name: its numel, bits (0: uncompressed) and block."""
+        if error_feedback is None:
+            error_feedback = not isinstance(codec, Block)
+        self.memory = ErrorFeedback() if error_feedback else None
+        self._rights: dict[str, torch.Tensor] = {}
+        self._kernels, self._observe = kernels, observe
+        self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._choose(ddp, overrides or {}, min_numel)
+        self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+        self.groups = groups or stage_groups(ddp.process_group, self.device)
+        self.scale = 1.0 / dist.get_world_size(self.groups[0])
+        self._reductions: dict[Any, tuple[Reduction, list[Piece]]] = {}
+        self._runner = runner_for(self.device)
+
+    def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
+        """The communication hook: a future of the bucket's average over the ranks."""
+        if not isinstance(bucket, GradBucket):
+            raise TrimtabError(
+                "torch.compile's optimize_ddp='python_reducer' does not call communication hooks as DDP "
+                "does; set torch._dynamo.config.optimize_ddp to True (the default) or False"
+            )
+        flat = bucket.buffer()
+        step = self.step
+        if bucket.is_last():
+            self.step += 1
+        return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
+
+    def close(self) -> None:
+        """End the communication threads; the module must not train after this."""
+        self._runner.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to continue with the same bits."""
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "step": self.step,
+            "residuals": self.memory.state_dict() if self.memory is not None else {},
+            "rights": {name: factor.clone() for name, factor in self._rights.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise TrimtabError(
+                f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
+            )
+        unknown = sorted({*state["residuals"], *state["rights"]} - self.pieces.keys())
+        if unknown:
+            raise TrimtabError(
+                f"the compression state is of another model: it names {', '.join(unknown[:3])}"
+            )
+        self.seed, self.step = state["seed"], state["step"]
+        if self.memory is not None:
+            on_device = {name: value.to(self.device) for name, value in state["residuals"].items()}
+            self.memory.load_state_dict(on_device)
+        self._rights.clear()
+        self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})
+        self._reductions.clear()  # they hold the seed
+
+    def _choose(
+        self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
+    ) -> None:
+        unused = set(overrides)
+        for name, parameter in ddp.module.named_parameters():
+            codec: Codec | None = (
+                self.codec if parameter.dim() > 1 and parameter.numel() >= min_numel else None
+            )
+            for pattern, choice in overrides.items():
+                if fnmatchcase(name, pattern):
+                    unused.discard(pattern)
+                    codec = choice
+                    break
+            bits, block = _bits_and_block(self.codec, codec, name)
+            self.pieces[name] = parameter.numel(), bits, block
+        if unused:
+            some = ", ".join(list(self.pieces)[:4])
+            raise TrimtabError(
+                f"no parameter matches the pattern {sorted(unused)[0]!r}; parameters are called {some}, ..."
+            )
+
+    def _steps(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        flat: torch.Tensor,
+        step: int,
+    ) -> Iterator[dist.Work]:
+        key = (*map(id, parameters), flat.dtype)
+        if key not in self._reductions:
+            self._reductions[key] = self._plan(parameters, gradients, flat)
+        reduction, pieces = self._reductions[key]
+        if self._observe is not None:
+            self._observe(step, pieces, flat)
+        yield from reduction.steps(flat, step=step, scale=self.scale)
+
+    def _plan(
+        self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], flat: torch.Tensor
+    ) -> tuple[Reduction, list[Piece]]:
+        pieces, shapes = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            name = self._names[id(parameter)]
+            numel, bits, block = self.pieces[name]
+            offset = int(gradient.storage_offset()) - int(flat.storage_offset())
+            pieces.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
+            shapes.append(parameter.shape)
+        self._compare(fingerprint(pieces, str(flat.dtype), self.codec, self.seed))
+        reduction = reduction_for(
+            list(zip(pieces, shapes, strict=True)),
+            flat.dtype,
+            flat.device,
+            self.groups,
+            self.codec,
+            seed=self.seed,
+            memory=self.memory,
+            rights=self._rights,
+            kernels=self._kernels,
+        )
+        return reduction, pieces
+
+    def _compare(self, own: int) -> None:
+        """Refuse to go on when another rank would send or expect other bytes: a hang, or worse.
+
+        Runs where the first stage's collectives are started, so its order is the same on every rank.
+        """
+        mine = torch.tensor([own], device=self.device)
+        everyone = torch.empty(dist.get_world_size(self.groups[0]), dtype=mine.dtype, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine, group=self.groups[0])
+        differing = (everyone != mine).nonzero().view(-1).tolist()
+        if differing:
+            raise TrimtabError(
+                f"ranks {differing} of the group compress with other settings, or another model, than rank "
+                f"{dist.get_rank(self.groups[0])}; give trimtab.compress the same arguments on every rank"
+            )
+
+
+def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
+    """A process group for each stage of a reduction.
+
+    NCCL orders collectives by stream, so one group serves. Gloo needs a group for each thread.
+    """
+    if device.type == "cuda":
+        return (group,) * MAX_STAGES
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(_checked(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(MAX_STAGES))
+
+
+def refuse_python_reducer() -> None:
+    """Say so before training when torch.compile would bypass the hook."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
+        raise TrimtabError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's communication hooks; "
+            "set it to True (the default) or False"
+        )
+
+
+def _checked(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "every rank of the group calls this"
+    return group
+
+
+def _bits_and_block(main: Codec, chosen: Codec | None, name: str) -> tuple[int, int]:
+    if chosen is None:
+        return RAW, 1024
+    if isinstance(chosen, Block):
+        if not isinstance(main, Block) or main.stochastic != chosen.stochastic:
+            raise TrimtabError(
+                f"{name}: {chosen} cannot ride with {main}; one family and one rounding serve a job"
+            )
+        return chosen.bits, chosen.block
+    if chosen != main:
+        raise TrimtabError(f"{name}: {chosen} cannot ride with {main}; an override here can only be None")
+    return 1, 1024

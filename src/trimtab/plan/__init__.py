@@ -1,0 +1,1 @@
+"""What each rank should do: pure functions of what was measured."""

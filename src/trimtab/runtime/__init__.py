@@ -1,0 +1,1 @@
+"""Where the head and the hands meet: measuring, deciding, applying."""

@@ -1,0 +1,132 @@
+"""`trimtab.compress`: gradients in fewer bits, where that pays."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab import environment
+from trimtab.codec import Block, Codec
+from trimtab.errors import TrimtabError
+from trimtab.integrations.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
+from trimtab.plan.compression import decide
+from trimtab.runtime.exchange import measure_exchange
+from trimtab.runtime.layer_log import LayerLog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+_ATTRIBUTE = "_trimtab_compression"
+_EXPLANATION = "_trimtab_explanation"
+
+
+def compress(
+    model: DistributedDataParallel,
+    codec: Codec | None = None,
+    *,
+    overrides: Mapping[str, Codec | None] | None = None,
+    min_numel: int = MIN_NUMEL,
+    error_feedback: bool | None = None,
+    seed: int = 0,
+    log: str | Path | None = None,
+    log_every: int = 100,
+) -> DistributedDataParallel:
+    """Send the gradients of a DDP module in fewer bits; in place, and returns the module.
+
+    Every rank calls it, with the same arguments, after constructing DDP and before the first
+    backward pass.
+
+    Args:
+        codec: how to encode. Without it trimtab measures the link and the codec, and either
+            sends 4 bits a value or, where that would not pay, leaves the module exactly as it is.
+            With it (for example ``Block(bits=8)``, ``PowerSGD(rank=4)``) there is no such choice.
+        overrides: codecs by parameter-name pattern, first match first; None leaves uncompressed.
+        min_numel: parameters with fewer values, or with one axis, travel uncompressed.
+        error_feedback: add what one step left out to the next; by default only for biased codecs.
+        seed: of the stochastic rounding.
+        log: file for a JSON line per layer every `log_every` steps, with its bytes and error (rank 0's).
+    """
+    if environment.disabled():
+        return _explained(model, "TRIMTAB_DISABLE is set: nothing is compressed")
+    if not isinstance(model, DistributedDataParallel):
+        raise TrimtabError(
+            f"compress: {type(model).__name__} is not a DistributedDataParallel; wrap the model first: "
+            "ddp = DistributedDataParallel(model); trimtab.compress(ddp)"
+        )
+    if _ATTRIBUTE in model.__dict__:
+        raise TrimtabError("compress: this module is compressed already; call it once")
+    if getattr(model, "_comm_hooks", None):
+        raise TrimtabError("compress: this module has a communication hook of its own; register only one")
+    refuse_python_reducer()
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+    if world == 1:
+        return _explained(model, "one rank: there is nothing to send, so nothing to compress")
+    if codec is None:
+        codec = Block()
+        groups = stage_groups(model.process_group, parameters[0].device)
+        exchange = measure_exchange(codec, groups, parameters[0].device)
+        decision = decide(exchange, sum(p.numel() * p.element_size() for p in parameters))
+        if not decision.compress:
+            return _explained(model, decision.reason, say=rank == 0)
+        reason = decision.reason
+    else:
+        groups = None
+        reason = f"compressing with {codec}, as asked"
+    observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
+    compression = DdpCompression(
+        model,
+        codec,
+        overrides=overrides,
+        min_numel=min_numel,
+        error_feedback=error_feedback,
+        seed=seed,
+        observe=observe,
+        groups=groups,
+    )
+    model.register_comm_hook(None, compression.reduce)
+    model.__dict__[_ATTRIBUTE] = compression
+    # With the module gone its threads have no work left. Not at exit: a dead peer would block it.
+    weakref.finalize(model, compression.close).atexit = False
+    return _explained(model, f"{reason}; {_coverage(compression)}", say=rank == 0)
+
+
+def explain(model: torch.nn.Module) -> str:
+    """What trimtab decided for this module, and why."""
+    return str(model.__dict__.get(_EXPLANATION, "trimtab has not been asked to adjust this module"))
+
+
+def state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """What trimtab must find again to continue with the same bits; goes into the checkpoint.
+
+    Random streams are keyed by rank: save and load per rank when error feedback is on, otherwise
+    rank 0's serves all.
+    """
+    compression = model.__dict__.get(_ATTRIBUTE)
+    return {} if compression is None else {"compression": compression.state_dict()}
+
+
+def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Continue from `state_dict`; a module that is not compressed ignores compression's part."""
+    compression = model.__dict__.get(_ATTRIBUTE)
+    if compression is not None and "compression" in state:
+        compression.load_state_dict(state["compression"])
+
+
+def _explained(model: DistributedDataParallel, text: str, *, say: bool = True) -> DistributedDataParallel:
+    model.__dict__[_EXPLANATION] = text
+    if say:
+        environment.logger().info(text)
+    return model
+
+
+def _coverage(compression: DdpCompression) -> str:
+    total = sum(numel for numel, _, _ in compression.pieces.values())
+    kept = [numel for numel, bits, _ in compression.pieces.values() if bits == 0]
+    return f"{len(kept)} small or excluded parameters ({sum(kept) / total:.1%} of the values) travel exactly"
