@@ -1,0 +1,210 @@
+"""The codec on CUDA tensors, in Triton: the same bits as the reference, at memory speed.
+
+Nothing here waits for the device or allocates, past the first use of a packing; launches go to the
+current stream. The exception is `reduce_encode` of payloads that lie at irregular distances: they
+are first copied into one buffer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.codec import triton_device, triton_raw
+from trimtab.codec.packing import RAW, check_buffers
+from trimtab.codec.triton_tables import groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.codec.packing import Packing
+    from trimtab.codec.triton_tables import Group
+
+
+class TritonKernels:
+    """Implements `Kernels`."""
+
+    name = "triton"
+
+    def encode(
+        self,
+        flat: torch.Tensor,
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
+        check_buffers(packing, flat, out)
+        self._encode(flat, out, 0, 0, 0, packing, out, stream, scale, stochastic)
+
+    def decode(
+        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
+    ) -> None:
+        """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
+        check_buffers(packing, flat, payload)
+        wide = payload.data_ptr() % 8 == 0
+        with torch.cuda.device_of(flat):
+            for group in _groups(packing, flat.device):
+                if group.bits == RAW:
+                    triton_raw.decode_raw[(group.tiles,)](
+                        flat,
+                        payload,
+                        group.owners,
+                        group.table,
+                        TILE=group.block,
+                        UNIT=group.unit,
+                        WIDE=wide,
+                        ADD=add,
+                        num_warps=group.warps,
+                        enable_fp_fusion=False,
+                    )
+                else:
+                    triton_device.decode[(group.tiles,)](
+                        flat,
+                        payload,
+                        group.owners,
+                        group.table,
+                        BITS=group.bits,
+                        BLOCK=group.block,
+                        PAD=group.pad,
+                        ROWS=group.rows,
+                        LOOP=group.loop,
+                        UNIT=group.unit,
+                        GROUP=codes_per_word(group, flat.dtype, wide),
+                        WIDE=wide,
+                        ADD=add,
+                        num_warps=group.warps,
+                        enable_fp_fusion=False,
+                    )
+
+    def reduce_encode(
+        self,
+        flat: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Add `payloads`, in order, to `scale` × `flat`; encode the sums into `out`.
+
+        `flat` is left with the decoded values of `out`: what every other rank will receive.
+        """
+        check_buffers(packing, flat, out, *payloads)
+        if not payloads or packing.nbytes == 0:
+            # The sum of one: the rank's own values, which still have to be what the others receive.
+            self.encode(flat, packing, out, stream=stream, scale=scale, stochastic=stochastic)
+            self.decode(out, packing, flat)
+            return
+        places = [payload.data_ptr() for payload in payloads]
+        found = spacing(places)
+        if found is None:
+            together = torch.stack(list(payloads))
+            self._encode(
+                flat, together, len(places), packing.nbytes, len(places), packing, out, stream, scale, stochastic
+            )
+        else:
+            stride, gap = found
+            self._encode(
+                flat, payloads[0], len(places), stride, gap, packing, out, stream, scale, stochastic
+            )
+
+    def _encode(
+        self,
+        flat: torch.Tensor,
+        payloads: torch.Tensor,
+        count: int,
+        stride: int,
+        gap: int,
+        packing: Packing,
+        out: torch.Tensor,
+        stream: int,
+        scale: float,
+        stochastic: bool,
+    ) -> None:
+        wide = (out.data_ptr() | payloads.data_ptr() | stride) % 8 == 0
+        with torch.cuda.device_of(flat):
+            for group in _groups(packing, flat.device):
+                if group.bits == RAW:
+                    triton_raw.encode_raw[(group.tiles,)](
+                        flat,
+                        payloads,
+                        out,
+                        group.owners,
+                        group.table,
+                        scale,
+                        stride,
+                        gap,
+                        TILE=group.block,
+                        UNIT=group.unit,
+                        WIDE=wide,
+                        COUNT=count,
+                        num_warps=group.warps,
+                        enable_fp_fusion=False,
+                    )
+                else:
+                    triton_device.encode[(group.tiles,)](
+                        flat,
+                        payloads,
+                        out,
+                        group.owners,
+                        group.table,
+                        stream,
+                        scale,
+                        stride,
+                        gap,
+                        BITS=group.bits,
+                        BLOCK=group.block,
+                        PAD=group.pad,
+                        ROWS=group.rows,
+                        LOOP=group.loop,
+                        UNIT=group.unit,
+                        GROUP=codes_per_word(group, flat.dtype, wide),
+                        WIDE=wide,
+                        STOCHASTIC=stochastic,
+                        COUNT=count,
+                        num_warps=group.warps,
+                        enable_fp_fusion=False,
+                    )
+
+
+def codes_per_word(group: Group, dtype: torch.dtype, wide: bool) -> int:
+    """Codes stored as one word: those a thread holds after a 16-byte load; 0 where codes straddle bytes."""
+    if 8 % group.bits:
+        return 0
+    if wide:
+        codes = max(min(16 // dtype.itemsize, 32 // group.bits), 8 // group.bits)
+        if group.block % codes == 0:
+            return codes
+    # A block that ends inside a byte begins the next one on a byte of its own, so bytes do not straddle.
+    return 8 // group.bits
+
+
+def spacing(places: Sequence[int]) -> tuple[int, int] | None:
+    """(stride, gap) such that address i is the first + (i + (i ≥ gap)) · stride; None if there is none.
+
+    The payloads of a reduction are rows of one buffer without the owner's own: regular, but for one gap.
+    """
+    count = len(places)
+    steps = [b - a for a, b in zip(places, places[1:], strict=False)]
+    stride = min(steps, key=abs, default=0)
+    gaps = [i + 1 for i, step in enumerate(steps) if step != stride]
+    if not gaps:
+        return stride, count
+    if len(gaps) == 1 and steps[gaps[0] - 1] == 2 * stride:
+        return stride, gaps[0]
+    return None
+
+
+def _groups(packing: Packing, device: torch.device) -> tuple[Group, ...]:
+    key = (TritonKernels, device)
+    if key not in packing.prepared:
+        packing.prepared[key] = groups(packing, device)
+    found: tuple[Group, ...] = packing.prepared[key]
+    return found

@@ -1,0 +1,91 @@
+"""What the GPU code needs to know of a packing, built once and kept with it.
+
+Segments alike in bits and block form a group, and a group is one launch. A program of that launch
+finds its segment through two tables: `owners`, the segment of each tile, and `table`, 8 numbers for
+each segment. So 4 bytes are read per tile, however many segments there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.codec.packing import RAW
+
+if TYPE_CHECKING:
+    from trimtab.codec.packing import Packing, Segment
+
+TILE = 1024
+"""Elements a warp holds in registers: 32 a thread."""
+
+MAX_WARPS = 8
+"""A block longer than TILE × MAX_WARPS is not held, but read twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Segments encoded by one launch."""
+
+    bits: int
+    block: int
+    """Elements per block; for raw segments, per tile."""
+
+    pad: int
+    """Lanes a block takes: a power of two; for a block that is not held, elements read at a time."""
+
+    rows: int
+    """Blocks per tile."""
+
+    warps: int
+    tiles: int
+    unit: int
+    """A power of two that divides every segment's offset; `table` holds offsets over it."""
+
+    owners: torch.Tensor
+    table: torch.Tensor
+
+    @property
+    def loop(self) -> bool:
+        return self.pad < self.block
+
+
+def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int = 0) -> tuple[Group, ...]:
+    """The packing's groups, with their tables on `device`. `tile` and `warps` are for tuning."""
+    alike: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
+    for segment, start in zip(packing.segments, packing.starts, strict=True):
+        if segment.numel:
+            key = (RAW, tile) if segment.bits == RAW else (segment.bits, segment.block)
+            alike.setdefault(key, []).append((segment, start))
+    return tuple(_group(*key, members, device, tile, warps) for key, members in alike.items())
+
+
+def _group(
+    bits: int, block: int, members: list[tuple[Segment, int]], device: torch.device, tile: int, warps: int
+) -> Group:
+    pad = min(1 << (block - 1).bit_length(), tile * MAX_WARPS)
+    rows = max(1, tile // pad) if bits != RAW else 1
+    counts = [-(-segment.numel // (block * rows)) for segment, _ in members]
+    unit = 16
+    while any(segment.offset % unit for segment, _ in members):
+        unit //= 2
+    table, first = [], 0
+    for (segment, start), count in zip(members, counts, strict=True):
+        name = segment.name_hash - (1 << 64) if segment.name_hash >> 63 else segment.name_hash
+        table.append(
+            (segment.offset // unit, segment.numel, segment.first_block, name, start // 8, first, 0, 0)
+        )
+        first += count
+    owners = torch.arange(len(members), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    return Group(
+        bits=bits,
+        block=block,
+        pad=pad,
+        rows=rows,
+        warps=warps or max(1, min(rows * pad // tile, MAX_WARPS)),
+        tiles=first,
+        unit=unit,
+        owners=owners.to(device),
+        table=torch.tensor(table, dtype=torch.int64, device=device),
+    )
