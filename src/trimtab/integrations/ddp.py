@@ -67,6 +67,7 @@ class DdpCompression:
         self.memory = ErrorFeedback() if error_feedback else None
         self._rights: dict[str, torch.Tensor] = {}
         self._kernels, self._observe = kernels, observe
+        self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._choose(ddp, overrides or {}, min_numel)
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
@@ -82,11 +83,18 @@ class DdpCompression:
                 "torch.compile's optimize_ddp='python_reducer' does not call communication hooks as DDP "
                 "does; set torch._dynamo.config.optimize_ddp to True (the default) or False"
             )
+        if self._instead is not None:
+            state, hook = self._instead
+            return hook(state, bucket)
         flat = bucket.buffer()
         step = self.step
         if bucket.is_last():
             self.step += 1
         return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
+
+    def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Hand every bucket to another communication hook from now on; DDP itself takes only one."""
+        self._instead = (state, hook)
 
     def close(self) -> None:
         """End the communication threads; the module must not train after this."""

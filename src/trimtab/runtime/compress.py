@@ -59,7 +59,7 @@ def compress(
             f"compress: {type(model).__name__} is not a DistributedDataParallel; wrap the model first: "
             "ddp = DistributedDataParallel(model); trimtab.compress(ddp)"
         )
-    if _ATTRIBUTE in model.__dict__:
+    if compression_of(model) is not None:
         raise TrimtabError("compress: this module is compressed already; call it once")
     if getattr(model, "_comm_hooks", None):
         raise TrimtabError("compress: this module has a communication hook of its own; register only one")
@@ -97,6 +97,13 @@ def compress(
     return _explained(model, f"{reason}; {_coverage(compression)}", say=rank == 0)
 
 
+def compression_of(model: torch.nn.Module) -> DdpCompression | None:
+    """The compression at work on a module, if there is one."""
+    compression = model.__dict__.get(_ATTRIBUTE)
+    assert compression is None or isinstance(compression, DdpCompression)
+    return compression
+
+
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module, and why."""
     return str(model.__dict__.get(_EXPLANATION, "trimtab has not been asked to adjust this module"))
@@ -108,13 +115,13 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     Random streams are keyed by rank: save and load per rank when error feedback is on, otherwise
     rank 0's serves all.
     """
-    compression = model.__dict__.get(_ATTRIBUTE)
+    compression = compression_of(model)
     return {} if compression is None else {"compression": compression.state_dict()}
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Continue from `state_dict`; a module that is not compressed ignores compression's part."""
-    compression = model.__dict__.get(_ATTRIBUTE)
+    compression = compression_of(model)
     if compression is not None and "compression" in state:
         compression.load_state_dict(state["compression"])
 

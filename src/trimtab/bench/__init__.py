@@ -1,0 +1,1 @@
+"""The figures: every claim as a ratio measured in one run."""

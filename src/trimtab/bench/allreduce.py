@@ -1,0 +1,86 @@
+"""`trimtab bench allreduce`: what plain all-reduce takes, over sizes and link rates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.bench.harness import AA, interleave
+from trimtab.bench.ranks import run_on_ranks, two_hosts, wire_bytes
+from trimtab.bench.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+def allreduce(links: Sequence[str], sizes_mb: Sequence[int], repeats: int, progress: Any) -> Result:
+    """Two emulated hosts; for each link rate ("none": unshaped) every size in turn, in one job.
+
+    `over_floor` is the time over that of the same bytes at the full rate of the link.
+    """
+    from trimtab.bench.ranks import parse_rate
+    from trimtab.emulate import Emulation
+
+    rows: list[dict[str, Any]] = []
+    for index, link in enumerate(links):
+
+        def moved(done: int, total: int, index: int = index) -> None:
+            progress(index * total + done, len(links) * total)
+
+        shaped = None if link == "none" else link
+        with Emulation(two_hosts(shaped)) as emulation:
+            spec = {"sizes_mb": list(sizes_mb), "repeats": repeats}
+            measured = run_on_ranks(emulation, on_rank, spec, progress=moved)
+        for row in measured:
+            floor_ms = row["wire_mb"] * 8 / parse_rate(shaped) if shaped else None
+            over = row["ms"] / floor_ms if floor_ms else None
+            rows.append({"method": row.pop("method"), "link": link, **row, "over_floor": over})
+    largest = [row for row in rows if row["mb"] == max(sizes_mb)]
+    summary: dict[str, Any] = {f"{row['link']}_ms": row["ms"] for row in largest if AA not in row["method"]}
+    noise = [row["aa_ratio"] for row in rows if AA in row["method"]]
+    summary["aa_worst"] = max(abs(ratio - 1) for ratio in noise)
+    return Result(bench="allreduce", summary=summary, rows=rows)
+
+
+def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """Each size twice (the second is the A/A row), interleaved."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    world = dist.get_world_size()
+    buffers = {size: torch.randn(size * 1_000_000 // 4) for size in spec["sizes_mb"]}
+
+    def case(size: int) -> Callable[[], float]:
+        def run() -> float:
+            import time
+
+            buffers[size].fill_(1.0)
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(buffers[size])
+            return time.perf_counter() - start
+
+        return run
+
+    cases = {f"{size}{suffix}": case(size) for size in buffers for suffix in ("", AA)}
+    timings = interleave(cases, warmup=1, repeats=spec["repeats"], progress=report)
+    rows = []
+    for size, buffer in buffers.items():
+        assert float(buffer[0]) == world, "an all-reduce of ones gives the number of ranks"
+        before = wire_bytes()
+        dist.all_reduce(buffer)
+        dist.barrier()
+        wire_mb = (wire_bytes() - before) / 1e6
+        plain, again = timings[str(size)], timings[f"{size}{AA}"]
+        for name, timing in (("all-reduce", plain), ("all-reduce" + AA, again)):
+            rows.append(
+                {
+                    "method": name,
+                    "mb": size,
+                    "ms": timing.median_ms,
+                    "spread": timing.spread,
+                    "aa_ratio": timing.ratio(plain),
+                    "wire_mb": wire_mb,
+                }
+            )
+    return rows

@@ -1,0 +1,69 @@
+"""One way to measure: warm up, interleave, repeat, take the median, and show the noise.
+
+Cases run in turn, round after round, so that a machine that slows down slows all of them. Every
+bench measures its baseline twice under two names (the A/A row): a difference smaller than the one
+between those two says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Progress = Callable[[int, int], None]
+    """Called with (rounds done, rounds in all)."""
+
+AA = " (again)"
+"""What the second measurement of the same thing is called after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Repeated measurements of one case, in seconds."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.samples) * 1e3
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles over the median."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, _, high = quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / median(self.samples)
+
+    def ratio(self, other: Timing) -> float:
+        """Median of the round-by-round ratios: what slows a whole round cancels out."""
+        return median(a / b for a, b in zip(self.samples, other.samples, strict=True))
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], float | None]],
+    *,
+    warmup: int,
+    repeats: int,
+    progress: Progress | None = None,
+) -> dict[str, Timing]:
+    """Measure the cases in turn, `repeats` rounds after `warmup` unmeasured ones.
+
+    A case that returns a number has timed itself, in seconds; otherwise its wall time counts.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for round_ in range(warmup + repeats):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            own = run()
+            taken = time.perf_counter() - start if own is None else own
+            if round_ >= warmup:
+                samples[name].append(taken)
+        if progress is not None:
+            progress(round_ + 1, warmup + repeats)
+    return {name: Timing(samples=tuple(values)) for name, values in samples.items()}

@@ -1,0 +1,74 @@
+"""What a bench gives: a summary, rows, and where it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run of one bench."""
+
+    bench: str
+    summary: dict[str, float | bool | str]
+    rows: list[dict[str, Any]]
+    environment: dict[str, Any] = field(default_factory=lambda: environment())
+
+    def to_json(self) -> str:
+        return json.dumps(_rounded(asdict(self)), indent=2)
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, date and command, so that a figure can be made again."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["trimtab", *sys.argv[1:]]),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": _gpu(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "trimtab": _version("trimtab"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        import trimtab
+
+        return trimtab.__version__ if package == "trimtab" else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
