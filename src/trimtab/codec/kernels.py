@@ -6,7 +6,11 @@ anywhere, C++ on CPU tensors, Triton on CUDA tensors.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
+
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,3 +57,34 @@ class Kernels(Protocol):
 
         `flat` is left with the decoded values of `out`: what every other rank will receive.
         """
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The fastest implementation for tensors on `device`; on a CPU without the C++ library, the reference."""
+    return _cuda() if device.type == "cuda" else _cpu() if device.type == "cpu" else _reference()
+
+
+# Imported where they are used: Triton is heavy, and the library is not everywhere.
+@cache
+def _cpu() -> Kernels:
+    from trimtab.codec.native import NativeKernels
+
+    try:
+        return NativeKernels()
+    except TrimtabError as error:
+        logger().warning("compressing on the CPU will be slow, in plain PyTorch: %s", error)
+        return _reference()
+
+
+@cache
+def _cuda() -> Kernels:
+    from trimtab.codec.triton_kernels import TritonKernels
+
+    return TritonKernels()
+
+
+@cache
+def _reference() -> Kernels:
+    from trimtab.codec.reference import ReferenceKernels
+
+    return ReferenceKernels()

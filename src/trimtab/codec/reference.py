@@ -63,7 +63,7 @@ class ReferenceKernels:
         scale: float = 1.0,
         stochastic: bool = True,
     ) -> None:
-        """Add `payloads` to `scale` × `flat`; encode the sums into `out`; leave their decoded values in `flat`."""
+        """Add `payloads` to `scale` × `flat`; encode the sums into `out`, and leave them decoded in `flat`."""
         check_buffers(packing, flat, out, *payloads)
         for i, (segment, part) in enumerate(_parts(packing, out)):
             x = _values(flat, segment)

@@ -1,0 +1,218 @@
+"""The codec on CPU tensors in C++, loaded with ctypes: no link to Python or torch, no GIL held.
+
+`python -m trimtab.codec.native` says in one line whether this installation has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.codec.packing import DTYPES, Packing, check_buffers
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+LIBRARY = Path(__file__).with_name("libtrimtab.so")
+VERSION = 1
+"""The `TRIMTAB_ABI_VERSION` of csrc/trimtab.h this file is written for."""
+
+INSTRUCTION_SETS = ("best", "portable", "avx2", "avx512")
+_STATUS = (
+    "",
+    "a segment no plan may have",
+    "a segment that reaches past the flat buffer, or a flat buffer not aligned to its elements",
+    "a payload of another size than its segments",
+    "an instruction set that this processor or this build lacks",
+)
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        ("offset", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("name_hash", ctypes.c_uint64),
+        ("first_block", ctypes.c_int64),
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        ("segments", ctypes.POINTER(_Segment)),
+        ("count", ctypes.c_int64),
+        ("type", ctypes.c_int64),
+        ("instruction_set", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    ]
+
+
+class NativeKernels:
+    """Implements `Kernels`, in the C++ library beside this file.
+
+    Args:
+        instruction_set: One of `INSTRUCTION_SETS`; "best" is the best this processor has.
+        threads: How many threads may share a call. Small work always uses one.
+    """
+
+    name = "native"
+
+    def __init__(self, *, instruction_set: str = "best", threads: int = 1) -> None:
+        if instruction_set not in INSTRUCTION_SETS:
+            raise ValueError(f"instruction_set must be one of {INSTRUCTION_SETS}; got {instruction_set!r}")
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1; got {threads}")
+        self._library = load()
+        best = INSTRUCTION_SETS[self._library.trimtab_best_instruction_set()]
+        self.instruction_set = best if instruction_set == "best" else instruction_set
+        self.threads = threads
+        self._key = (type(self), self.instruction_set, threads)
+
+    def encode(
+        self,
+        flat: torch.Tensor,
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
+        check_buffers(packing, flat, out)
+        status = self._library.trimtab_encode(
+            self._plan(packing, flat),
+            flat.data_ptr(),
+            flat.numel(),
+            out.data_ptr(),
+            out.numel(),
+            stream,
+            scale,
+            stochastic,
+        )
+        _check(status)
+
+    def decode(
+        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
+    ) -> None:
+        """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
+        check_buffers(packing, flat, payload)
+        status = self._library.trimtab_decode(
+            self._plan(packing, flat),
+            payload.data_ptr(),
+            payload.numel(),
+            flat.data_ptr(),
+            flat.numel(),
+            add,
+        )
+        _check(status)
+
+    def reduce_encode(
+        self,
+        flat: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float = 1.0,
+        stochastic: bool = True,
+    ) -> None:
+        """Add `payloads` to `scale` × `flat`; encode the sums into `out`, and leave them decoded in `flat`."""
+        check_buffers(packing, flat, out, *payloads)
+        pointers = (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
+        status = self._library.trimtab_reduce_encode(
+            self._plan(packing, flat),
+            flat.data_ptr(),
+            flat.numel(),
+            pointers,
+            len(payloads),
+            out.data_ptr(),
+            out.numel(),
+            stream,
+            scale,
+            stochastic,
+        )
+        _check(status)
+
+    def _plan(self, packing: Packing, flat: torch.Tensor) -> int:
+        """The address of the packing's description, made once and kept with it."""
+        if flat.device.type != "cpu":
+            raise ValueError(f"the native kernels work on CPU tensors; got one on {flat.device}")
+        prepared = packing.prepared.get(self._key)
+        if prepared is None:
+            plan = _describe(packing, INSTRUCTION_SETS.index(self.instruction_set), self.threads)
+            prepared = packing.prepared[self._key] = (ctypes.addressof(plan), plan)
+        return int(prepared[0])
+
+
+def _describe(packing: Packing, instruction_set: int, threads: int) -> _Plan:
+    rows = [
+        _Segment(s.offset, s.numel, s.bits, s.block, s.name_hash, s.first_block) for s in packing.segments
+    ]
+    # The structure keeps the array it points to alive.
+    segments = (_Segment * len(rows))(*rows)
+    return _Plan(segments, len(rows), DTYPES.index(packing.dtype), instruction_set, threads)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise ValueError(f"the native kernels refused {_STATUS[status]}")
+
+
+def available() -> bool:
+    """Whether this installation has the library, in the version this code is written for."""
+    try:
+        load()
+    except TrimtabError:
+        return False
+    return True
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library; raises TrimtabError that says what to install where it is missing or of another version."""
+    remedy = (
+        "Install a C++ compiler, e.g. g++, then run make venv again, "
+        "or pip install --force-reinstall --no-deps trimtab"
+    )
+    if not LIBRARY.exists():
+        raise TrimtabError(
+            f"{LIBRARY.name} is missing beside {__name__}: the fast kernels were not built. {remedy}"
+        )
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        version = library.trimtab_version()
+    except (OSError, AttributeError) as error:
+        raise TrimtabError(f"{LIBRARY.name} does not load ({error}). {remedy}") from error
+    if version != VERSION:
+        raise TrimtabError(f"{LIBRARY.name} has version {version} where {VERSION} is due. {remedy}")
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    keyed = [ctypes.c_uint64, ctypes.c_float, integer]
+    signatures = {
+        "trimtab_best_instruction_set": [],
+        "trimtab_encode": [pointer, pointer, integer, pointer, integer, *keyed],
+        "trimtab_decode": [pointer, pointer, integer, pointer, integer, integer],
+        "trimtab_reduce_encode": [pointer, pointer, integer, pointer, integer, pointer, integer, *keyed],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, integer
+    return library
+
+
+def main() -> None:
+    try:
+        print(f"fast CPU kernels: {NativeKernels().instruction_set} ({LIBRARY.name})")
+    except TrimtabError as error:
+        print(f"fast CPU kernels: none, the PyTorch reference serves instead. {error}")
+
+
+if __name__ == "__main__":
+    main()
