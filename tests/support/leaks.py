@@ -96,15 +96,23 @@ def _environment(before: dict[str, str]) -> list[str]:
 
 
 def _processes(before: frozenset[int]) -> list[str]:
+    left = _wait_until_gone(before)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if left:
+        _wait_until_gone(before)
+    return [f"process {pid} still running: {command}" for pid, command in left.items()]
+
+
+def _wait_until_gone(before: frozenset[int]) -> dict[int, str]:
+    """Processes that are new since `before` and still there after a moment of grace."""
     deadline = time.monotonic() + _GRACE
     while left := {pid: command for pid, command in descendants().items() if pid not in before}:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return [f"process {pid} still running: {command}" for pid, command in left.items()]
+    return left
 
 
 def _threads(before: frozenset[threading.Thread]) -> list[str]:
