@@ -1,8 +1,9 @@
 """The block codec's GPU code. docs/wire-format.md gives the arithmetic; `triton_tables` the tables.
 
 A program works on one tile: ROWS consecutive blocks of one segment, each padded to PAD (a power of
-two) lanes. A block is read from memory once and held in registers; blocks too long for that
-(LOOP) are read twice, PAD elements at a time. Launch with enable_fp_fusion=False.
+two) lanes. Full blocks are read from memory once and held in registers. A segment's last tile, where
+blocks may be short or missing, and blocks too long to hold are read twice, CHUNK elements at a time:
+so the masks of the one do not cost the other registers. Launch with enable_fp_fusion=False.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -40,7 +41,8 @@ def encode(
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    LOOP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -55,37 +57,36 @@ def encode(
     codes = start + 8 * blocks + k * ((BLOCK * BITS + 7) // 8)
     left = numel - k * BLOCK
     key = _keys(stream, name, index + k, ROWS)
-    if LOOP:
-        length = tl.minimum(left, BLOCK)
-        low = tl.full([1], float("inf"), tl.float32)
-        high = tl.full([1], float("-inf"), tl.float32)
-        for at in range(0, length, PAD):
-            rest = row_lengths(length - at, PAD, 1)
-            t = _sums(values + at, payloads, pairs, codes + (at // 8) * BITS, scale, stride, gap, rest, BITS,
-                      BLOCK, PAD, ROWS, GROUP, WIDE, COUNT, False)  # fmt: skip
-            lo, hi = _range(t, rest, BLOCK, PAD, False)
-            low = least(low, lo)
-            high = most(high, hi)
-        low, unit, inv, bad = _unit(low, high, BITS)
-        store_pairs(out + pairs, low, unit, row_lengths(left, BLOCK, 1), ROWS, WIDE)
-        for at in range(0, length, PAD):
-            rest = row_lengths(length - at, PAD, 1)
-            t = _sums(values + at, payloads, pairs, codes + (at // 8) * BITS, scale, stride, gap, rest, BITS,
-                      BLOCK, PAD, ROWS, GROUP, WIDE, COUNT, False)  # fmt: skip
-            _quantise(t, low, unit, inv, bad, values + at, out + codes + (at // 8) * BITS, key, at.to(tl.int32), rest,
-                      BITS, BLOCK, PAD, ROWS, GROUP, STOCHASTIC, COUNT, False)  # fmt: skip
-        store_padding(out + start, numel, blocks, left <= BLOCK, BITS, BLOCK)
-    elif left >= ROWS * BLOCK:
+    if HELD and left >= ROWS * BLOCK:
         lengths = tl.full([ROWS], BLOCK, tl.int32)
-        _encode_tile(values, payloads, out, pairs, codes, scale, stride, gap, key, lengths, BITS, BLOCK, PAD,
-                     ROWS, GROUP, WIDE, STOCHASTIC, COUNT, True)  # fmt: skip
+        t = _sums(values, payloads, pairs, codes, scale, stride, gap, lengths, BITS, BLOCK, PAD, ROWS, GROUP,
+                  WIDE, COUNT, True)  # fmt: skip
+        low, high = _range(t, lengths, BLOCK, PAD, True)
+        low, unit, inv, bad = _unit(low, high, BITS)
+        store_pairs(out + pairs, low, unit, lengths, ROWS, WIDE)
+        _quantise(t, low, unit, inv, bad, values, out + codes, key, 0, lengths, BITS, BLOCK, PAD, ROWS, GROUP,
+                  STOCHASTIC, COUNT, True)  # fmt: skip
         if BLOCK * BITS % 64 != 0:
             store_padding(out + start, numel, blocks, left <= ROWS * BLOCK, BITS, BLOCK)
     else:
-        lengths = row_lengths(left, BLOCK, ROWS)
-        _encode_tile(values, payloads, out, pairs, codes, scale, stride, gap, key, lengths, BITS, BLOCK, PAD,
-                     ROWS, GROUP, WIDE, STOCHASTIC, COUNT, False)  # fmt: skip
-        store_padding(out + start, numel, blocks, True, BITS, BLOCK)
+        low = tl.full([ROWS], float("inf"), tl.float32)
+        high = tl.full([ROWS], float("-inf"), tl.float32)
+        for at in range(0, tl.minimum(left, BLOCK), CHUNK):
+            lengths = row_lengths(left, at, BLOCK, CHUNK, ROWS)
+            t = _sums(values + at, payloads, pairs, codes + at // 8 * BITS, scale, stride, gap, lengths, BITS,
+                      BLOCK, CHUNK, ROWS, GROUP, WIDE, COUNT, False)  # fmt: skip
+            lo, hi = _range(t, lengths, BLOCK, CHUNK, False)
+            low = least(low, lo)
+            high = most(high, hi)
+        low, unit, inv, bad = _unit(low, high, BITS)
+        store_pairs(out + pairs, low, unit, row_lengths(left, 0, BLOCK, CHUNK, ROWS), ROWS, WIDE)
+        for at in range(0, tl.minimum(left, BLOCK), CHUNK):
+            lengths = row_lengths(left, at, BLOCK, CHUNK, ROWS)
+            t = _sums(values + at, payloads, pairs, codes + at // 8 * BITS, scale, stride, gap, lengths, BITS,
+                      BLOCK, CHUNK, ROWS, GROUP, WIDE, COUNT, False)  # fmt: skip
+            _quantise(t, low, unit, inv, bad, values + at, out + codes + at // 8 * BITS, key, at, lengths,
+                       BITS, BLOCK, CHUNK, ROWS, GROUP, STOCHASTIC, COUNT, False)  # fmt: skip
+        store_padding(out + start, numel, blocks, left <= ROWS * BLOCK, BITS, BLOCK)
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def decode(
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    LOOP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -111,32 +113,14 @@ def decode(
     pairs = payload + start + 8 * k
     codes = payload + start + 8 * blocks + k * ((BLOCK * BITS + 7) // 8)
     left = numel - k * BLOCK
-    if LOOP:
-        length = tl.minimum(left, BLOCK)
-        for at in range(0, length, PAD):
-            rest = row_lengths(length - at, PAD, 1)
-            _decode_tile(values + at, pairs, codes + (at // 8) * BITS, rest, BITS, BLOCK, PAD, ROWS, GROUP,
-                         WIDE, ADD, False)  # fmt: skip
-    elif left >= ROWS * BLOCK:
+    if HELD and left >= ROWS * BLOCK:
         lengths = tl.full([ROWS], BLOCK, tl.int32)
         _decode_tile(values, pairs, codes, lengths, BITS, BLOCK, PAD, ROWS, GROUP, WIDE, ADD, True)
     else:
-        lengths = row_lengths(left, BLOCK, ROWS)
-        _decode_tile(values, pairs, codes, lengths, BITS, BLOCK, PAD, ROWS, GROUP, WIDE, ADD, False)
-
-
-@triton.jit
-def _encode_tile(values, payloads, out, pairs, codes, scale, stride, gap, key, lengths,
-                 BITS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-                 GROUP: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr,
-                 FULL: tl.constexpr):  # fmt: skip
-    t = _sums(values, payloads, pairs, codes, scale, stride, gap, lengths, BITS, BLOCK, PAD, ROWS, GROUP, WIDE,
-              COUNT, FULL)  # fmt: skip
-    low, high = _range(t, lengths, BLOCK, PAD, FULL)
-    low, unit, inv, bad = _unit(low, high, BITS)
-    store_pairs(out + pairs, low, unit, lengths, ROWS, WIDE)
-    _quantise(t, low, unit, inv, bad, values, out + codes, key, 0, lengths, BITS, BLOCK, PAD, ROWS, GROUP,
-              STOCHASTIC, COUNT, FULL)  # fmt: skip
+        for at in range(0, tl.minimum(left, BLOCK), CHUNK):
+            lengths = row_lengths(left, at, BLOCK, CHUNK, ROWS)
+            _decode_tile(values + at, pairs, codes + at // 8 * BITS, lengths, BITS, BLOCK, CHUNK, ROWS, GROUP,
+                         WIDE, ADD, False)  # fmt: skip
 
 
 @triton.jit
@@ -241,8 +225,8 @@ def _offsets(key, first, PAD: tl.constexpr):
     x ^= x >> 15
     x ^= k1
     x *= 0x846CA68B
-    x ^= x >> 16
-    u = tl.where((i & 1) != 0, x >> 16, x & 0xFFFF)
+    high = x >> 16
+    u = tl.where((i & 1) != 0, high, (x ^ high) & 0xFFFF)
     # 0x43000000 | u is the float 128 + u·2^-16; both it and the difference are exact.
     return (u | 0x43000000).to(tl.float32, bitcast=True) - 127.99999237060547  # 128 - 2^-17
 

@@ -25,10 +25,10 @@ def tile(owners, table, ROWS: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def row_lengths(left, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Lengths of a tile's rows, given the elements left in the segment."""
-    lengths = left - tl.arange(0, ROWS).to(tl.int64) * BLOCK
-    return tl.minimum(tl.maximum(lengths, 0), BLOCK).to(tl.int32)
+def row_lengths(left, at, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """How many of CHUNK elements each row has from its element `at`, with `left` in the segment from row 0."""
+    lengths = tl.minimum(left - tl.arange(0, ROWS).to(tl.int64) * BLOCK, BLOCK) - at
+    return tl.minimum(tl.maximum(lengths, 0), CHUNK).to(tl.int32)
 
 
 @triton.jit

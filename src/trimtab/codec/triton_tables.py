@@ -33,7 +33,12 @@ class Group:
     """Elements per block; for raw segments, per tile."""
 
     pad: int
-    """Lanes a block takes: a power of two; for a block that is not held, elements read at a time."""
+    """Lanes a block takes: a power of two."""
+
+    chunk: int
+    """Lanes of a block that are worked on at a time where it is not held in registers whole."""
+
+    held: bool
 
     rows: int
     """Blocks per tile."""
@@ -45,10 +50,6 @@ class Group:
 
     owners: torch.Tensor
     table: torch.Tensor
-
-    @property
-    def loop(self) -> bool:
-        return self.pad < self.block
 
 
 def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int = 0) -> tuple[Group, ...]:
@@ -64,8 +65,10 @@ def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int 
 def _group(
     bits: int, block: int, members: list[tuple[Segment, int]], device: torch.device, tile: int, warps: int
 ) -> Group:
-    pad = min(1 << (block - 1).bit_length(), tile * MAX_WARPS)
-    rows = max(1, tile // pad) if bits != RAW else 1
+    pad = 1 << (block - 1).bit_length()
+    held = pad <= tile * MAX_WARPS
+    rows = max(1, tile // pad)
+    warps = warps or max(1, min(pad // tile, MAX_WARPS))
     counts = [-(-segment.numel // (block * rows)) for segment, _ in members]
     unit = 16
     while any(segment.offset % unit for segment, _ in members):
@@ -83,7 +86,9 @@ def _group(
         block=block,
         pad=pad,
         rows=rows,
-        warps=warps or max(1, min(rows * pad // tile, MAX_WARPS)),
+        chunk=min(pad, max(8, 256 * warps // rows)),
+        held=held,
+        warps=warps,
         tiles=first,
         unit=unit,
         owners=owners.to(device),
