@@ -1,0 +1,216 @@
+"""Reductions on real ranks, against a simulation of the same steps in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trimtab.codec import Block, Codec, ErrorFeedback, PowerSGD, TopK, Uncompressed
+from trimtab.codec.random import OWN, REDUCED, stream
+from trimtab.codec.reference import ReferenceKernels
+from trimtab.collectives import Piece, all_reduce, finish, plan_layout, reduction_for
+
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def mixed_pieces(numel: int) -> list[Piece]:
+    """A bucket with a large, a raw and an odd parameter."""
+    cuts = [0, numel // 2, numel // 2 + min(50, numel // 3), numel]
+    bits = [4, 0, 3]
+    return [
+        Piece(name=f"p{i}", offset=cuts[i], numel=cuts[i + 1] - cuts[i], bits=bits[i], block=64)
+        for i in range(3)
+    ]
+
+
+def reduce_bucket(numel: int, dtype: torch.dtype, scale: float, step: int) -> torch.Tensor:
+    flat = values_of(dist.get_rank(), numel, dtype)
+    pieces = [(piece, torch.Size([piece.numel])) for piece in mixed_pieces(numel)]
+    groups = (dist.group.WORLD, dist.group.WORLD)
+    reduction = reduction_for(pieces, dtype, flat.device, groups, Block(), seed=5)  # type: ignore[arg-type]
+    finish(reduction.steps(flat, step=step, scale=scale))
+    return flat
+
+
+def simulate_scatter_reduce(
+    world: int, numel: int, dtype: torch.dtype, scale: float, step: int
+) -> torch.Tensor:
+    """What scatter-reduce-allgather must give, computed in one process with the reference kernels."""
+    kernels = ReferenceKernels()
+    layout = plan_layout(mixed_pieces(numel), dtype, world)
+    result = torch.empty(numel, dtype=dtype)
+    for owner, chunk in enumerate(layout.chunks):
+        payloads = []
+        for rank in range(world):
+            if rank != owner:
+                payload = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+                key = stream(5, step, rank, OWN)
+                kernels.encode(values_of(rank, numel, dtype), chunk, payload, stream=key, scale=scale)
+                payloads.append(payload)
+        sums = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+        own = values_of(owner, numel, dtype)
+        kernels.reduce_encode(own, payloads, chunk, sums, stream=stream(5, step, owner, REDUCED), scale=scale)
+        kernels.decode(sums, chunk, result)
+    return result
+
+
+def simulate_all_gather(world: int, numel: int, dtype: torch.dtype, scale: float, step: int) -> torch.Tensor:
+    kernels = ReferenceKernels()
+    (whole,) = plan_layout(mixed_pieces(numel), dtype, 1).chunks
+    result = torch.empty(numel, dtype=dtype)
+    for rank in range(world):
+        payload = torch.zeros(whole.nbytes, dtype=torch.uint8)
+        key = stream(5, step, rank, OWN)
+        kernels.encode(values_of(rank, numel, dtype), whole, payload, stream=key, scale=scale)
+        kernels.decode(payload, whole, result, add=rank > 0)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [100_003, 1_000])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_holds_exactly_the_simulated_bits(
+    ranks: Pool, world: int, numel: int, dtype: torch.dtype
+) -> None:
+    scale = 1 / world
+    reduced = ranks(world, reduce_bucket, numel, dtype, scale, 3)
+    gathers = world == 2 or (dtype == torch.float32 and numel == 1_000)
+    simulate = simulate_all_gather if gathers else simulate_scatter_reduce
+    expected = simulate(world, numel, dtype, scale, 3)
+    for result in reduced:
+        assert torch.equal(result, expected)
+
+
+def reduce_one(
+    codec: Codec, numel: int, op: str, weights: list[float] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    tensor = values_of(dist.get_rank(), numel, dtype)
+    weight = weights[dist.get_rank()] if weights else None
+    all_reduce(tensor, codec, op=op, weight=weight, name="w")  # type: ignore[arg-type]
+    return tensor
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 5000, 70_000])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_and_averages_are_close_for_any_size(ranks: Pool, world: int, numel: int) -> None:
+    for op in ("sum", "avg"):
+        reduced = ranks(world, reduce_one, Block(bits=8, block=128), numel, op, None, torch.float32)
+        exact = sum(values_of(rank, numel) for rank in range(world)) / (world if op == "avg" else 1)
+        assert isinstance(exact, torch.Tensor)
+        for result in reduced:
+            assert torch.equal(result, reduced[0])
+            # 8 bits over a range of at most ~10 units, each value quantised at most world + 1 times
+            torch.testing.assert_close(result, exact, rtol=0, atol=(world + 1) * 12 / 255)
+
+
+@pytest.mark.parametrize("codec", [Uncompressed(), Block(bits=8), TopK(density=1.0), PowerSGD(rank=1000)])
+def test_a_weighted_average_weighs_by_the_denominator(ranks: Pool, codec: Codec) -> None:
+    weights = [3.0, 0.0, 1.0]
+    reduced = ranks(3, reduce_one, codec, 4096, "sum", weights, torch.float32)
+    exact = sum(w * values_of(rank, 4096) for rank, w in enumerate(weights)) / 4.0
+    assert isinstance(exact, torch.Tensor)
+    for result in reduced:
+        assert torch.equal(result, reduced[0])
+        torch.testing.assert_close(result, exact, rtol=0, atol=0.1 if isinstance(codec, Block) else 1e-4)
+
+
+def test_weights_that_make_no_average_are_refused(ranks: Pool) -> None:
+    for weights in ([0.0, 0.0], [float("nan"), 1.0]):
+        with pytest.raises(AssertionError, match="weight"):
+            ranks(2, reduce_one, Block(), 100, "sum", weights, torch.float32)
+
+
+def reduce_float64() -> torch.Tensor:
+    tensor = torch.full((1000,), 0.1, dtype=torch.float64)
+    all_reduce(tensor, Block(bits=1))
+    return tensor
+
+
+def test_types_the_codec_does_not_carry_are_reduced_exactly(ranks: Pool) -> None:
+    for result in ranks(3, reduce_float64):
+        assert torch.equal(result, torch.full((1000,), 0.1, dtype=torch.float64) * 3)
+
+
+def reduce_in_subgroup() -> torch.Tensor:
+    members = [0, 2]
+    groups = [dist.new_group(members) for _ in range(2)]
+    tensor = torch.full((5000,), float(dist.get_rank() + 1))
+    if dist.get_rank() in members:
+        all_reduce(tensor, Block(), groups=groups)  # type: ignore[arg-type]
+    return tensor
+
+
+def test_only_the_ranks_of_a_group_take_part(ranks: Pool) -> None:
+    reduced = ranks(3, reduce_in_subgroup, allow_groups=True)
+    assert [float(result[0]) for result in reduced] == [4.0, 2.0, 4.0]
+
+
+def reduce_with_a_nan(value: float) -> torch.Tensor:
+    tensor = torch.ones(5000)
+    if dist.get_rank() == 1:
+        tensor[1234] = value
+    all_reduce(tensor, Block(block=100))
+    return tensor
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_overflow_on_one_rank_reaches_all_as_nan(ranks: Pool, world: int, value: float) -> None:
+    for result in ranks(world, reduce_with_a_nan, value):
+        assert bool(result[1234].isnan())
+        assert bool((result[:1000] == world).all()), "other blocks are untouched"
+
+
+def reduce_repeatedly(
+    world_scale: float, steps: int, codec: Codec, feedback: bool
+) -> tuple[torch.Tensor, float]:
+    """The running sum of reductions of the same values, and the norm of what is still owed."""
+    rank = dist.get_rank()
+    values = values_of(rank, 64 * 96)
+    memory = ErrorFeedback() if feedback else None
+    piece = Piece(name="w", offset=0, numel=values.numel(), bits=getattr(codec, "bits", 1), block=128)
+    groups = (dist.group.WORLD, dist.group.WORLD)
+    reduction = reduction_for(
+        [(piece, torch.Size([64, 96]))],
+        values.dtype,
+        values.device,
+        groups,
+        codec,
+        seed=1,
+        memory=memory,  # type: ignore[arg-type]
+    )
+    total = torch.zeros_like(values)
+    for step in range(steps):
+        flat = values.clone()
+        finish(reduction.steps(flat, step=step, scale=world_scale))
+        total += flat
+    return total, memory.norm("w") if memory else 0.0
+
+
+@pytest.mark.parametrize("codec", [Block(bits=2, block=128, stochastic=False), TopK(0.05), PowerSGD(4)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_error_feedback_sends_in_the_end_everything_that_was_meant(
+    ranks: Pool, world: int, codec: Codec
+) -> None:
+    steps = 40
+    exact = sum(values_of(rank, 64 * 96) for rank in range(world)) / world * steps
+    assert isinstance(exact, torch.Tensor)
+    with_memory = ranks(world, reduce_repeatedly, 1 / world, steps, codec, True)
+    totals = [total for total, _ in with_memory]
+    owed = sum(norm for _, norm in with_memory)
+    for total in totals:
+        assert torch.equal(total, totals[0])
+    # Everything meant was sent, but for what the memories still hold.
+    missing = float((totals[0] - exact).norm())
+    assert missing <= owed * 1.001 + 1e-3
+    assert missing < 0.25 * float(exact.norm())
