@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trimtab._compat import all_gather_single
 from trimtab.codec.packing import RAW, Packing
 from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.collectives.reduction import started
@@ -98,9 +99,7 @@ class ScatterReduceAllGather:
             kernels.reduce_encode(
                 flat, payloads, self._mine, sums, stream=second, scale=scale, stochastic=stochastic
             )
-        yield started(
-            dist.all_gather_into_tensor(self._gathered, self._sums, group=self._gather, async_op=True)
-        )
+        yield started(all_gather_single(self._gathered, self._sums, self._gather, async_op=True))
         for rank, row in enumerate(_rows(self._gathered, self._sums.numel())):
             chunk = self._layout.chunks[rank]
             if rank != self._rank and chunk.nbytes:
@@ -147,9 +146,7 @@ class AllGather:
             sent = torch.empty_like(flat)
             self._kernels.decode(self._mine, self._whole, sent)
             _keep(self._memory, self._layout, flat, sent)
-        yield started(
-            dist.all_gather_into_tensor(self._gathered, self._mine, group=self._group, async_op=True)
-        )
+        yield started(all_gather_single(self._gathered, self._mine, self._group, async_op=True))
         for rank, payload in enumerate(_rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trimtab._compat import all_gather_single
 from trimtab.codec.codec import Codec, Uncompressed
 from trimtab.codec.random import OWN, stream
 from trimtab.collectives.reduction import started
@@ -55,7 +56,7 @@ class CodecAllGather:
             sent.append(payload)
         mine = torch.cat(sent)
         gathered = torch.empty(world * mine.numel(), dtype=torch.uint8, device=flat.device)
-        yield started(dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True))
+        yield started(all_gather_single(gathered, mine, self._group, async_op=True))
         sizes = [payload.numel() for payload in sent]
         for index, row in enumerate(gathered.view(world, -1)):
             for (piece, shape, codec), payload in zip(self._pieces, row.split_with_sizes(sizes), strict=True):

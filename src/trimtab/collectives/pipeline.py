@@ -81,7 +81,7 @@ class StreamRunner:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future(devices=[self._device])

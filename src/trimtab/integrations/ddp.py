@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from trimtab._compat import all_gather_single
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives import MAX_STAGES, Piece, Reduction, reduction_for, runner_for
@@ -195,7 +196,7 @@ class DdpCompression:
         """
         mine = torch.tensor([own], device=self.device)
         everyone = torch.empty(dist.get_world_size(self.groups[0]), dtype=mine.dtype, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.groups[0])
+        all_gather_single(everyone, mine, self.groups[0])
         differing = (everyone != mine).nonzero().view(-1).tolist()
         if differing:
             raise TrimtabError(

@@ -1,0 +1,21 @@
+"""Names that differ between the versions of torch that trimtab supports (2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch
+
+# 2.13 renamed it and warns on the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather_single(
+    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Every rank's `values`, one after another in rank order, in `output` on every rank."""
+    work: dist.Work | None = _all_gather(output, values, group=group, async_op=async_op)
+    return work
