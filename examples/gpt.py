@@ -1,0 +1,271 @@
+"""Train a small GPT on the source text of Python's own standard library: no download, no dependency but torch.
+
+    python examples/gpt.py                                       # alone, on a GPU where there is one
+    torchrun --nproc-per-node 2 examples/gpt.py                  # data parallel
+    trimtab emulate CLUSTER.yaml -- examples/gpt.py              # data parallel over emulated, uneven hosts
+    python examples/gpt.py --steps=1000 --width=256 --checkpoint=gpt.pt
+    python examples/gpt.py --steps=2000 --width=256 --resume=gpt.pt
+
+Every knob below can be set on the command line as --name=value.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+import os
+import pickle
+import statistics
+import sys
+import sysconfig
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+# --- knobs ---
+steps = 200  # optimiser steps in all, those before a resume included
+batch = 8  # sequences per rank and step
+context = 128  # bytes the model looks back on
+width = 128
+layers = 4
+heads = 4
+lr = 2e-3
+warmup = 20  # steps until the learning rate is reached
+weight_decay = 0.1
+clip = 1.0  # largest norm of the gradient
+seed = 0
+log_every = 10
+evaluate_every = 0  # 0: at the end only
+evaluate_batches = 16  # over all ranks
+checkpoint = ""  # file to write at the end, and every save_every steps
+save_every = 0
+resume = ""  # file to go on from
+device = "auto"  # cpu, cuda, or whichever is there
+bf16 = 0  # 1: matrix products in bfloat16
+json = 0  # 1: a last line with the results as JSON
+# -------------
+
+KNOBS = {
+    name: value
+    for name, value in list(globals().items())
+    if isinstance(value, (int, float, str)) and not name.startswith("_")
+}
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"gpt.py: {message}")
+
+
+def read_knobs(arguments: list[str]) -> None:
+    """Set the knobs above from --name=value."""
+    for argument in arguments:
+        if argument in ("-h", "--help"):
+            print(__doc__)
+            print("\n".join(f"  --{name}={value}" for name, value in KNOBS.items()))
+            sys.exit()
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not equals or name not in KNOBS:
+            fail(f"{argument!r} is not --name=value with a name among {', '.join(KNOBS)}")
+        kind = type(KNOBS[name])
+        try:
+            globals()[name] = kind(text)
+        except ValueError:
+            fail(f"--{name} takes {kind.__name__}, not {text!r}")
+    for name in ("steps", "batch", "context", "width", "layers", "heads", "log_every", "evaluate_batches"):
+        if globals()[name] < 1:
+            fail(f"--{name} must be at least 1, not {globals()[name]}")
+    if width % heads:
+        fail(f"--width={width} cannot be divided among --heads={heads}")
+    if device not in ("auto", "cpu", "cuda"):
+        fail(f"--device is auto, cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("--device=cuda, but torch finds no GPU here")
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small network on each position; both add to their input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(size, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(size, length, width))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x
+
+
+class GPT(nn.Module):
+    """A decoder over bytes. Given targets it returns their mean cross-entropy, else the logits."""
+
+    def __init__(self, *, vocabulary: int = 256, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                # What adds to the residual stream starts smaller the more layers add to it.
+                adds = name.endswith(("projection.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def load_text() -> tuple[Tensor, Tensor]:
+    """Bytes to train on and to validate on; every twentieth file is for validation."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parts = ([file for i, file in enumerate(files) if i % 20], files[::20])
+    texts = [bytearray(b"\n".join(file.read_bytes() for file in part)) for part in parts]
+    if len(texts[1]) <= context:
+        fail(f"--context={context} is longer than the {len(texts[1])} bytes of text to validate on")
+    train, validation = (torch.frombuffer(text, dtype=torch.uint8) for text in texts)
+    return train, validation
+
+
+def draw(text: Tensor, number: int, place: torch.device) -> tuple[Tensor, Tensor]:
+    """The batch of that number. It depends on nothing else, so a resumed run sees the data it would have seen."""
+    generator = torch.Generator().manual_seed(number)
+    starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
+    window = text[starts + torch.arange(context + 1)].to(place, torch.long)
+    return window[:, :-1], window[:, 1:]
+
+
+def mean_over_ranks(total: Tensor, count: int) -> float:
+    values = torch.stack([total.detach(), torch.full_like(total, count)]).double()
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return float(values[0] / values[1])
+
+
+@torch.no_grad()
+def evaluate(model: GPT, text: Tensor, place: torch.device, rank: int, world_size: int) -> float:
+    """Mean loss over fixed validation batches, each done by one rank: the same for any number of ranks."""
+    numbers = range(rank, evaluate_batches, world_size)
+    losses = [model(*draw(text, number, place)) for number in numbers]
+    total = torch.stack(losses).sum() if losses else torch.zeros((), device=place)
+    return mean_over_ranks(total, len(losses))
+
+
+def save(path: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write beside the file and then rename: an interruption leaves the old checkpoint whole."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(state, f"{path}.part")
+    Path(f"{path}.part").replace(path)
+
+
+def load(path: str, model: GPT, optimizer: torch.optim.Optimizer, place: torch.device) -> int:
+    if not Path(path).is_file():
+        fail(f"--resume={path}: there is no such file")
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=place, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+    except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError):
+        fail(f"--resume={path} is no checkpoint of this model; give the knobs it was trained with")
+
+
+def main() -> None:
+    read_knobs(sys.argv[1:])
+    distributed = "RANK" in os.environ  # set by torchrun
+    place = torch.device(
+        "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    if distributed:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
+    train_text, validation_text = load_text()
+    torch.manual_seed(seed)
+    model = GPT(context=context, width=width, layers=layers, heads=heads).to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    start = load(resume, model, optimizer, place) if resume else 0
+    if start >= steps:
+        fail(f"--resume={resume} is at step {start} already; ask for more with --steps")
+    trained: nn.Module = DistributedDataParallel(model) if distributed else model
+    precision = torch.autocast(place.type, torch.bfloat16) if bf16 else nullcontext()
+    if rank == 0:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        ranks = f"{world_size} x {place.type}"
+        print(f"{parameters / 1e6:.2f} M parameters, {len(train_text) / 1e6:.1f} MB of text, {ranks}")
+
+    durations: list[float] = []
+    losses: list[float] = []  # those printed
+    validation = math.nan
+    for step in range(start, steps):
+        begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / warmup) if warmup else lr
+        tokens, targets = draw(train_text, ((seed + 1) * 1_000_000 + step) * 1_000 + rank, place)
+        with precision:
+            loss = trained(tokens, targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if place.type == "cuda":
+            torch.cuda.synchronize()
+        durations.append(time.perf_counter() - begin)
+
+        done = step + 1
+        if step == start or done % log_every == 0 or done == steps:
+            losses.append(mean_over_ranks(loss, 1))
+            if rank == 0:
+                typical = statistics.median(durations[-log_every:])
+                speed = f"{typical * 1e3:7.1f} ms  {batch * context * world_size / typical:9,.0f} tokens/s"
+                print(f"step {done:5d}  loss {losses[-1]:.4f}  {speed}", flush=True)
+        if done == steps or (evaluate_every and done % evaluate_every == 0):
+            validation = evaluate(model, validation_text, place, rank, world_size)
+            if rank == 0:
+                print(f"step {done:5d}  validation loss {validation:.4f}", flush=True)
+        if rank == 0 and checkpoint and (done == steps or (save_every and done % save_every == 0)):
+            save(checkpoint, model, optimizer, done)
+
+    if rank == 0 and json:
+        typical = statistics.median(durations)
+        results = {
+            "first_loss": losses[0],
+            "final_loss": losses[-1],
+            "validation_loss": validation,
+            "median_step_ms": typical * 1e3,
+            "tokens_per_s": batch * context * world_size / typical,
+            "world_size": world_size,
+            "device": place.type,
+        }
+        print(json_module.dumps(results), flush=True)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
