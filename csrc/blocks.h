@@ -46,12 +46,15 @@ struct Bounds {
   }
 
   void add(const float* t, int64_t n) {
+    Bounds self = *this;  // a copy, which the compiler keeps in registers
     int64_t i = 0;
-    for (; i + kGroup <= n; i += kGroup) group(t + i);
-    if (i == n) return;
-    float rest[kGroup];
-    for (int j = 0; j < kGroup; ++j) rest[j] = t[i + j < n ? i + j : i];
-    group(rest);
+    for (; i + kGroup <= n; i += kGroup) self.group(t + i);
+    if (i < n) {
+      float rest[kGroup];
+      for (int j = 0; j < kGroup; ++j) rest[j] = t[i + j < n ? i + j : i];
+      self.group(rest);
+    }
+    *this = self;
   }
 
   float lowest() const {
@@ -130,8 +133,9 @@ struct Quantiser {
 
   // `ahead` is fetched meanwhile, `stride` bytes for each group: the memory would rest otherwise.
   template <int b, class Rounding>
-  void run(const float* t, int64_t n, Rounding& rounding, uint8_t* out, const uint8_t* ahead, int stride) {
+  void run(const float* t, int64_t n, Rounding& offsets, uint8_t* out, const uint8_t* ahead, int stride) {
     Quantiser self = *this;
+    Rounding rounding = offsets;
     int64_t i = 0;
     for (; i + kGroup <= n; i += kGroup) {
       self.group<b>(t + i, rounding, out);
@@ -148,6 +152,7 @@ struct Quantiser {
       std::memcpy(out, packed, size_t(code_bytes(n - i, b)));
     }
     *this = self;
+    offsets = rounding;
   }
 };
 
