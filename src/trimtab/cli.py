@@ -33,6 +33,7 @@ app.add_typer(bench, name="bench")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the warm-up.")]
 
 
@@ -114,6 +115,20 @@ def bench_allreduce(
 
     sizes = _numbers(size_mb)
     _show("all-reduce", json, lambda progress: allreduce(link.split(","), sizes, repeats, progress))
+
+
+@bench.command("codec")
+def bench_codec(
+    device: Device = "cpu",
+    bits: Annotated[int, typer.Option(min=1, max=8)] = 4,
+    block: Annotated[int, typer.Option(min=8)] = 1024,
+    repeats: Repeats = 15,
+    json: Json = False,
+) -> None:
+    """Encoding and decoding 256 MiB of fp32, over copying it: one CPU thread, or the GPU."""
+    from trimtab.bench.codec import codec
+
+    _show("codec", json, lambda progress: codec(device, bits, block, repeats, progress))
 
 
 def _numbers(text: str) -> list[int]:

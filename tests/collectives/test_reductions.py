@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -23,6 +23,11 @@ def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(numel, generator=generator).to(dtype)
 
 
+def world_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def mixed_pieces(numel: int) -> list[Piece]:
     """A bucket with a large, a raw and an odd parameter."""
     cuts = [0, numel // 2, numel // 2 + min(50, numel // 3), numel]
@@ -36,8 +41,8 @@ def mixed_pieces(numel: int) -> list[Piece]:
 def reduce_bucket(numel: int, dtype: torch.dtype, scale: float, step: int) -> torch.Tensor:
     flat = values_of(dist.get_rank(), numel, dtype)
     pieces = [(piece, torch.Size([piece.numel])) for piece in mixed_pieces(numel)]
-    groups = (dist.group.WORLD, dist.group.WORLD)
-    reduction = reduction_for(pieces, dtype, flat.device, groups, Block(), seed=5)  # type: ignore[arg-type]
+    groups = (world_group(),) * 2
+    reduction = reduction_for(pieces, dtype, flat.device, groups, Block(), seed=5)
     finish(reduction.steps(flat, step=step, scale=scale))
     return flat
 
@@ -92,11 +97,11 @@ def test_every_rank_holds_exactly_the_simulated_bits(
 
 
 def reduce_one(
-    codec: Codec, numel: int, op: str, weights: list[float] | None, dtype: torch.dtype
+    codec: Codec, numel: int, op: Literal["sum", "avg"], weights: list[float] | None, dtype: torch.dtype
 ) -> torch.Tensor:
     tensor = values_of(dist.get_rank(), numel, dtype)
     weight = weights[dist.get_rank()] if weights else None
-    all_reduce(tensor, codec, op=op, weight=weight, name="w")  # type: ignore[arg-type]
+    all_reduce(tensor, codec, op=op, weight=weight, name="w")
     return tensor
 
 
@@ -146,7 +151,7 @@ def reduce_in_subgroup() -> torch.Tensor:
     groups = [dist.new_group(members) for _ in range(2)]
     tensor = torch.full((5000,), float(dist.get_rank() + 1))
     if dist.get_rank() in members:
-        all_reduce(tensor, Block(), groups=groups)  # type: ignore[arg-type]
+        all_reduce(tensor, Block(), groups=groups)
     return tensor
 
 
@@ -179,7 +184,7 @@ def reduce_repeatedly(
     values = values_of(rank, 64 * 96)
     memory = ErrorFeedback() if feedback else None
     piece = Piece(name="w", offset=0, numel=values.numel(), bits=getattr(codec, "bits", 1), block=128)
-    groups = (dist.group.WORLD, dist.group.WORLD)
+    groups = (world_group(),) * 2
     reduction = reduction_for(
         [(piece, torch.Size([64, 96]))],
         values.dtype,
@@ -187,7 +192,7 @@ def reduce_repeatedly(
         groups,
         codec,
         seed=1,
-        memory=memory,  # type: ignore[arg-type]
+        memory=memory,
     )
     total = torch.zeros_like(values)
     for step in range(steps):

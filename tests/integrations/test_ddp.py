@@ -84,7 +84,7 @@ def two_hundred_steps() -> tuple[bool, bool, float, float]:
         agree = agree and same_everywhere(gradients(ddp))
         optimizer.step()
         losses.append(float(loss))
-    return agree, same_everywhere(dict(ddp.module.named_parameters())), losses[0], losses[-1]  # type: ignore[arg-type]
+    return agree, same_everywhere(dict(ddp.module.named_parameters())), losses[0], losses[-1]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -124,7 +124,7 @@ def all_against_exact(world_codec: Codec) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("codec", [Block(bits=8), Block(bits=4), PowerSGD(rank=32)])
 def test_every_gradient_is_reduced_and_small_ones_exactly(ranks: Pool, codec: Codec) -> None:
-    bound = {Block(bits=8): 0.03, Block(bits=4): 0.35, PowerSGD(rank=32): 1e-4}[codec]  # type: ignore[index]
+    bound = {Block(bits=8): 0.03, Block(bits=4): 0.35, PowerSGD(rank=32): 1e-4}[codec]
     for errors in ranks(3, all_against_exact, codec, allow_groups=True):
         for name, error in errors:
             assert error < (1e-5 if name.endswith("bias") or "norm" in name else bound), name
@@ -173,7 +173,7 @@ def uneven_inputs() -> tuple[bool, int]:
             optimizer.step()
     return same_everywhere(dict(ddp.module.named_parameters())), trimtab.state_dict(ddp)["compression"][
         "step"
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def test_join_with_uneven_inputs(ranks: Pool) -> None:
@@ -214,7 +214,8 @@ def mixed_types() -> bool:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = F.gelu(self.net.norm(self.net.up(x))).bfloat16()
-            return self.net.down(hidden).double() + self.net.spare(x.double()).mean()
+            out: torch.Tensor = self.net.down(hidden).double() + self.net.spare(x.double()).mean()
+            return out
 
     ddp = trimtab.compress(Ddp(Mixed()), Block())
     for step in range(3):

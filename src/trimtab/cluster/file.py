@@ -23,7 +23,7 @@ class _StrictLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 problem="aliases are not allowed; write the value out",
-                problem_mark=self.peek_event().start_mark,
+                problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]
             )
         return super().compose_node(parent, index)
 

@@ -1,0 +1,85 @@
+"""`trimtab bench codec`: what encoding costs, over copying the same tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.bench.harness import AA, interleave
+from trimtab.bench.result import Result
+from trimtab.codec.kernels import kernels_for
+from trimtab.codec.packing import Packing, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUMEL = 64 * 1024 * 1024
+"""256 MiB of fp32."""
+
+
+def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[int, int], None]) -> Result:
+    """Encode, decode and add 256 MiB of fp32 in preallocated buffers, one CPU thread or one GPU."""
+    torch.set_num_threads(1)
+    where = torch.device(device)
+    kernels = kernels_for(where)
+    packing = Packing(segments=(Segment(offset=0, numel=NUMEL, bits=bits, block=block),), dtype=torch.float32)
+    values = torch.randn(NUMEL, device=where)
+    target = torch.zeros_like(values)
+    payload = torch.zeros(packing.nbytes, dtype=torch.uint8, device=where)
+    kernels.encode(values, packing, payload, stream=1)
+    other, sums = payload.clone(), torch.zeros_like(payload)
+
+    def encode(stochastic: bool) -> None:
+        kernels.encode(values, packing, payload, stream=1, stochastic=stochastic)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(values),
+        "copy" + AA: lambda: target.copy_(values),
+        "encode": lambda: encode(True),
+        "encode_nearest": lambda: encode(False),
+        "decode": lambda: kernels.decode(payload, packing, target),
+        "decode_add": lambda: kernels.decode(payload, packing, target, add=True),
+        "reduce_encode": lambda: kernels.reduce_encode(target, [other], packing, sums, stream=1, scale=0.5),
+    }
+    timed = {name: _timed(run, where) for name, run in cases.items()}
+    timings = interleave(timed, warmup=3, repeats=repeats, progress=progress)
+    gigabytes = NUMEL * 4 / 1e9
+    rows = [
+        {
+            "method": name,
+            "ms": timing.median_ms,
+            "spread": timing.spread,
+            "gb_per_s": gigabytes / (timing.median_ms / 1e3),
+            "over_copy": timing.ratio(timings["copy"]),
+        }
+        for name, timing in timings.items()
+    ]
+    summary: dict[str, Any] = {
+        f"{name}_over_copy": timings[name].ratio(timings["copy"])
+        for name in ("encode", "encode_nearest", "decode", "decode_add", "reduce_encode")
+    }
+    summary |= {"copy_aa": timings["copy" + AA].ratio(timings["copy"]), "kernels": kernels.name}
+    return Result(bench="codec", summary=summary, rows=rows)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float | None]:
+    if device.type != "cuda":
+
+        def on_host() -> None:
+            run()
+
+        return on_host
+
+    def on_device() -> float:
+        # Several launches between two events, so that the launch itself is not what is timed.
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(10):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 10 / 1e3
+
+    return on_device
+
