@@ -6,7 +6,9 @@ blocks may be short or missing, and blocks too long to hold are read twice, CHUN
 so the masks of the one do not cost the other registers. Launch with enable_fp_fusion=False.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# Compile-time constants are capitals, as is the custom; the compiler, not mypy, checks the types here.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -107,7 +109,7 @@ def decode(
     ADD: tl.constexpr,
 ):
     """Write a payload's values over, or with ADD onto, the segments' values."""
-    offset, numel, index, name, start, k = tile(owners, table, ROWS, UNIT)
+    offset, numel, _, _, start, k = tile(owners, table, ROWS, UNIT)
     values = flat + offset + k * BLOCK
     blocks = (numel + BLOCK - 1) // BLOCK
     pairs = payload + start + 8 * k
@@ -185,7 +187,9 @@ def _unit(low, high, BITS: tl.constexpr):
     bad = ((extent.to(tl.uint32, bitcast=True) >> 23) & 0xFF) == 0xFF
     unit = extent * (1.0 / ((1 << BITS) - 1))
     level = unit < 1.1754943508222875e-38  # 2^-126
-    inv = tl.where(level, 0.0, tl.math.div_rn(tl.full(unit.shape, 1.0, tl.float32), tl.where(level, 1.0, unit)))
+    inv = tl.where(
+        level, 0.0, tl.math.div_rn(tl.full(unit.shape, 1.0, tl.float32), tl.where(level, 1.0, unit))
+    )
     unit = tl.where(level, 0.0, unit)
     nan = tl.full(unit.shape, 0x7FC00000, tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(bad, nan, low), tl.where(bad, nan, unit), inv, bad

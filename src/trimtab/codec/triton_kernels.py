@@ -49,38 +49,17 @@ class TritonKernels:
         wide = payload.data_ptr() % 8 == 0
         with torch.cuda.device_of(flat):
             for group in _groups(packing, flat.device):
-                if group.bits == RAW:
-                    triton_raw.decode_raw[(group.tiles,)](
-                        flat,
-                        payload,
-                        group.owners,
-                        group.table,
-                        TILE=group.block,
-                        UNIT=group.unit,
-                        WIDE=wide,
-                        ADD=add,
-                        num_warps=group.warps,
-                        enable_fp_fusion=False,
-                    )
-                else:
-                    triton_device.decode[(group.tiles,)](
-                        flat,
-                        payload,
-                        group.owners,
-                        group.table,
-                        BITS=group.bits,
-                        BLOCK=group.block,
-                        PAD=group.pad,
-                        ROWS=group.rows,
-                        CHUNK=group.chunk,
-                        HELD=group.held,
-                        UNIT=group.unit,
-                        GROUP=codes_per_word(group, flat.dtype, wide),
-                        WIDE=wide,
-                        ADD=add,
-                        num_warps=group.warps,
-                        enable_fp_fusion=False,
-                    )
+                kernel = triton_raw.decode_raw if group.bits == RAW else triton_device.decode
+                kernel[(group.tiles,)](
+                    flat,
+                    payload,
+                    group.owners,
+                    group.table,
+                    ADD=add,
+                    **group.constants(flat.dtype, wide),
+                    num_warps=group.warps,
+                    enable_fp_fusion=False,
+                )
 
     def reduce_encode(
         self,
@@ -108,13 +87,20 @@ class TritonKernels:
         if found is None:
             together = torch.stack(list(payloads))
             self._encode(
-                flat, together, len(places), packing.nbytes, len(places), packing, out, stream, scale, stochastic
+                flat,
+                together,
+                len(places),
+                packing.nbytes,
+                len(places),
+                packing,
+                out,
+                stream,
+                scale,
+                stochastic,
             )
         else:
             stride, gap = found
-            self._encode(
-                flat, payloads[0], len(places), stride, gap, packing, out, stream, scale, stochastic
-            )
+            self._encode(flat, payloads[0], len(places), stride, gap, packing, out, stream, scale, stochastic)
 
     def _encode(
         self,
@@ -132,60 +118,19 @@ class TritonKernels:
         wide = (out.data_ptr() | payloads.data_ptr() | stride) % 8 == 0
         with torch.cuda.device_of(flat):
             for group in _groups(packing, flat.device):
+                common = (flat, payloads, out, group.owners, group.table)
+                options = {
+                    "COUNT": count,
+                    **group.constants(flat.dtype, wide),
+                    "num_warps": group.warps,
+                    "enable_fp_fusion": False,
+                }
                 if group.bits == RAW:
-                    triton_raw.encode_raw[(group.tiles,)](
-                        flat,
-                        payloads,
-                        out,
-                        group.owners,
-                        group.table,
-                        scale,
-                        stride,
-                        gap,
-                        TILE=group.block,
-                        UNIT=group.unit,
-                        WIDE=wide,
-                        COUNT=count,
-                        num_warps=group.warps,
-                        enable_fp_fusion=False,
-                    )
+                    triton_raw.encode_raw[(group.tiles,)](*common, scale, stride, gap, **options)
                 else:
                     triton_device.encode[(group.tiles,)](
-                        flat,
-                        payloads,
-                        out,
-                        group.owners,
-                        group.table,
-                        stream,
-                        scale,
-                        stride,
-                        gap,
-                        BITS=group.bits,
-                        BLOCK=group.block,
-                        PAD=group.pad,
-                        ROWS=group.rows,
-                        CHUNK=group.chunk,
-                        HELD=group.held,
-                        UNIT=group.unit,
-                        GROUP=codes_per_word(group, flat.dtype, wide),
-                        WIDE=wide,
-                        STOCHASTIC=stochastic,
-                        COUNT=count,
-                        num_warps=group.warps,
-                        enable_fp_fusion=False,
+                        *common, stream, scale, stride, gap, STOCHASTIC=stochastic, **options
                     )
-
-
-def codes_per_word(group: Group, dtype: torch.dtype, wide: bool) -> int:
-    """Codes stored as one word: those a thread holds after a 16-byte load; 0 where codes straddle bytes."""
-    if 8 % group.bits:
-        return 0
-    if wide:
-        codes = max(min(16 // dtype.itemsize, 32 // group.bits), 8 // group.bits)
-        if group.block % codes == 0:
-            return codes
-    # A block that ends inside a byte begins the next one on a byte of its own, so bytes do not straddle.
-    return 8 // group.bits
 
 
 def spacing(places: Sequence[int]) -> tuple[int, int] | None:

@@ -5,7 +5,9 @@ each of them is BLOCK. WIDE says that the payload is aligned to 8 bytes; if not,
 by byte. GROUP is the number of codes that make one stored word, or 0 where codes straddle bytes.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# Compile-time constants are capitals, as is the custom; the compiler, not mypy, checks the types here.
+# ruff: noqa: N803, N806
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton

@@ -21,7 +21,10 @@ TILE = 1024
 """Elements a warp holds in registers: 32 a thread."""
 
 MAX_WARPS = 8
-"""A block longer than TILE × MAX_WARPS is not held, but read twice."""
+"""A block longer than so many times TILE is not held, but read twice."""
+
+RAW_WARPS = 4
+"""Warps that share a tile of raw values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,31 @@ class Group:
     owners: torch.Tensor
     table: torch.Tensor
 
+    def constants(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
+        """What the GPU code of this group is compiled for; `wide`: payloads are aligned to 8 bytes."""
+        if self.bits == RAW:
+            return {"TILE": self.block, "UNIT": self.unit, "WIDE": wide}
+        return {
+            "BITS": self.bits,
+            "BLOCK": self.block,
+            "PAD": self.pad,
+            "ROWS": self.rows,
+            "CHUNK": self.chunk,
+            "HELD": self.held,
+            "UNIT": self.unit,
+            "GROUP": self._codes_per_word(dtype, wide),
+            "WIDE": wide,
+        }
+
+    def _codes_per_word(self, dtype: torch.dtype, wide: bool) -> int:
+        """Codes stored as one word: those a thread holds after a 16-byte load; 0 where codes straddle bytes."""
+        if 8 % self.bits:
+            return 0
+        a_byte = 8 // self.bits
+        a_word = max(min(16 // dtype.itemsize, 32 // self.bits), a_byte)
+        # A block of whole words starts on a word; any other starts on a byte of its own.
+        return a_word if wide and self.block % a_word == 0 else a_byte
+
 
 def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int = 0) -> tuple[Group, ...]:
     """The packing's groups, with their tables on `device`. `tile` and `warps` are for tuning."""
@@ -68,7 +96,8 @@ def _group(
     pad = 1 << (block - 1).bit_length()
     held = pad <= tile * MAX_WARPS
     rows = max(1, tile // pad)
-    warps = warps or max(1, min(pad // tile, MAX_WARPS))
+    if not warps:
+        warps = RAW_WARPS if bits == RAW else max(1, min(pad // tile, MAX_WARPS))
     counts = [-(-segment.numel // (block * rows)) for segment, _ in members]
     unit = 16
     while any(segment.offset % unit for segment, _ in members):

@@ -1,0 +1,113 @@
+"""The Triton kernels give the reference's bits: interpreted anywhere, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.codec.triton_cases import cases, differences
+from tests.support.requirements import requires
+
+from trimtab.codec.packing import RAW, Packing, Segment
+
+pytestmark = requires(modules=["triton"])
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_interpreted_kernels_give_the_reference_bits(seed: int) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.codec.triton_cases", "24", str(seed)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {}
+
+
+@requires(cuda=1)
+@pytest.mark.timeout(600)
+def test_compiled_kernels_give_the_reference_bits() -> None:
+    from trimtab.codec.triton_kernels import TritonKernels
+
+    gpu = torch.device("cuda")
+    blocks = (8, 16, 64, 100, 9, 512, 77, 1024, 3000, 8200)
+    found = {
+        str(case): wrong
+        for case in cases(60, 2, largest=30_000, blocks=blocks)
+        if (wrong := differences(case, TritonKernels(), gpu, torch.device("cpu")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize("bits", [RAW, 3, 4])
+def test_compiled_code_is_the_specified_arithmetic(
+    bits: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for ptx in _compiled(bits, capability):
+        assert "fma.rn.f32" not in ptx
+        assert ".ftz" not in ptx
+        assert "div.approx" not in ptx
+        assert "div.full" not in ptx
+        assert "ld.global.v4.b32" in ptx, "values are not read 16 bytes at a time"
+
+
+def test_rows_of_one_buffer_are_reduced_where_they_lie() -> None:
+    from trimtab.codec.triton_kernels import spacing
+
+    assert spacing([1000]) == (0, 1)
+    assert spacing([1000, 1064, 1128]) == (64, 3)
+    assert spacing([1000, 1064, 1192, 1256]) == (64, 2)
+    assert spacing([1000, 1128, 1192]) == (64, 1)
+    assert spacing([1128, 1064, 1000]) == (-64, 3)
+    assert spacing([1000, 1064, 1200]) is None
+    assert spacing([1000, 1128, 1256, 1320]) is None
+
+
+def _compiled(bits: int, capability: int) -> list[str]:
+    """PTX of the kernels of a group, for a GPU that need not be here."""
+    from trimtab.codec import triton_device, triton_raw
+    from trimtab.codec.triton_tables import groups
+
+    segment = Segment(offset=0, numel=5000, bits=bits)
+    packing = Packing(segments=(segment,), dtype=torch.float32)
+    (group,) = groups(packing, torch.device("cpu"))
+    constants = group.constants(packing.dtype, wide=True)
+    kernels: list[tuple[Any, dict[str, Any]]]
+    if bits == RAW:
+        kernels = [(triton_raw.encode_raw, {"COUNT": 2}), (triton_raw.decode_raw, {"ADD": True})]
+    else:
+        kernels = [
+            (triton_device.encode, {"COUNT": 0, "STOCHASTIC": True}),
+            (triton_device.encode, {"COUNT": 2, "STOCHASTIC": False}),
+            (triton_device.decode, {"ADD": True}),
+        ]
+    return [_ptx(kernel, constants | own, capability, group.warps) for kernel, own in kernels]
+
+
+def _ptx(kernel: Any, constants: dict[str, Any], capability: int, warps: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = dict.fromkeys(("payload", "payloads", "out"), "*u8")
+    pointers |= {"flat": "*fp32", "owners": "*i32", "table": "*i64"}
+    types = {"stream": "u64", "scale": "fp32", "stride": "i64", "gap": "i32"} | pointers
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return str(compiled.asm["ptx"])
