@@ -44,7 +44,7 @@ def test_compiled_kernels_give_the_reference_bits() -> None:
     blocks = (8, 16, 64, 100, 9, 512, 77, 1024, 3000, 8200)
     found = {
         str(case): wrong
-        for case in cases(60, 2, largest=30_000, blocks=blocks)
+        for case in cases(24, 2, largest=30_000, blocks=blocks)
         if (wrong := differences(case, TritonKernels(), gpu, torch.device("cpu")))
     }
     assert found == {}

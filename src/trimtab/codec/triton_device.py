@@ -129,7 +129,7 @@ def decode(
 def _decode_tile(values, pairs, codes, lengths, BITS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
                  ROWS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
                  FULL: tl.constexpr):  # fmt: skip
-    at, inside = places(lengths, BLOCK, PAD, ROWS, FULL)
+    at, inside = places(lengths, BLOCK, PAD, ROWS)
     if ADD:
         y = load_values(values + at, inside, BLOCK, PAD, FULL).to(tl.float32)
         v = _decoded(pairs, codes, lengths, BITS, BLOCK, PAD, ROWS, GROUP, WIDE, FULL)
@@ -144,7 +144,7 @@ def _sums(values, payloads, pairs, codes, scale, stride, gap, lengths, BITS: tl.
           PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, COUNT: tl.constexpr,
           FULL: tl.constexpr):  # fmt: skip
     """What is to be encoded: scale × the values, plus each payload's in turn."""
-    at, inside = places(lengths, BLOCK, PAD, ROWS, FULL)
+    at, inside = places(lengths, BLOCK, PAD, ROWS)
     t = load_values(values + at, inside, BLOCK, PAD, FULL).to(tl.float32) * scale
     if COUNT <= 8:
         for i in tl.static_range(COUNT):
@@ -200,7 +200,7 @@ def _quantise(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: 
               BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
               STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """Store the rows' codes; after a reduction, their decoded values too."""
-    at, inside = places(lengths, BLOCK, PAD, ROWS, FULL)
+    at, inside = places(lengths, BLOCK, PAD, ROWS)
     q = (t - low[:, None]) * inv[:, None]
     if STOCHASTIC:
         q += _offsets(key, first, PAD)

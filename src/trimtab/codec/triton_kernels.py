@@ -7,6 +7,7 @@ are first copied into one buffer.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,7 +140,7 @@ def spacing(places: Sequence[int]) -> tuple[int, int] | None:
     The payloads of a reduction are rows of one buffer without the owner's own: regular, but for one gap.
     """
     count = len(places)
-    steps = [b - a for a, b in zip(places, places[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(places)]
     stride = min(steps, key=abs, default=0)
     gaps = [i + 1 for i, step in enumerate(steps) if step != stride]
     if not gaps:

@@ -34,14 +34,10 @@ def row_lengths(left, at, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def places(lengths, BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+def places(lengths, BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
     """Element offsets of a tile's lanes, and which of them hold elements."""
     i = tl.arange(0, PAD)[None, :]
-    if FULL:
-        inside = (i < BLOCK) & (tl.arange(0, ROWS)[:, None] >= 0)
-    else:
-        inside = i < lengths[:, None]
-    return tl.arange(0, ROWS)[:, None] * BLOCK + i, inside
+    return tl.arange(0, ROWS)[:, None] * BLOCK + i, i < lengths[:, None]
 
 
 @triton.jit
