@@ -1,0 +1,33 @@
+"""torchrun for one node of a run: the same agent, with its failures as data.
+
+Runs as ``python -m trimtab.emulate.agent NODE TORCHRUN_ARGUMENTS``. What goes wrong in the
+ranks is written to the run's directory, where the launcher finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from trimtab.emulate.job import RUN_MARK
+from trimtab.emulate.outcome import report_path
+
+
+def main() -> None:
+    try:
+        run(parse_args(sys.argv[2:]))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        path = report_path(Path(os.environ[RUN_MARK]), int(sys.argv[1]))
+        path.with_suffix(".tmp").write_text(json.dumps(codes))
+        path.with_suffix(".tmp").rename(path)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Bringing an uneven cluster up on this machine, and running torchrun jobs on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from trimtab.emulate import links, mps
+from trimtab.emulate.agents import end, free_port, require_free, require_script, wait
+from trimtab.emulate.duty import start_duty_cycle
+from trimtab.emulate.guardian import Guardian
+from trimtab.emulate.job import RUN_MARK, Job, create_job
+from trimtab.emulate.layout import Node, Seat, lay_out, nodes
+from trimtab.emulate.leftovers import kill_marked, remove, sweep
+from trimtab.emulate.memory import kills, limit_memory
+from trimtab.emulate.outcome import Failure, Outcome, first_failure
+from trimtab.emulate.output import Output
+from trimtab.emulate.schedule import Contention, check_schedule, speed_left
+from trimtab.emulate.spec import Spec, state_path
+from trimtab.emulate.state import State
+from trimtab.emulate.throttle import Throttle, check_throttle
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from trimtab.cluster import Cluster
+    from trimtab.emulate.cgroups import Group
+
+_INSIDE_PORT = 29500  # nothing else listens in a namespace of our own
+
+
+class Emulation:
+    """An uneven cluster on this machine, for as long as the `with` block lasts.
+
+    Hosts come up on entry: namespaces and links where any host asks for a link, memory
+    limits, and what the throttle needs. On exit, on any error and on the death of this
+    process everything is taken down again.
+
+    Args:
+        cluster: what to emulate. Speeds count relative to the fastest class of the same kind.
+        throttle: how CPU ranks are slowed down: `quota`, `duty`, `competitor`, `gemm`, or
+            `auto` for quota where control groups can be had and duty cycle elsewhere.
+        schedule: contention of hosts by optimizer step.
+        port: where the ranks meet; a free one when None.
+
+    Raises:
+        TrimtabError: on entry, when this machine lacks what the cluster asks for; before
+            any process of the job is started.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        throttle: str = "auto",
+        schedule: Sequence[Contention] = (),
+        port: int | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._seats = lay_out(cluster, sorted(os.sched_getaffinity(0)))
+        self._nodes = nodes(self._seats)
+        self._asked = throttle
+        self._schedule = tuple(schedule)
+        self._port = port
+        self._runs = 0
+        self._job: Job | None = None
+        self._guardian: Guardian | None = None
+        self._links: links.Links | None = None
+        self._shares: dict[int, mps.Share] = {}
+        self._mps: dict[str, str] = {}
+        self._memory: dict[int, Group] = {}
+        check_schedule(self._schedule, cluster)
+        check_throttle(throttle, self._seats, self._schedule)
+
+    def __enter__(self) -> Emulation:
+        for name in sweep():
+            logger().info("removed what the dead emulation %s had left", name)
+        if links.wanted(self.cluster):
+            links.require()
+        elif self._port is not None:
+            require_free(self._port)
+        if any(seat.kind == "cuda" for seat in self._seats):
+            mps.require()
+            self._shares = mps.share_out(self._seats, mps.visible_gpus())
+        self._job = create_job()
+        try:
+            self._guardian = Guardian(self._job)
+            self._memory = {
+                seat.rank: limit_memory(self._job, seat)
+                for seat in self._seats
+                if seat.kind == "cpu" and seat.memory_gib is not None
+            }
+            self._throttle = Throttle(self._job, self._asked, self._seats, self._schedule)
+            if links.wanted(self.cluster):
+                self._links = links.Links(self._job, self.cluster)
+            if any(share.percentage < 100 for share in self._shares.values()):
+                self._mps = mps.start(self._job)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take everything down; a second call does nothing."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        remove(job.path)
+        os.close(job.lock)
+        if self._guardian is not None:
+            self._guardian.dismiss()
+
+    @property
+    def throttle(self) -> str | None:
+        """The mechanism that slows CPU ranks down here; None when all run at full speed."""
+        return self._throttle.name
+
+    def address(self, host: str) -> str:
+        """The host's address, as the other hosts of the emulation see it."""
+        return "127.0.0.1" if self._links is None else self._links.address(host)
+
+    def start(
+        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **popen: Any
+    ) -> subprocess.Popen[Any]:
+        """Start any program on a host: behind its link, and ended with the emulation.
+
+        Speed and memory limits are of ranks, and do not hold for it.
+        """
+        job = self._live_job()
+        if host not in {name for name, _ in self.cluster.machines()}:
+            raise TrimtabError(f"emulate: there is no host {host!r} in this cluster")
+        inside = list(argv) if self._links is None else self._links.inside(host, argv)
+        return subprocess.Popen(inside, env={**os.environ, **(env or {}), **job.marked}, **popen)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        capture: bool = False,
+        timeout: float | None = None,
+    ) -> Outcome:
+        """Run a script on every rank under torchrun and wait for its end.
+
+        Args:
+            argv: the script and its arguments, or `-m`, a module and its arguments.
+            env: environment variables to add.
+            capture: keep rank 0's standard output for the outcome instead of printing it.
+            timeout: seconds after which the run is ended.
+
+        Raises:
+            TrimtabError: when there is no such script.
+            TimeoutError: when the run took longer than `timeout`.
+        """
+        job = self._live_job()
+        require_script(argv)
+        self._runs += 1
+        run = job.path / f"run-{self._runs}"
+        run.mkdir()
+        killed = {rank: kills(group) for rank, group in self._memory.items()}
+        states = [self._prepare(run, seat) for seat in self._seats]
+        output = Output(run, self._seats, capture=capture)
+        agents: list[subprocess.Popen[Any]] = []
+        duty: subprocess.Popen[bytes] | None = None
+        captured = ""
+        try:
+            port = self._port or (_INSIDE_PORT if self._links else free_port())
+            for index, node in enumerate(self._nodes):
+                agents.append(self._start_agent(run, index, node, port, argv, env or {}))
+            if self.throttle == "duty":
+                slowed = [(state_path(run, s.rank), s) for s in self._seats if self._throttle.slows(s)]
+                duty = start_duty_cycle(slowed, {**os.environ, **job.marked, RUN_MARK: str(run)})
+            wait(agents, run, output, timeout)
+        finally:
+            end(agents)
+            kill_marked(run, RUN_MARK)
+            for process in [*agents, *([] if duty is None else [duty])]:
+                process.wait()
+            captured = output.finish()
+        failure = self._failure(run, agents, killed)
+        steps = tuple(state.steps for state in states)
+        if failure is None and self._schedule and not any(steps):
+            logger().warning("the schedule had no effect: no rank made a step with a torch optimizer")
+        shutil.rmtree(run, ignore_errors=True)
+        status = 0 if failure is None else failure.status if failure.status > 0 else 128 - failure.status
+        return Outcome(status=status, failure=failure, stdout=captured, steps=steps)
+
+    def _live_job(self) -> Job:
+        if self._job is None:
+            raise TrimtabError("emulate: the emulation is not up; use it inside its `with` block")
+        return self._job
+
+    def _prepare(self, run: Path, seat: Seat) -> State:
+        """Write down one rank's part in a run."""
+        schedule = tuple(c for c in self._schedule if c.host == seat.host)
+        share = self._shares.get(seat.rank)
+        # A GPU's speed is its share; what is left to the throttle is contention.
+        speed = seat.speed if share is None else 1.0
+        Spec(
+            kind=seat.kind,
+            cores=seat.cores,
+            sharing=seat.sharing,
+            speed=speed,
+            throttle=self.throttle if self._throttle.slows(seat) else None,
+            schedule=schedule,
+            quota=self._throttle.groups.get(seat.rank),
+            memory=self._memory.get(seat.rank),
+            memory_fraction=None if share is None else share.memory_fraction,
+        ).save(run, seat.rank)
+        return State.create(state_path(run, seat.rank), speed * speed_left(schedule, 0))
+
+    def _start_agent(
+        self, run: Path, index: int, node: Node, port: int, argv: Sequence[str], env: Mapping[str, str]
+    ) -> subprocess.Popen[Any]:
+        interface = "lo" if self._links is None else links.INTERFACE
+        variables = {
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "OMP_NUM_THREADS": str(len(node.seats[0].cores)),
+            # Else torch warns at every connection that addresses in a namespace have no name.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            **self._mps,
+        }
+        share = self._shares.get(node.seats[0].rank)
+        if share is not None:
+            variables.update(mps.client_environment(share, node.seats[0].rank, interface))
+        torchrun = [
+            f"--nnodes={len(self._nodes)}",
+            f"--node-rank={index}",
+            f"--nproc-per-node={len(node.seats)}",
+            f"--master-addr={self.address(self._nodes[0].host)}",
+            f"--master-port={port}",
+            "--module",
+            "trimtab.emulate.worker",
+        ]
+        with (run / f"agent-{index}.log").open("wb") as log:
+            return self.start(
+                node.host,
+                [sys.executable, "-m", "trimtab.emulate.agent", str(index), *torchrun, *argv],
+                env={**variables, **env, RUN_MARK: str(run)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _failure(
+        self, run: Path, agents: Sequence[subprocess.Popen[Any]], killed: Mapping[int, int]
+    ) -> Failure | None:
+        if all(agent.returncode == 0 for agent in agents):
+            return None
+        failure = first_failure(run, self._seats)
+        if failure is None:
+            logs = [run / f"agent-{i}.log" for i, agent in enumerate(agents) if agent.returncode != 0]
+            return Failure(rank=None, host=None, status=1, text=logs[0].read_text(errors="replace"))
+        rank = failure.rank
+        if rank is not None and rank in killed and kills(self._memory[rank]) > killed[rank]:
+            seat = self._seats[rank]
+            text = f"killed for using more than the {seat.memory_gib:g} GiB of device class {seat.device!r}"
+            return Failure(rank=seat.rank, host=seat.host, status=failure.status, text=text)
+        return failure
+
+
+def emulate(
+    cluster: Cluster,
+    argv: Sequence[str],
+    *,
+    throttle: str = "auto",
+    schedule: Sequence[Contention] = (),
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run a script on an emulated cluster, as `trimtab emulate` does; returns the exit status.
+
+    The failing rank's own traceback is printed to standard error. SIGTERM and SIGHUP end
+    the run as Ctrl-C does, with everything taken down before this process ends.
+    """
+    try:
+        with (
+            _signals_raised(),
+            Emulation(cluster, throttle=throttle, schedule=schedule, port=port) as emulation,
+        ):
+            outcome = emulation.run(argv, env=env)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if outcome.failure is not None:
+        logger().error("%s", outcome.failure)
+    return outcome.status
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Turn signals that end a process into an exception, where this thread may."""
+
+    def ended(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {}
+    with suppress(ValueError):  # not the main thread: the guardian cleans up after a signal
+        previous = {number: signal.signal(number, ended) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,58 @@
+"""A process that outlives the launcher, to clean up if the launcher is killed.
+
+Started as ``python -m trimtab.emulate.guardian JOB_DIRECTORY LAUNCHER_PID`` with a pipe
+from the launcher as its input. A byte on the pipe says that the launcher has cleaned up
+itself; the launcher's end without one says that it has not.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.emulate.leftovers import remove
+
+if TYPE_CHECKING:
+    from trimtab.emulate.job import Job
+
+
+class Guardian:
+    """The launcher's side: start it before anything else is made, dismiss it after all is removed."""
+
+    def __init__(self, job: Job) -> None:
+        # Its own session: neither Ctrl-C nor a kill of the launcher's process group reaches it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trimtab.emulate.guardian", str(job.path), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        with suppress(BrokenPipeError):
+            self._process.communicate(b"\n")
+
+
+def main() -> None:
+    path, launcher = Path(sys.argv[1]), int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN | select.POLLHUP)
+    # The pipe may have been inherited by a fork of the launcher, so that its end is never seen.
+    if os.getppid() == launcher:
+        waiting.register(os.pidfd_open(launcher), select.POLLIN)
+    waiting.poll()
+    readable, _, _ = select.select([0], [], [], 0)
+    if not (readable and os.read(0, 1)):
+        remove(path)
+
+
+if __name__ == "__main__":
+    main()

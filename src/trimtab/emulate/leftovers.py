@@ -1,0 +1,104 @@
+"""Removing what an emulation made: at its end, after its launcher was killed, or at the next start.
+
+Several of these may run on one job at once (the guardian and the next start, say), so
+each step takes "already gone" for success.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from trimtab.emulate import mps
+from trimtab.emulate.job import MARK, inspection, is_alive, jobs_home, recorded
+
+_PATIENCE_S = 5.0
+
+
+def sweep() -> list[str]:
+    """Remove what emulations left whose launcher is dead; live ones are not touched.
+
+    Returns the names of the jobs that were removed.
+    """
+    home = jobs_home()
+    with inspection(home):
+        dead = [path for path in sorted(home.iterdir()) if path.is_dir() and not is_alive(path)]
+    for path in dead:
+        remove(path)
+    return [path.name for path in dead]
+
+
+def remove(path: Path) -> None:
+    """End every process of the job in `path` and take down everything it made."""
+    resources = recorded(path)
+    kill_marked(path, spare=mps.PROCESSES)
+    for kind, value in reversed(resources):
+        if kind == "mps":
+            mps.stop(Path(value))
+    kill_marked(path)
+    for kind, value in reversed(resources):
+        if kind == "netns":
+            _delete_namespace(value)
+        elif kind == "cgroup":
+            _delete_cgroup(Path(value))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def kill_marked(path: Path, variable: str = MARK, spare: tuple[str, ...] = ()) -> None:
+    """SIGKILL every process of the job until none is left, but those whose name is in `spare`.
+
+    A process is known by its environment, which it hands down to all it starts: this
+    also finds those that changed their group, session or parent.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while (pids := marked(path, variable, spare)) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def marked(path: Path, variable: str = MARK, spare: tuple[str, ...] = ()) -> list[int]:
+    """The processes in whose environment `variable` is `path`: those of a job."""
+    wanted = f"{variable}={path}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and not _spared(entry, spare):
+                found.append(int(entry.name))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+def _spared(entry: Path, spare: tuple[str, ...]) -> bool:
+    command = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    return Path(command).name in spare
+
+
+def _delete_namespace(name: str) -> None:
+    # Its interfaces, bridge and queues go with it.
+    if Path("/run/netns", name).exists():
+        subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def _delete_cgroup(path: Path) -> None:
+    # A killed process leaves its group a moment after it is dead.
+    deadline = time.monotonic() + _PATIENCE_S
+    while path.exists() and time.monotonic() < deadline:
+        try:
+            for child in path.iterdir():
+                if child.is_dir():
+                    child.rmdir()
+            path.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.01)

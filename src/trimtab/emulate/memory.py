@@ -1,0 +1,42 @@
+"""Memory of a rank: a control group's limit on the host, a part of the card on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.emulate.cgroups import Group, make_group
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.emulate.job import Job
+    from trimtab.emulate.layout import Seat
+
+_GIB = 1 << 30
+
+
+def limit_memory(job: Job, seat: Seat) -> Group:
+    """Make the group that holds the rank to its `memory_gib`; past it the kernel kills the rank."""
+    assert seat.memory_gib is not None
+    try:
+        group = make_group(job, "memory", f"rank-{seat.rank}")
+    except TrimtabError as error:
+        raise TrimtabError(
+            f"{error}, or remove memory_gib from device class {seat.device!r} to run without a limit"
+        ) from None
+    size = int(seat.memory_gib * _GIB)
+    if group.version == 2:
+        group.write("memory.max", size)
+        if (group.path / "memory.swap.max").exists():
+            group.write("memory.swap.max", 0)
+    else:
+        group.write("memory.limit_in_bytes", size)
+        if (group.path / "memory.memsw.limit_in_bytes").exists():
+            group.write("memory.memsw.limit_in_bytes", size)
+    return group
+
+
+def kills(group: Group) -> int:
+    """How often the kernel killed a process of the group for want of memory."""
+    events = group.read("memory.events" if group.version == 2 else "memory.oom_control")
+    counts = dict(line.split() for line in events.splitlines())
+    return int(counts.get("oom_kill", 0))

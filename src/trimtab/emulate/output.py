@@ -1,0 +1,99 @@
+"""What the ranks write, brought to the launcher through named pipes.
+
+Rank 0 passes through as it is, so that a run prints what the script prints; the lines of
+other ranks carry a `[host:rank]` in front.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trimtab.emulate.layout import Seat
+
+STREAMS = ("stdout", "stderr")
+_CHUNK = 1 << 16
+
+
+def pipe_path(run: Path, rank: int, stream: str) -> Path:
+    """The named pipe of one stream of a rank."""
+    return run / f"{stream}-{rank}"
+
+
+class Output:
+    """Reads the ranks' pipes on a thread of its own, from construction to `finish`."""
+
+    def __init__(self, run: Path, seats: Sequence[Seat], *, capture: bool) -> None:
+        self._capture = capture
+        self._captured = bytearray()
+        self._sources: dict[int, tuple[Seat, str]] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
+        self._partial: dict[int, str] = {}
+        self.broken = False
+        """Whether our own output was closed, as by `| head`."""
+        for seat in seats:
+            for stream in STREAMS:
+                path = pipe_path(run, seat.rank, stream)
+                os.mkfifo(path)
+                # Open for writing too: then it does not end before the rank has opened it.
+                source = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+                self._sources[source] = (seat, stream)
+                self._decoders[source] = codecs.getincrementaldecoder("utf-8")("replace")
+                self._partial[source] = ""
+        self._wake, self._stop = os.pipe()
+        self._thread = threading.Thread(target=self._read, name="trimtab-output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Pass on what is left once the ranks have ended; returns what was captured."""
+        os.close(self._stop)
+        self._thread.join()
+        for source in [*self._sources, self._wake]:
+            os.close(source)
+        return self._captured.decode(errors="replace")
+
+    def _read(self) -> None:
+        waiting = select.poll()
+        for source in [*self._sources, self._wake]:
+            waiting.register(source, select.POLLIN | select.POLLHUP)
+        running = True
+        while running:
+            ready = [source for source, _ in waiting.poll()]
+            running = self._wake not in ready
+            for source in list(self._sources) if not running else ready:
+                while chunk := _available(source):
+                    self._pass_on(source, chunk)
+        for source, rest in self._partial.items():
+            if rest:
+                self._pass_on(source, b"\n")
+
+    def _pass_on(self, source: int, chunk: bytes) -> None:
+        seat, stream = self._sources[source]
+        if seat.rank == 0 and stream == "stdout" and self._capture:
+            self._captured += chunk
+            return
+        text = self._decoders[source].decode(chunk)
+        if seat.rank != 0:
+            *lines, self._partial[source] = (self._partial[source] + text).split("\n")
+            text = "".join(f"[{seat.host}:{seat.rank}] {line}\n" for line in lines)
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        try:
+            target.write(text)
+            target.flush()
+        except BrokenPipeError:
+            self.broken = True
+
+
+def _available(source: int) -> bytes:
+    try:
+        return os.read(source, _CHUNK)
+    except BlockingIOError:
+        return b""

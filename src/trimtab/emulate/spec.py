@@ -1,0 +1,46 @@
+"""What the launcher tells a rank about itself, as a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trimtab.emulate.cgroups import Group
+from trimtab.emulate.schedule import Contention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One rank's part in a run."""
+
+    kind: str
+    cores: tuple[int, ...]
+    sharing: int
+    speed: float
+    """What the throttle is to make of it when there is no contention."""
+
+    throttle: str | None
+    schedule: tuple[Contention, ...]
+    quota: Group | None
+    memory: Group | None
+    memory_fraction: float | None
+    """Part of the GPU's memory the rank may use."""
+
+    def save(self, run: Path, rank: int) -> None:
+        (run / f"spec-{rank}.json").write_text(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def load(cls, run: Path, rank: int) -> Spec:
+        tree = json.loads((run / f"spec-{rank}.json").read_text())
+        tree["cores"] = tuple(tree["cores"])
+        tree["schedule"] = tuple(Contention(**contention) for contention in tree["schedule"])
+        for name in ("quota", "memory"):
+            if tree[name] is not None:
+                tree[name] = Group(path=Path(tree[name]["path"]), version=tree[name]["version"])
+        return cls(**tree)
+
+
+def state_path(run: Path, rank: int) -> Path:
+    """The file of a rank's `State`."""
+    return run / f"state-{rank}"

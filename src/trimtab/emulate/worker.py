@@ -1,0 +1,133 @@
+"""What torchrun starts for each rank: takes the rank's place, then runs the user's script.
+
+Runs as ``python -m trimtab.emulate.worker SCRIPT ARGS`` or ``... -m MODULE ARGS``. The script
+is run as it would be by Python itself, and needs to know nothing of this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from trimtab.emulate.job import RUN_MARK
+from trimtab.emulate.outcome import error_path
+from trimtab.emulate.output import STREAMS, pipe_path
+from trimtab.emulate.quota import cpus, set_quota
+from trimtab.emulate.schedule import speed_left
+from trimtab.emulate.spec import Spec, state_path
+from trimtab.emulate.state import State
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+def main() -> None:
+    run, rank = Path(os.environ[RUN_MARK]), int(os.environ["RANK"])
+    _redirect_output(run, rank)
+    spec, state = Spec.load(run, rank), State(state_path(run, rank))
+    keep = _take_place(spec, state, state_path(run, rank))
+    try:
+        _run_script(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status != 0:
+            said = end.code if isinstance(end.code, str) else f"exited with status {status}"
+            _account(run, rank, status, said)
+            sys.exit(status)
+    except BaseException as error:
+        trace = _without_ours(error.__traceback__)
+        _account(run, rank, 1, "".join(traceback.format_exception(type(error), error, trace)))
+        sys.exit(1)
+    finally:
+        del keep
+
+
+def _redirect_output(run: Path, rank: int) -> None:
+    for number, stream in enumerate(STREAMS, start=1):
+        pipe = os.open(pipe_path(run, rank, stream), os.O_WRONLY)
+        os.dup2(pipe, number)
+        os.close(pipe)
+
+
+def _take_place(spec: Spec, state: State, path: Path) -> object:
+    """Apply memory limit, cores and speed; returns what must be kept for as long as they shall hold."""
+    if spec.memory is not None:
+        spec.memory.join()
+    os.sched_setaffinity(0, spec.cores)
+    # Loading torch is no part of what is emulated, so it happens at full speed.
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    if spec.memory_fraction is not None:
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(spec.memory_fraction)
+    kept: object = None
+    if spec.quota is not None:
+        spec.quota.join()
+    elif spec.throttle == "competitor":
+        from trimtab.emulate.competitor import start_competitors
+
+        start_competitors(path, spec.cores)
+    elif spec.throttle == "gemm":
+        from trimtab.emulate.repeat import RepeatedProducts
+
+        kept = RepeatedProducts(state, spec.kind)
+
+    counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        counts[optimizer] = counts.get(optimizer, 0) + 1
+        # A script with several optimizers makes one step with each of them.
+        if counts[optimizer] > state.steps:
+            state.steps = counts[optimizer]
+            _set_speed(spec, state)
+
+    register_optimizer_step_post_hook(count)
+    state.pid = os.getpid()
+    return kept
+
+
+def _set_speed(spec: Spec, state: State) -> None:
+    """Follow the schedule: called after each step, in time for the next."""
+    speed = spec.speed * speed_left(spec.schedule, state.steps)
+    if speed != state.speed:
+        state.speed = speed
+        if spec.quota is not None:
+            set_quota(spec.quota, cpus(speed, len(spec.cores), spec.sharing), len(spec.cores))
+
+
+def _run_script(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _account(run: Path, rank: int, status: int, text: str) -> None:
+    """Leave word of a failure, for the launcher to show."""
+    path = error_path(run, rank)
+    account = {"time": time.monotonic(), "status": status, "text": text}
+    path.with_suffix(".tmp").write_text(json.dumps(account))
+    path.with_suffix(".tmp").rename(path)
+
+
+if __name__ == "__main__":
+    main()
