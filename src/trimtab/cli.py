@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -84,12 +84,12 @@ def emulate(
     """
     from trimtab.cluster import load_cluster
     from trimtab.emulate import emulate as start
+    from trimtab.emulate import parse_contention
 
     if not context.args:
         raise TrimtabError(f"emulate: no script; write: trimtab emulate {cluster} -- SCRIPT ARGS")
-    status = start(
-        load_cluster(cluster), context.args, throttle=throttle, contention=tuple(contention or ()), port=port
-    )
+    schedule = [parse_contention(text) for text in contention or ()]
+    status = start(load_cluster(cluster), context.args, throttle=throttle, schedule=schedule, port=port)
     raise typer.Exit(status)
 
 
@@ -129,6 +129,32 @@ def bench_codec(
     from trimtab.bench.codec import codec
 
     _show("codec", json, lambda progress: codec(device, bits, block, repeats, progress))
+
+
+@bench.command("ddp")
+def bench_ddp(
+    link: Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")] = "1gbit",
+    device: Device = "cpu",
+    model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
+    repeats: Repeats = 7,
+    json: Json = False,
+) -> None:
+    """A training step by every way to send the gradients: two emulated hosts, or four slices of a GPU."""
+    from trimtab.bench.ddp import ddp
+
+    _show("ddp", json, lambda progress: ddp(link, device, model, repeats, progress))
+
+
+@bench.command("loss")
+def bench_loss(
+    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 300,
+    seeds: Annotated[int, typer.Option(min=2)] = 3,
+    json: Json = False,
+) -> None:
+    """What fewer bits do to the loss of a small GPT, beside fp32 and a setting known to be harmful."""
+    from trimtab.bench.loss import loss
+
+    _show("loss", json, lambda progress: loss(steps, seeds, progress))
 
 
 def _numbers(text: str) -> list[int]:

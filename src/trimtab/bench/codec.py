@@ -79,7 +79,6 @@ def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float |
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 10 / 1e3
+        return float(begin.elapsed_time(end)) / 10 / 1e3
 
     return on_device
-

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trimtab.emulate import Emulation
 
 
+_QUIET = {"TRIMTAB_LOG": "warning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 def run_on_ranks(
     emulation: Emulation,
     function: Callable[..., Any],
@@ -45,14 +48,13 @@ def run_on_ranks(
         )
         watcher.start()
         try:
-            status = emulation.run(["-m", "trimtab.bench.ranks", str(job)])
+            outcome = emulation.run(["-m", "trimtab.bench.ranks", str(job)], env=_QUIET)
         finally:
             stop.set()
             watcher.join()
-        result = Path(folder, "result.json")
-        if status != 0 or not result.exists():
-            raise TrimtabError(f"the ranks of {target} failed with status {status}; their output is above")
-        return json.loads(result.read_text())
+        if outcome.failure is not None:
+            raise TrimtabError(f"bench: {outcome.failure}")
+        return json.loads(Path(folder, "result.json").read_text())
 
 
 def _watch(path: Path, progress: Callable[[int, int], None] | None, stop: threading.Event) -> None:
@@ -98,8 +100,12 @@ def wire_bytes() -> int:
     Reads the kernel's counter, so protocol overhead is in it.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or "lo"
-    sent = int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
-    return sent // (int(os.environ["WORLD_SIZE"]) if name == "lo" else 1)
+    # Not /sys/class/net: that shows the interfaces of whoever mounted it, not those of this namespace.
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        interface, _, counters = line.partition(":")
+        if interface.strip() == name:
+            return int(counters.split()[8]) // (int(os.environ["WORLD_SIZE"]) if name == "lo" else 1)
+    raise TrimtabError(f"bench: there is no network interface {name!r} here")
 
 
 def two_hosts(link: str | None) -> Cluster:
@@ -114,6 +120,14 @@ def two_hosts(link: str | None) -> Cluster:
         links={"link": Link(gbit_per_s=rate)} if rate else {},
         hosts=hosts,
     )
+
+
+def slices(count: int) -> Cluster:
+    """One GPU as `count` equal ones, each looking like a host of its own."""
+    from trimtab.cluster import Cluster, Device, Host
+
+    hosts = tuple(Host(name=f"gpu{i}", devices={"slice": 1}) for i in range(count))
+    return Cluster(version=1, devices={"slice": Device(kind="cuda", speed=1.0)}, hosts=hosts)
 
 
 def parse_rate(text: str) -> float:
