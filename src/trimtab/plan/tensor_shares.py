@@ -1,0 +1,165 @@
+"""How many units of a block each tensor-parallel rank should own. Pure functions.
+
+A block ends when its slowest rank ends, because the ranks meet after it. So the best shares make all
+of them end together, as water fills vessels to one level.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_STEPS_PER_RANK = 32
+"""Rounding to multiples may cost at most about one part in so many of an average share."""
+
+_WIDEST_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Units for each rank, and when the last one ends."""
+
+    counts: tuple[int, ...]
+    time: float
+    """max(fixed + per_unit * count), in the unit of the given times; ranks without units count their fixed time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSize:
+    """What there is to share in one block."""
+
+    units: int
+    unit_bytes: float
+    """Memory one unit takes on its rank: parameters, gradients, optimiser state."""
+
+
+def water_fill(
+    units: int,
+    per_unit: Sequence[float],
+    *,
+    fixed: Sequence[float] | None = None,
+    most: Sequence[int | None] | None = None,
+    multiple: int = 1,
+) -> Shares:
+    """Share `units` so that the last rank ends first: minimise max(fixed + per_unit * count).
+
+    Args:
+        per_unit: for each rank the seconds one unit takes there; infinite for a rank that shall have none.
+        fixed: for each rank the seconds it needs besides.
+        most: for each rank the units it has memory for; None for no limit.
+        multiple: shares are multiples of this, except that one rank takes what is left over.
+    """
+    ranks = len(per_unit)
+    fixed = [0.0] * ranks if fixed is None else list(fixed)
+    most = [None] * ranks if most is None else list(most)
+    if ranks == 0 or len(fixed) != ranks or len(most) != ranks or units < 0 or multiple < 1:
+        raise TrimtabError(
+            f"tensor shares: {units} units in multiples of {multiple} cannot be shared among ranks with times "
+            f"{list(per_unit)}, fixed times {fixed} and limits {most}; give each list one entry for each rank"
+        )
+    if not all(time > 0 for time in per_unit) or not all(0 <= time < float("inf") for time in fixed):
+        raise TrimtabError(
+            f"tensor shares: times per unit must be above 0 and fixed times finite and at least 0; got "
+            f"{list(per_unit)} and {fixed}"
+        )
+    room = [
+        0 if time == float("inf") else units if limit is None else max(0, min(units, limit))
+        for time, limit in zip(per_unit, most, strict=True)
+    ]
+    if sum(room) < units:
+        raise TrimtabError(
+            f"tensor shares: {units} units do not fit: the ranks have room for {', '.join(map(str, room))}; "
+            "use more ranks or more memory"
+        )
+    counts = _start(units, per_unit, fixed, room, multiple)
+    # One multiple after another to whoever ends first with it. What does not fit a whole one takes what it can.
+    waiting = [
+        (fixed[i] + per_unit[i] * (counts[i] + multiple), i) for i in range(ranks) if counts[i] < room[i]
+    ]
+    heapq.heapify(waiting)
+    left = units - sum(counts)
+    while left:
+        _, rank = heapq.heappop(waiting)
+        taken = min(multiple, left, room[rank] - counts[rank])
+        counts[rank] += taken
+        left -= taken
+        if counts[rank] < room[rank]:
+            heapq.heappush(waiting, (fixed[rank] + per_unit[rank] * (counts[rank] + multiple), rank))
+    return Shares(counts=tuple(counts), time=_time(counts, per_unit, fixed))
+
+
+def water_level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
+    """The time at which all ranks would end if units could be divided: the floor of any shares."""
+    active = list(range(len(per_unit)))
+    while True:
+        rate = sum(1 / per_unit[i] for i in active)
+        level = (units + sum(fixed[i] / per_unit[i] for i in active)) / rate
+        staying = [i for i in active if fixed[i] < level]
+        if len(staying) == len(active) or not staying:
+            return max(level, *fixed)
+        active = staying
+
+
+def share_blocks(
+    blocks: Mapping[str, BlockSize],
+    speeds: Sequence[float],
+    *,
+    memory_bytes: Sequence[float | None] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Units of every block for each rank, by speed, within memory.
+
+    Each block is shared by itself, because the ranks wait for each other after each. Memory is divided among the
+    blocks in proportion to their size. A rank of speed 0 gets nothing.
+    """
+    if not speeds or min(speeds) < 0 or max(speeds) <= 0 or max(speeds) == float("inf"):
+        raise TrimtabError(
+            f"tensor shares: {list(speeds)}: give each rank a speed of at least 0, one above 0"
+        )
+    times = [1 / speed if speed > 0 else float("inf") for speed in speeds]
+    whole = sum(block.units * block.unit_bytes for block in blocks.values())
+    limits: Sequence[float | None] = memory_bytes or [None] * len(speeds)
+    shared = {}
+    for name, block in blocks.items():
+        most = [None if limit is None else int(block.units * limit / whole) for limit in limits]
+        try:
+            fill = water_fill(block.units, times, most=most, multiple=_multiple(block.units, len(speeds)))
+        except TrimtabError as error:
+            raise TrimtabError(f"{name}: {error}") from None
+        shared[name] = fill.counts
+    return shared
+
+
+def _multiple(units: int, ranks: int) -> int:
+    """The widest power of two that matrix hardware likes and that still divides finely enough."""
+    multiple = _WIDEST_MULTIPLE
+    while multiple > 1 and units < ranks * multiple * _STEPS_PER_RANK:
+        multiple //= 2
+    return multiple
+
+
+def _start(
+    units: int, per_unit: Sequence[float], fixed: Sequence[float], room: Sequence[int], multiple: int
+) -> list[int]:
+    """Shares a little below the water level, so that few steps remain."""
+    finite = [i for i, time in enumerate(per_unit) if room[i]]
+    if not finite:
+        return [0] * len(per_unit)
+    level = water_level(units, [per_unit[i] for i in finite], [fixed[i] for i in finite])
+    counts = [0] * len(per_unit)
+    for i in finite:
+        whole = int(max(0.0, level - fixed[i]) / per_unit[i] * (1 - 1e-12)) // multiple * multiple
+        counts[i] = min(whole, room[i] // multiple * multiple)
+    return counts
+
+
+def _time(counts: Sequence[int], per_unit: Sequence[float], fixed: Sequence[float]) -> float:
+    return max(
+        base + (time * count if count else 0.0)
+        for base, time, count in zip(fixed, per_unit, counts, strict=True)
+    )

@@ -1,0 +1,156 @@
+"""`trimtab.tensor_parallel`: the units of a model spread over ranks, as many to each as it can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from trimtab import environment
+from trimtab.errors import TrimtabError
+from trimtab.plan.tensor_shares import BlockSize, share_blocks
+from trimtab.tensor_parallel.convert import convert
+from trimtab.tensor_parallel.group import TensorGroup
+from trimtab.tensor_parallel.table import Table
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trimtab.tensor_parallel.kinds import Kind
+
+    Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
+
+_DIMENSION = "tp"
+_PROBE_ROWS = 512
+_PROBE_WIDTH = 1024
+_PROBE_REPEATS = 9
+_BYTES_IN_TRAINING = 4
+"""Times its parameters that a unit takes: parameter, gradient, and two states of an Adam."""
+_MEMORY_FOR_UNITS = 0.5
+"""Part of a device's free memory that units may take; activations and what is replicated need the rest."""
+
+
+def tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    shares: Shares = None,
+    headroom: float = 0.0,
+    kinds: Mapping[type[nn.Module], Kind | Sequence[Kind]] | None = None,
+    replicate: Sequence[str] = (),
+    seed: int = 0,
+) -> nn.Module:
+    """Spread the hidden units and heads of a model over the ranks of a mesh; in place, and returns the model.
+
+    Every rank calls it with the same model and arguments, before making the optimiser (parameters are new
+    objects) and before wrapping in DistributedDataParallel. Training then equals that of a single device up to the
+    order of summation, for any shares. What is no unit (embeddings, norms, heads) is on every rank, with
+    rank 0's values, and gets the same gradient everywhere.
+
+    Args:
+        mesh: of one dimension, or with a dimension called ``tp``; the others are for data parallelism.
+        shares: how the units are shared: None evenly; one number for each rank, in proportion to it;
+            ``"measured"`` by the speed of a matrix product and the free memory of each; or for each block by name the
+            units of each rank (`trimtab.tensor_parallel.assignment`).
+        headroom: room for more units on each rank, as a part of what it has: `move` then changes no sizes.
+        kinds: how modules of own types are made of units: `Mlp`, `Attention`, or several.
+        replicate: patterns of module names to leave whole on every rank.
+        seed: of dropout, which is keyed by unit and needs no agreement with torch's random state.
+    """
+    group, replica = _group(mesh)
+    if headroom < 0:
+        raise TrimtabError(
+            f"tensor_parallel: headroom={headroom:g} is below 0; it is a part of a rank's units"
+        )
+    if environment.disabled() and shares is not None:
+        environment.logger().info("TRIMTAB_DISABLE is set: units are shared evenly")
+        shares = None
+    convert(
+        model,
+        group,
+        lambda blocks: _tables(blocks, shares, group, next(model.parameters()).device),
+        kinds=kinds or {},
+        replicate=replicate,
+        headroom=headroom,
+        seed=seed,
+        replica=replica,
+    )
+    return model
+
+
+def _group(mesh: DeviceMesh) -> tuple[TensorGroup, int]:
+    """The ranks to spread units over, and which of the model's copies this is."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and _DIMENSION not in names:
+        raise TrimtabError(
+            f"tensor_parallel: the mesh has the dimensions {names or mesh.ndim}; give one of them, "
+            f"mesh['NAME'], or call it {_DIMENSION!r}"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise TrimtabError("tensor_parallel: this rank is not in the mesh; call it only on ranks that are")
+    along = mesh[_DIMENSION] if mesh.ndim > 1 else mesh
+    group = along.get_group()
+    members = TensorGroup(process_group=group, rank=along.get_local_rank(), size=along.size())
+    if mesh.ndim == 1:
+        return members, dist.get_process_group_ranks(group)[0]
+    replica = 0
+    for name, size, place in zip(names, mesh.shape, coordinate, strict=True):
+        replica = replica if name == _DIMENSION else replica * size + place
+    return members, replica
+
+
+def _tables(
+    blocks: Mapping[str, tuple[int, int]], shares: Shares, group: TensorGroup, device: torch.device
+) -> dict[str, Table]:
+    if isinstance(shares, Mapping):
+        for name in [*(shares.keys() - blocks.keys()), *(blocks.keys() - shares.keys())]:
+            raise TrimtabError(
+                f"tensor_parallel: shares and the model do not both have {name}; "
+                f"give the units of each rank for {', '.join(blocks)}"
+            )
+        return {name: Table.of(name, blocks[name][0], lists, group.size) for name, lists in shares.items()}
+    sizes = {
+        name: BlockSize(units=units, unit_bytes=each * _BYTES_IN_TRAINING)
+        for name, (units, each) in blocks.items()
+    }
+    memory: list[float | None] | None = None
+    if shares is None:
+        speeds = [1.0] * group.size
+    elif isinstance(shares, str):
+        if shares != "measured":
+            raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the one word is 'measured'")
+        speeds, memory = measure(group, device)
+    else:
+        speeds = [float(share) for share in shares]
+        if len(speeds) != group.size:
+            raise TrimtabError(
+                f"tensor_parallel: shares has {len(speeds)} numbers for {group.size} ranks; give one for each"
+            )
+    counts = share_blocks(sizes, speeds, memory_bytes=memory)
+    return {name: Table.consecutive(count) for name, count in counts.items()}
+
+
+def measure(group: TensorGroup, device: torch.device) -> tuple[list[float], list[float | None]]:
+    """Speed of a matrix product and memory for units of every rank, measured at the same time on all."""
+    x = torch.ones(_PROBE_ROWS, _PROBE_WIDTH, device=device)
+    weight = torch.ones(_PROBE_WIDTH, _PROBE_WIDTH, device=device)
+    taken = []
+    for _ in range(_PROBE_REPEATS):
+        dist.barrier(group.process_group)
+        start = time.perf_counter()
+        x @ weight
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    free = torch.cuda.mem_get_info(device)[0] * _MEMORY_FOR_UNITS if device.type == "cuda" else -1.0
+    mine = torch.tensor([1 / median(taken[2:]), free], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(every, mine, group=group.process_group)
+    speeds = [float(speed) for speed, _ in every]
+    return speeds, [None if room < 0 else float(room) for _, room in every]

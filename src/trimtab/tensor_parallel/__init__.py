@@ -1,0 +1,42 @@
+"""Tensor parallelism by units: any split over any ranks, exact, movable while the job runs.
+
+The package itself is the verb: ``trimtab.tensor_parallel(model, mesh)`` converts a model, as
+`trimtab.runtime.tensor_parallel` says; the names below take converted models.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from trimtab.tensor_parallel.checkpoint import Checkpoint
+from trimtab.tensor_parallel.clip import clip_grad_norm_
+from trimtab.tensor_parallel.clock import Clock, Segments
+from trimtab.tensor_parallel.kinds import Attention, Mlp
+from trimtab.tensor_parallel.migration import Moved, assignment, assignment_for, move
+
+__all__ = [
+    "Attention",
+    "Checkpoint",
+    "Clock",
+    "Mlp",
+    "Moved",
+    "Segments",
+    "assignment",
+    "assignment_for",
+    "clip_grad_norm_",
+    "move",
+]
+
+
+class _Verb(ModuleType):
+    """Importing a package binds its name in its parent, where the verb of the same name would be."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from trimtab.runtime.tensor_parallel import tensor_parallel
+
+        return tensor_parallel(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Verb

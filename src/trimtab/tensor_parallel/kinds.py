@@ -1,0 +1,77 @@
+"""Which modules are sums of units, and where their projections are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """A module that computes out(act(in₁(x)), …) with everything in between elementwise on the hidden units."""
+
+    ins: tuple[str, ...]
+    """Names of the projections to the hidden units: one, or gate and up."""
+
+    out: str
+    """Name of the projection back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A module that computes attention by heads, and whose forward pass takes any number of them.
+
+    It must split heads by their width (`view(..., -1, head_dim)`), not by their number. Give
+    either `qkv`, one projection to all queries, then all keys, then all values, or the three.
+    """
+
+    out: str
+    """Name of the projection from the heads back."""
+
+    head_dim: str = "head_dim"
+    """Attribute with the width of a head."""
+
+    qkv: str | None = None
+    query: str | None = None
+    key: str | None = None
+    value: str | None = None
+    local_width: str | None = None
+    """Attribute with the width of all heads together, set to that of this rank's."""
+
+    dropout: str | None = None
+    """Attribute with the dropout of attention weights: a number or an `nn.Dropout`."""
+
+    without: tuple[str, ...] = ()
+    """Attributes that must be false or absent: variants that are no sum over heads."""
+
+
+Kind = Mlp | Attention
+
+_SEPARATE = Attention(query="q_proj", key="k_proj", value="v_proj", out="o_proj", dropout="attention_dropout")
+ATTENTIONS: dict[str, Attention] = {
+    "GPT2Attention": Attention(
+        qkv="c_attn",
+        out="c_proj",
+        local_width="split_size",
+        dropout="attn_dropout",
+        without=("is_cross_attention",),
+    ),
+    "LlamaAttention": _SEPARATE,
+    "MistralAttention": _SEPARATE,
+    "Qwen2Attention": _SEPARATE,
+    "ViTAttention": _SEPARATE,
+}
+"""Attention modules known to take any number of heads, by the name of their class or of one it inherits."""
+
+OWN = Attention(qkv="qkv", out="projection", head_dim="head_width")
+"""The attention of the project's own GPT: any module with these three names."""
+
+MLPS: tuple[Mlp, ...] = (
+    Mlp(ins=("gate_proj", "up_proj"), out="down_proj"),
+    Mlp(ins=("gate", "up"), out="down"),
+    Mlp(ins=("w1", "w3"), out="w2"),
+    Mlp(ins=("up_proj",), out="down_proj"),
+    Mlp(ins=("up",), out="down"),
+    Mlp(ins=("c_fc",), out="c_proj"),
+    Mlp(ins=("fc1",), out="fc2"),
+)
+"""MLPs by the names of their projections; the first that fits counts."""
