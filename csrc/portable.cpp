@@ -107,7 +107,7 @@ struct Simd {
       const I small = (I)((F)magnitude + set(0.5f)) - 0x3f000000u;
       I half = magnitude < 0x38800000u ? small : normal;
       half = magnitude >= 0x47800000u ? set_int(0x7c00) : half;
-      half = magnitude > 0x7f800000u ? set_int(0x7e00) : half;
+      half = magnitude > 0x7f800000u ? (magnitude >> 13 & 0x1ffu) | 0x7e00u : half;
       put(p, half | (bits >> 16 & 0x8000u));
     }
   };

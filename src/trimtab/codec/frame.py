@@ -29,9 +29,8 @@ def encode_frame(
     frame = torch.empty(HEADER.size + packing.nbytes, dtype=torch.uint8, device=flat.device)
     payload = frame[HEADER.size :]
     kernels_for(flat.device).encode(flat, packing, payload, stream=stream, stochastic=stochastic)
-    header = HEADER.pack(
-        MAGIC, VERSION, bits, DTYPES.index(flat.dtype), 0, block, _crc(payload), flat.numel(), 0
-    )
+    fields = MAGIC, VERSION, bits, DTYPES.index(flat.dtype), 0, block
+    header = HEADER.pack(*fields, _crc(HEADER.pack(*fields, 0, flat.numel(), 0), payload), flat.numel(), 0)
     frame[: HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return frame
 
@@ -63,8 +62,8 @@ def decode_frame(frame: torch.Tensor) -> torch.Tensor:
             f"the frame holds {payload.numel()} bytes of payload where its header's {numel} values "
             f"take {packing.nbytes}: it was cut, joined or altered"
         )
-    if _crc(payload) != crc:
-        raise TrimtabError("the frame's checksum does not match: its payload was altered on the way")
+    if _crc(header[:12] + bytes(4) + header[16:], payload) != crc:
+        raise TrimtabError("the frame's checksum does not match: it was altered on the way")
     # Only now: a header that lies about its size must not make us reserve it.
     flat = torch.empty(numel, dtype=packing.dtype, device=frame.device)
     kernels_for(frame.device).decode(payload, packing, flat)
@@ -75,5 +74,5 @@ def _packing(numel: int, bits: int, block: int, dtype: torch.dtype) -> Packing:
     return Packing(segments=(Segment(offset=0, numel=numel, bits=bits, block=block),), dtype=dtype)
 
 
-def _crc(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy().data)
+def _crc(header: bytes, payload: torch.Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy().data, zlib.crc32(header))
