@@ -46,7 +46,7 @@ def check() -> dict[str, Any]:
     """Random cases against the reference. Compiling takes most of the time, so processes share them out."""
     command = [sys.executable, __file__, "--shard"]
     shards = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(SHARDS)]
-    results = []
+    results: list[dict[str, Any]] = []
     for i, shard in enumerate(shards):
         lines = shard.communicate()[0].splitlines()
         if shard.returncode or not lines:

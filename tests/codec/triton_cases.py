@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.codec.packing import RAW, Packing, Segment
+from trimtab.codec.random import block_keys, uniform16
 from trimtab.codec.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from trimtab.codec.kernels import Kernels
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 GUARD = 0xA5
 
 
@@ -31,7 +31,7 @@ class Case:
     packing: Packing
     seed: int
     kind: str
-    """What the values are: see `values`."""
+    """What the values are: see `values` and `_put_on_edges`."""
 
     shift: int
     """Elements by which the flat buffer is out of alignment."""
@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[Case]:
-    """`count` cases of at most about `largest` elements, which go round bits, types and block sizes."""
+    """One special and `count` random cases of at most about `largest` elements, which go round bits, types and block sizes."""
     rng = random.Random(seed)
     found = []
     for i in range(count):
@@ -75,20 +75,49 @@ def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[
             )
             at += segments[-1].numel + rng.choice((0, 0, 5))
         rng.shuffle(segments)
+        edge = i % 4 == 1  # these need values that arrive unrounded
         found.append(
             Case(
-                packing=Packing(segments=tuple(segments), dtype=rng.choice(list(DTYPES.values()))),
+                packing=Packing(
+                    segments=tuple(segments),
+                    dtype=torch.float32
+                    if edge
+                    else rng.choice((torch.float32, torch.float16, torch.bfloat16)),
+                ),
                 seed=rng.getrandbits(30),
-                kind=rng.choice(("normal", "normal", "level", "special", "tiny", "huge")),
+                kind="edge" if edge else rng.choice(("normal", "level", "special", "tiny", "huge")),
                 shift=rng.choice((0, 0, 1)),
                 byte_shift=rng.choice((0, 0, 8, 1)),
-                scale=rng.choice((1.0, 0.25, 1 / 3)),
-                stochastic=rng.random() < 0.7,
+                scale=1.0 if edge else rng.choice((1.0, 1 / 3)),
+                stochastic=edge or rng.random() < 0.7,
                 payloads=rng.choice((1, 2, 3, 3, 4, 4)),
                 layout=rng.choice(("rows", "gap", "scattered")),
             )
         )
-    return found
+    return [_clamped(), *found]
+
+
+def _clamped() -> Case:
+    """A block whose largest element would round past the largest code: its 16 random bits are all ones."""
+    seed, name = 5, 3
+    keys = block_keys(_stream(seed), name, 0, 2**19, torch.device("cpu"))
+    first = int((uniform16(keys, 2)[:, 1] == 0xFFFF).nonzero()[0])
+    segment = Segment(offset=0, numel=40, bits=8, block=40, name_hash=name, first_block=first)
+    return Case(
+        packing=Packing(segments=(segment,), dtype=torch.float32),
+        seed=seed,
+        kind="edge",
+        shift=0,
+        byte_shift=0,
+        scale=1.0,
+        stochastic=True,
+        payloads=1,
+        layout="rows",
+    )
+
+
+def _stream(seed: int) -> int:
+    return random.Random(seed).getrandbits(64)
 
 
 def values(kind: str, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -111,9 +140,11 @@ def differences(case: Case, kernels: Kernels, device: torch.device, oracle: torc
     """What `kernels` on `device` do otherwise than the reference on the device `oracle`."""
     packing, reference = case.packing, ReferenceKernels()
     generator = torch.Generator().manual_seed(case.seed)
-    stream = random.Random(case.seed).getrandbits(64)
+    stream = _stream(case.seed)
     count = packing.extent + 7
     x = values(case.kind, count, packing.dtype, generator)
+    if case.kind == "edge":
+        _put_on_edges(x, packing, stream, generator)
     others = [values(case.kind, count, packing.dtype, generator) for _ in range(case.payloads)]
     noise = torch.randint(0, 256, (packing.nbytes,), generator=generator, dtype=torch.uint8)
     found: list[str] = []
@@ -166,6 +197,19 @@ def differences(case: Case, kernels: Kernels, device: torch.device, oracle: torc
             if any(b != GUARD for i, b in enumerate(around) if i not in inside):
                 found.append("wrote outside the buffer")
     return found
+
+
+def _put_on_edges(x: torch.Tensor, packing: Packing, stream: int, generator: torch.Generator) -> None:
+    """Values that the random bits bring exactly to a whole code: one unit in the last place of r decides."""
+    for segment in packing.segments:
+        if segment.bits == RAW or segment.numel == 0:
+            continue
+        keys = block_keys(stream, segment.name_hash, segment.first_block, segment.blocks, torch.device("cpu"))
+        r = (uniform16(keys, segment.block).double() + 0.5) * 2.0**-16
+        top = 2**segment.bits - 1
+        t = torch.randint(0, top, r.shape, generator=generator) + 1 - r
+        t[:, 0], t[:, 1] = 0, top  # so that a code is 1.0
+        x[segment.offset : segment.offset + segment.numel] = t.flatten()[: segment.numel].to(x.dtype)
 
 
 def _laid_out(case: Case, sent: list[torch.Tensor], buffer: object) -> list[torch.Tensor]:
