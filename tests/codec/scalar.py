@@ -66,7 +66,8 @@ def encode(
     """A segment of fp32 values; `stream` None rounds to nearest."""
     pairs, codes = b"", b""
     for k, begin in enumerate(range(0, len(values), block)):
-        t = [f32(f32(x) * f32(scale)) for x in values[begin : begin + block]]
+        with np.errstate(all="ignore"):
+            t = [f32(f32(x) * f32(scale)) for x in values[begin : begin + block]]
         key = None if stream is None else absorb(absorb(stream, name_hash), first + k)
         pair, string = encode_block(t, bits, key)
         pairs, codes = pairs + pair, codes + string
