@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[Case]:
-    """One special and `count` random cases of at most about `largest` elements, which go round bits, types and block sizes."""
+    """`count` cases of at most about `largest` elements, which go round bits and block sizes, and one more."""
     rng = random.Random(seed)
     found = []
     for i in range(count):
