@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -187,3 +189,46 @@ def test_ranks_do_not_see_what_a_test_sets_for_itself(ranks: Pool, monkeypatch: 
     monkeypatch.setenv("ONLY_HERE", "1")
     ranks.discard()
     assert ranks(1, os.getenv, "ONLY_HERE") == [None]
+
+
+def test_ranks_end_when_the_session_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import _environment, ranks\n")
+    (tmp_path / "test_it.py").write_text(
+        "from tests.test_pool import say_and_hang\n"
+        f"def test_it(ranks): ranks(2, say_and_hang, {str(tmp_path)!r})\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    session = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        pids = [wait_for(tmp_path / f"pid-{rank}") for rank in range(2)]
+    finally:
+        session.kill()
+        session.wait()
+    for pid in pids:
+        while running(pid):
+            time.sleep(0.02)
+
+
+def say_and_hang(directory: str) -> None:
+    part = Path(directory, f"part-{dist.get_rank()}")
+    part.write_text(str(os.getpid()))
+    part.rename(Path(directory, f"pid-{dist.get_rank()}"))
+    time.sleep(600)
+
+
+def wait_for(path: Path) -> int:
+    while not path.exists():
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -18,6 +18,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +62,7 @@ class Answer:
 
 def serve(connection: Connection, rank: int, directory: Path, environment: dict[str, str]) -> None:
     """Serve the pool until its end of the connection closes."""
-    # Die with the pool even when stuck in a collective that never looks at the connection.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_the_pool()
     os.environ.clear()
     os.environ.update(environment, **{MARK: f"rank-{os.getpid()}"})
     log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
@@ -80,6 +80,19 @@ def serve(connection: Connection, rank: int, directory: Path, environment: dict[
             return
         assert job is not None
         _answer_one(connection, rank, job)
+
+
+def _die_with_the_pool() -> None:
+    """Even when the pool is killed while this rank is stuck in a collective.
+
+    The server that forked this rank ends when nobody holds the other end of its pipe any more; multiprocessing
+    gives every rank a copy of that end, for processes of its own, so let go of it and follow the server.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer_one(connection: Connection, rank: int, job: Job) -> None:
