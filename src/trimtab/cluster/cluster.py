@@ -104,7 +104,7 @@ class Cluster:
         seen: set[str] = set()
         for index, host in enumerate(self.hosts):
             here = f"hosts[{index}] ({host.name})"
-            for machine in _machine_names(host):
+            for machine in {host.name, *_machine_names(host)}:
                 if machine in seen:
                     raise ValueError(
                         f"{here}: there is already a host called {machine!r}; give each its own name"

@@ -30,6 +30,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a plain word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key.value!r} appears twice", problem_mark=key.start_mark
@@ -45,7 +47,8 @@ def load_cluster(path: str | Path) -> Cluster:
         TrimtabError: naming the file, the place inside it, and the remedy.
     """
     path = Path(path)
-    return parse_cluster(_read(path), source=str(path), form=_form(path))
+    form = _form(path)
+    return parse_cluster(_read(path), source=str(path), form=form)
 
 
 def parse_cluster(text: str, *, source: str, form: str = "yaml") -> Cluster:
@@ -64,7 +67,8 @@ def parse_cluster(text: str, *, source: str, form: str = "yaml") -> Cluster:
     if isinstance(tree.get("version"), int) and not isinstance(tree["version"], bool):
         _check_version_first(tree["version"], source)
     try:
-        return _ADAPTER.validate_python(tree)
+        # Through JSON, whose mappings the strict schema takes for what they stand for.
+        return _ADAPTER.validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise TrimtabError(f"{source}: " + "; ".join(_say(e) for e in error.errors()[:5])) from None
 

@@ -1,0 +1,31 @@
+"""The decision to compress: a pure function of two measured times."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.plan.compression import WORTH, Exchange, decide
+
+
+def exchange(plain_s: float, compressed_s: float) -> Exchange:
+    return Exchange(nbytes=4_000_000, plain_s=plain_s, compressed_s=compressed_s, bits=4)
+
+
+def test_a_slow_link_is_compressed() -> None:
+    decision = decide(exchange(0.4, 0.05), gradient_bytes=100_000_000)
+    assert decision.compress
+    assert decision.gain == pytest.approx(8)
+    assert "the link is the bottleneck: 100 MB of gradients a step take 10000 ms" in decision.reason
+    assert "0.08 Gbit/s" in decision.reason
+    assert "1250 ms in 4 bits" in decision.reason
+
+
+def test_a_fast_link_is_left_alone() -> None:
+    decision = decide(exchange(0.010, 0.012), gradient_bytes=100_000_000)
+    assert not decision.compress
+    assert "would not pay" in decision.reason
+
+
+def test_a_gain_within_the_noise_is_not_taken() -> None:
+    assert not decide(exchange(1.0, WORTH + 0.01), gradient_bytes=1).compress
+    assert decide(exchange(1.0, WORTH - 0.01), gradient_bytes=1).compress
