@@ -1,0 +1,8 @@
+"""Tensors in fewer bits: codecs on one contract, and the kernels of the block codec."""
+
+from trimtab.codec.codec import Block, Codec, Uncompressed
+from trimtab.codec.error_feedback import ErrorFeedback
+from trimtab.codec.powersgd import PowerSGD
+from trimtab.codec.topk import TopK
+
+__all__ = ["Block", "Codec", "ErrorFeedback", "PowerSGD", "TopK", "Uncompressed"]
