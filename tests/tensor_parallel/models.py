@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(p)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -86,38 +87,37 @@ def make(kind: str, seed: int = 0, p: float = 0.0) -> nn.Module:
 
 
 def _plain(kind: str, p: float) -> nn.Module:
-    if kind == "gpt":
-        return GPT(p)
+    if kind in ("gpt", "shallow"):
+        return GPT(p, LAYERS if kind == "gpt" else 1)
     if kind == "sequential":
         return Stack(p)
-    import transformers
+    return _from_transformers(kind, p)
 
+
+def _from_transformers(kind: str, p: float) -> Any:
+    transformers: Any = import_module("transformers")
     attention = "eager" if kind == "vit" else "sdpa"
     if kind == "gpt2":
-        config: Any = transformers.GPT2Config(
+        config = transformers.GPT2Config(
             n_embd=WIDTH, n_head=HEADS, n_layer=LAYERS, vocab_size=VOCABULARY, n_positions=LENGTH,
             resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, attn_implementation=attention, use_cache=False,
+            bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-        return _asm(transformers.GPT2LMHeadModel(config))
+        return transformers.GPT2LMHeadModel(config)
     if kind == "llama":
         config = transformers.LlamaConfig(
             hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, intermediate_size=34,
             num_hidden_layers=LAYERS, vocab_size=VOCABULARY, attention_dropout=p, attn_implementation=attention,
             use_cache=False,
         )  # fmt: skip
-        return _asm(transformers.LlamaForCausalLM(config))
+        return transformers.LlamaForCausalLM(config)
     assert kind == "vit", kind
     config = transformers.ViTConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, intermediate_size=34, num_hidden_layers=LAYERS, image_size=8,
         patch_size=4, num_channels=1, num_labels=5, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
         attn_implementation=attention,
     )  # fmt: skip
-    return _asm(transformers.ViTForImageClassification(config))
-
-
-def _asm(model: Any) -> nn.Module:
-    assert isinstance(model, nn.Module)
-    return model
+    return transformers.ViTForImageClassification(config)
 
 
 def loss_of(kind: str, model: nn.Module, step: int) -> Tensor:
@@ -126,7 +126,7 @@ def loss_of(kind: str, model: nn.Module, step: int) -> Tensor:
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
     if kind == "sequential":
         loss = model(torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64))
-    elif kind == "gpt":
+    elif kind in ("gpt", "shallow"):
         loss = model(tokens)
     elif kind == "vit":
         pixels = torch.randn(BATCH, 1, 8, 8, generator=generator, dtype=torch.float64)

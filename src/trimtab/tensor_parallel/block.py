@@ -68,6 +68,9 @@ class Block:
     """For how many units each rank has room."""
 
     tensors: list[UnitTensor] = field(default_factory=list)
+    draws: bool = False
+    """Whether its attention weights are dropped out in training."""
+
     calls: int = 0
     """Forward passes of the training so far that drew random numbers."""
     _entered: tuple[Tensor, Tensor] | None = None

@@ -47,13 +47,19 @@ class Checkpoint(Stateful):
         both: tuple[Any, Any] = get_state_dict(self._model, self._optimizers)
         model, optimizer = both
         places = {tensor.name: (block, tensor) for block, tensor in self._elastic.tensors()}
-        for name in places.keys() & model.keys():
-            model[name] = _UnitShards(model[name], *places[name])
-        for name, states in optimizer.get("state", {}).items():
-            for key, value in states.items():
-                stored = places[name][1].parameter.shape if name in places else None
-                if isinstance(value, Tensor) and value.shape == stored and value.ndim:
-                    states[key] = _UnitShards(value, *places[name])
+
+        def by_unit(name: str, value: Any) -> Any:
+            block, tensor = places.get(name, (None, None))
+            if block is None or tensor is None or getattr(value, "shape", None) != tensor.parameter.shape:
+                return value
+            return _UnitShards(value, block, tensor)
+
+        model = {name: by_unit(name, value) for name, value in model.items()}
+        # A new dictionary: the one from torch holds the optimiser's own.
+        optimizer["state"] = {
+            name: {key: by_unit(name, value) for key, value in states.items()}
+            for name, states in optimizer["state"].items()
+        }
         return {"model": model, "optimizer": optimizer, "dropout": self._calls()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,8 +74,11 @@ class Checkpoint(Stateful):
             counted.calls = int(state_dict["dropout"][counted.name])
 
     def _counted(self) -> list[Block | KeyedDropout]:
-        keyed = [module for module in self._model.modules() if isinstance(module, KeyedDropout)]
-        return [*self._elastic.blocks.values(), *keyed]
+        """What draws random numbers; without any, a checkpoint of a single device has all that is asked for."""
+        keyed = [
+            module for module in self._model.modules() if isinstance(module, KeyedDropout) and module.p > 0
+        ]
+        return [*(block for block in self._elastic.blocks.values() if block.draws), *keyed]
 
     def _calls(self) -> dict[str, Tensor]:
         """How often each dropout drew: to go on with the masks that would have come next."""

@@ -129,6 +129,7 @@ def key_dropout(model: nn.Module, elastic: Elastic, found: Mapping[str, Found]) 
     for name, each in found.items():
         if isinstance(each.kind, Attention) and each.kind.dropout:
             kind = type(each.parent)
+            elastic.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
             each.parent.__dict__["_trimtab_block"] = (elastic.blocks[name], each.kind)
             # As torch's fully_shard does it: still an instance of its class, with one method more.
             each.parent.__class__ = type(f"Elastic{kind.__name__}", (_KeyedAttention, kind), {})

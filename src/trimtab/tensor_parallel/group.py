@@ -67,9 +67,9 @@ class _Leave(torch.autograd.Function):
         ctx.group = group
         if group.clock is not None:
             group.clock.block_ends()
-        y = y.contiguous()
-        group.all_reduce(y)  # in place: a product does not keep its result for its backward pass
-        return y
+        total = y.detach().contiguous()
+        group.all_reduce(total)  # in place: a product does not keep its result for its backward pass
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
