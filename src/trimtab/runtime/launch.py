@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
 
@@ -38,10 +38,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         parser.prog = "trimtab run"
         parser.print_help()
         sys.exit(0)
-    if not arguments:
-        raise TrimtabError(
-            "run: no script; write: trimtab run --nproc-per-node 4 SCRIPT ARGS (torchrun's flags)"
-        )
+    parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
     if parsed.no_python:
         raise TrimtabError(
@@ -60,3 +57,11 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         *script,
         *parsed.training_script_args,
     ]
+
+
+def _refuse(message: str) -> NoReturn:
+    if "training_script" in message:
+        message = "no script"
+    raise TrimtabError(
+        f"run: {message}; write: trimtab run --nproc-per-node 4 SCRIPT ARGS (see trimtab run --help)"
+    )
