@@ -38,6 +38,8 @@ class Pair:
     alone_optimizer: torch.optim.Optimizer
     spread_optimizer: torch.optim.Optimizer
     steps: int = 0
+    losses: Any = None
+    """The last step's, with their graphs: a training loop's own variable keeps its loss alive as well."""
 
     @classmethod
     def make(
@@ -50,6 +52,7 @@ class Pair:
     def step(self) -> float:
         """One step of both; gives the largest difference of loss, gradients, and parameters after it."""
         losses = [loss_of(self.kind, model, self.steps) for model in (self.alone, self.spread)]
+        self.losses = losses
         for loss, optimizer in zip(losses, (self.alone_optimizer, self.spread_optimizer), strict=True):
             optimizer.zero_grad()
             loss.backward()

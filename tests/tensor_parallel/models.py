@@ -91,7 +91,8 @@ def _plain(kind: str, p: float) -> nn.Module:
         return GPT(p, LAYERS if kind == "gpt" else 1)
     if kind == "sequential":
         return Stack(p)
-    return _from_transformers(kind, p)
+    model: nn.Module = _from_transformers(kind, p)
+    return model
 
 
 def _from_transformers(kind: str, p: float) -> Any:

@@ -15,6 +15,8 @@ from tests.support.faults import Call, Delay
 from tests.support.pool import RanksError
 from tests.tensor_parallel.jobs import Pair, adamw, difference, random_assignment
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import TrimtabError
 from trimtab.tensor_parallel import Checkpoint, assignment, assignment_for, move
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
 
@@ -181,12 +185,10 @@ class Die:
 
 
 def die_in_a_move(folder: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     pair = Pair.make("gpt")
     pair.step()
     move(pair.spread, pair.spread_optimizer, assignment_for(pair.spread, {"blocks.0.mlp": [40, 56]}))
-    dcp.save({"app": Checkpoint(pair.spread, pair.spread_optimizer)}, checkpoint_id=folder / "last")
+    save({"app": Checkpoint(pair.spread, pair.spread_optimizer)}, checkpoint_id=folder / "last")
     pair.step()
     # Only the exchange of units comes after the ranks' agreement.
     from trimtab.tensor_parallel import migration
@@ -197,7 +199,7 @@ def die_in_a_move(folder: Path) -> None:
         (folder / "now").touch()
         return exchange(*args)
 
-    migration._all_to_all = exchange_with_a_death
+    migration._all_to_all = exchange_with_a_death  # type: ignore[assignment]
     try:
         move(pair.spread, pair.spread_optimizer, assignment_for(pair.spread, {"blocks.0.mlp": [50, 46]}))
     finally:
@@ -208,7 +210,6 @@ def die_in_a_move(folder: Path) -> None:
 def test_a_rank_that_dies_in_a_move_ends_the_job_and_the_checkpoint_is_whole(
     ranks: Pool, tmp_path: Path
 ) -> None:
-    import torch.distributed.checkpoint as dcp
     from tests.tensor_parallel.models import loss_of, make
 
     with pytest.raises(RanksError) as error:
@@ -220,6 +221,6 @@ def test_a_rank_that_dies_in_a_move_ends_the_job_and_the_checkpoint_is_whole(
     loss_of("gpt", alone, 0).backward()
     optimizer.step()
     found = {name: torch.empty_like(value) for name, value in alone.state_dict().items()}
-    dcp.load({"app": {"model": found}}, checkpoint_id=tmp_path / "last", no_dist=True)
+    load({"app": {"model": found}}, checkpoint_id=tmp_path / "last", no_dist=True)
     for name, value in alone.state_dict().items():
         assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name

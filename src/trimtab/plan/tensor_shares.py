@@ -95,15 +95,8 @@ def water_fill(
 
 
 def water_level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
-    """The time at which all ranks would end if units could be divided: the floor of any shares."""
-    active = list(range(len(per_unit)))
-    while True:
-        rate = sum(1 / per_unit[i] for i in active)
-        level = (units + sum(fixed[i] / per_unit[i] for i in active)) / rate
-        staying = [i for i in active if fixed[i] < level]
-        if len(staying) == len(active) or not staying:
-            return max(level, *fixed)
-        active = staying
+    """The time at which the last rank would end if units could be divided: the floor of any shares."""
+    return max(_level(units, per_unit, fixed), *fixed)
 
 
 def share_blocks(
@@ -150,12 +143,24 @@ def _start(
     finite = [i for i, time in enumerate(per_unit) if room[i]]
     if not finite:
         return [0] * len(per_unit)
-    level = water_level(units, [per_unit[i] for i in finite], [fixed[i] for i in finite])
+    level = _level(units, [per_unit[i] for i in finite], [fixed[i] for i in finite])
     counts = [0] * len(per_unit)
     for i in finite:
         whole = int(max(0.0, level - fixed[i]) / per_unit[i] * (1 - 1e-12)) // multiple * multiple
         counts[i] = min(whole, room[i] // multiple * multiple)
     return counts
+
+
+def _level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
+    """The time at which the ranks that take part end together; those that need longer anyway do not."""
+    active = list(range(len(per_unit)))
+    while True:
+        rate = sum(1 / per_unit[i] for i in active)
+        level = (units + sum(fixed[i] / per_unit[i] for i in active)) / rate
+        staying = [i for i in active if fixed[i] < level]
+        if len(staying) in (0, len(active)):
+            return level
+        active = staying
 
 
 def _time(counts: Sequence[int], per_unit: Sequence[float], fixed: Sequence[float]) -> float:

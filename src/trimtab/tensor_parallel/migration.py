@@ -211,10 +211,20 @@ def _exchange(
             new = _placed(tensor, value, block, table, comes, [pieces[index] for pieces in arrived])
             index += 1
             if holder is None:
-                parameter.data = new
+                _replace(parameter, new)
             else:
                 holder[0][holder[1]] = new
     return sent, received
+
+
+def _replace(parameter: nn.Parameter, new: Tensor) -> None:
+    """Give a parameter object other data, perhaps of another size."""
+    if new.shape != parameter.shape:
+        # A loss that is still around keeps the parameter's node of its graph, which expects gradients of the old
+        # size; torch makes a new node only after a change of type.
+        passing = torch.float64 if new.dtype != torch.float64 else torch.float32
+        parameter.data = new.new_empty(0, dtype=passing)
+    parameter.data = new
 
 
 def _placed(
