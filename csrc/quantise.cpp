@@ -18,7 +18,7 @@ constexpr int64_t kElementsPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 256;
 constexpr int64_t kMostElements = int64_t{1} << 48;
 // Columns whose scales are found before their codes are made: a panel of a few thousand rows stays in cache.
-constexpr int64_t kPanel = 64;
+constexpr int64_t kPanel = 256;
 
 const QuantiseKernels* kernels_of(int64_t set) {
   const int64_t best = trimtab_best_instruction_set();

@@ -1,7 +1,6 @@
 // The inner loops in plain C++, compiled for each instruction set that has none of its own.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "quantise.h"
@@ -42,8 +41,9 @@ void loop_codes(const float* values, const float* column_factor, float row_facto
                 int64_t columns) {
   const uint32_t k0 = uint32_t(row_key), k1 = uint32_t(row_key >> 32);
   constexpr int64_t kChunk = 64;
-  float offsets[kChunk];
+  float offsets[kChunk], by[kChunk];
   for (float& offset : offsets) offset = 0.5f;
+  for (float& one : by) one = inverse;
   for (int64_t start = 0; start < columns; start += kChunk) {
     if (stochastic) {
       const uint32_t pair = uint32_t((first + start) >> 1);
@@ -60,12 +60,15 @@ void loop_codes(const float* values, const float* column_factor, float row_facto
       }
     }
     const int64_t count = columns - start < kChunk ? columns - start : kChunk;
+    if (inverses != nullptr) std::memcpy(by, inverses + start, size_t(count) * 4);
+    const float* const factors = column_factor == nullptr ? nullptr : column_factor + start;
     for (int64_t i = 0; i < count; ++i) {
-      const float by = inverses == nullptr ? inverse : inverses[start + i];
-      const float value = value_at(values, column_factor, row_factor, start + i);
       // An inverse of 0 stands for zeros or for values that are not numbers: either has codes 0.
-      const float q = by == 0 ? 0.0f : std::floor(value * by + offsets[i]);
-      codes[start + i] = int8_t(q < -127 ? -127 : q > 127 ? 127 : int32_t(q));
+      float q = value_at(values + start, factors, row_factor, i) * by[i] + offsets[i];
+      q = by[i] == 0 ? 0.0f : q;
+      const int32_t towards_zero = int32_t(q);
+      const int32_t down = towards_zero - (float(towards_zero) > q);
+      codes[start + i] = int8_t(down < -127 ? -127 : down > 127 ? 127 : down);
     }
   }
 }

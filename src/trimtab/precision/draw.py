@@ -1,0 +1,46 @@
+"""Random streams of operands: `trimtab-lb32` of docs/wire-format.md, keyed as docs/precision.md says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from trimtab.codec.random import absorb
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Operand(IntEnum):
+    """Which operand is rounded: each has a stream of its own."""
+
+    INPUT = 2
+    WEIGHT = 3
+    GRAD_FOR_INPUT = 4
+    GRAD_FOR_WEIGHT = 5
+
+
+def base_key(seed: int, rank: int, name_hash: int) -> int:
+    """The constant part of an operator's key, as a signed 64-bit integer (what an operator schema holds)."""
+    h = 0
+    for value in (seed, rank, name_hash):
+        h = absorb(h, value)
+    return h - (1 << 64) if h >> 63 else h
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where one operator's roundings take their random bits, or that they take none."""
+
+    base: int
+    """See `base_key`."""
+
+    calls: torch.Tensor
+    """How often the model was called: one int64, on the operands' device, so that no host waits for it."""
+
+    stochastic: bool
+
+    def key(self, operand: Operand) -> int:
+        """The 64-bit key of an operand; only for a counter in host memory."""
+        return absorb(absorb(self.base & 0xFFFFFFFFFFFFFFFF, int(self.calls)), operand)

@@ -1,0 +1,96 @@
+"""fp8 products on a GPU: e4m3 inputs and weights, e5m2 gradients, one scale for each tensor.
+
+Tensor cores sum along the axis that is contiguous in both operands. So an operand is quantised together
+with its transpose, in one kernel, and backward saves the transposes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.precision.draw import Draw, Operand
+
+if TYPE_CHECKING:
+    from trimtab.precision.products import Operands, Sizes
+
+FAST_SUMS = (True, False)
+"""Whether forward, and backward, may sum in the tensor cores' shorter accumulator."""
+
+
+class Fp8:
+    """Operands are (codes, transposed codes, scale); saved: (transposed codes, scale)."""
+
+    aliases = False
+
+    def __init__(self, *, rounding: str | None = None) -> None:
+        self.stochastic_inputs = rounding == "stochastic"
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return self._operand(x, draw, Operand.INPUT)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        if not w.is_contiguous() and w.t().is_contiguous():
+            turned, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT)
+            return codes, turned, scale
+        return self._operand(w, draw, Operand.WEIGHT)
+
+    def saved(self, operands: Operands) -> Operands:
+        return operands[1:]
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        from trimtab.precision.triton_quantise import padded
+
+        rows, columns = values.shape
+        turned = values.new_empty((padded(columns), padded(rows)), dtype=torch.float8_e4m3fn)
+        return turned, values.new_empty((), dtype=torch.float32)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0])[: sizes.m, : sizes.n]
+        return y.contiguous() if bias is None else (y + bias).to(dtype)
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        from trimtab.precision.triton_quantise import whole
+
+        return whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
+        return y[: sizes.m, : sizes.k].contiguous()
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        if turned:
+            y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
+            return y[: sizes.k, : sizes.n].contiguous()
+        y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
+        return y[: sizes.n, : sizes.k].contiguous()
+
+    def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        from trimtab.precision.triton_quantise import whole
+
+        return whole(values, torch.float8_e4m3fn, replace(draw, stochastic=self.stochastic_inputs), operand)
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """a bᵀ · scales, both row-major, in `dtype`."""
+    if 0 in (*a.shape, len(b)):
+        return torch.zeros((len(a), len(b)), dtype=dtype, device=a.device)
+    wanted = dtype if dtype in (torch.float32, torch.bfloat16) else torch.bfloat16
+    y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=wanted, use_fast_accum=fast)
+    return y.to(dtype)

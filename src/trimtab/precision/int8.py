@@ -1,0 +1,71 @@
+"""int8 products: codes with exact int32 sums, scaled back in the epilogue.
+
+A scale that runs along the summed axis cannot leave the sum. So backward folds it into the gradient
+before that is quantised: w's row scales multiply g's columns for grad_input, and x's row scales multiply
+g's rows for grad_weight. Thus the codes of the forward pass serve backward as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.quantise import Axis, product, quantise
+
+if TYPE_CHECKING:
+    from trimtab.precision.products import Operands, Sizes
+
+
+class Int8:
+    """On CPU: oneDNN's int8 products (`torch._int_mm`) between our quantise and dequantise kernels."""
+
+    aliases = False
+
+    def __init__(self, *, by_row: bool = True) -> None:
+        self.by_row = by_row
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return self._operand(x, draw, Operand.INPUT)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        return self._operand(w, draw, Operand.WEIGHT)
+
+    def saved(self, operands: Operands) -> Operands:
+        return operands
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        codes = torch.empty_like(values, dtype=torch.int8)
+        return codes, values.new_empty(values.shape[0], dtype=torch.float32)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        bias = None if bias is None else bias.detach().float()
+        return product(x[0], w[0].t(), row_scale=x[1], column_scale=w[1], bias=bias).to(dtype)
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        # Each product folds another scale into it, so each quantises it anew.
+        return (g,)
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        axis: Axis = "rows" if self.by_row else "whole"
+        codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
+        return product(codes, w[0], row_scale=scales.expand(len(codes)).contiguous()).to(dtype)
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        axis: Axis = "columns" if self.by_row else "whole"
+        codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_WEIGHT, row_factor=x[1])
+        scales = scales.expand(codes.shape[1]).contiguous()
+        if turned:
+            return product(x[0].t(), codes, column_scale=scales)
+        return product(codes.t(), x[0], row_scale=scales)
+
+    def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        codes, scales = quantise(values, "rows" if self.by_row else "whole", draw, operand)
+        return codes, scales.expand(len(values)).contiguous()

@@ -1,0 +1,83 @@
+"""int8 products on a GPU: `torch._int_mm` between Triton kernels, with the folding of `trimtab.precision.int8`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.triton_quantise import PAD, by_rows, dequantise, padded, whole
+
+if TYPE_CHECKING:
+    from trimtab.precision.products import Operands, Sizes
+
+LEAST_ROWS = 32
+"""`torch._int_mm` refuses 16 rows or fewer on a GPU."""
+
+
+class Int8Cuda:
+    """Operands are (codes, scales by row), the codes padded."""
+
+    aliases = False
+
+    def __init__(self, *, by_row: bool = True) -> None:
+        self.by_row = by_row
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return self._operand(x, draw, Operand.INPUT)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        return self._operand(w, draw, Operand.WEIGHT)
+
+    def saved(self, operands: Operands) -> Operands:
+        return operands
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        rows, columns = values.shape
+        codes = values.new_empty((padded(rows), padded(columns)), dtype=torch.int8)
+        return codes, values.new_empty(rows, dtype=torch.float32)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        sums = integer_product(x[0], w[0])
+        return dequantise(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        return (g,)
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        codes, scales = by_rows(g[0], torch.int8, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
+        sums = integer_product(codes, w[0].t().contiguous())
+        return dequantise(sums, sizes.m, sizes.k, dtype, row_scale=scales)
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        folded = g[0].float() * x[1][:, None]
+        _, codes, scale = whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, straight=False)
+        inputs = x[0].t().contiguous()
+        if turned:
+            sums, rows, columns = integer_product(inputs, codes), sizes.k, sizes.n
+        else:
+            sums, rows, columns = integer_product(codes, inputs), sizes.n, sizes.k
+        return dequantise(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
+
+    def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        if self.by_row:
+            return by_rows(values, torch.int8, draw, operand)
+        codes, _, scale = whole(values, torch.int8, draw, operand, turned=False)
+        return codes, scale.expand(len(values)).contiguous()
+
+
+def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a bᵀ in int32, both row-major and padded."""
+    assert a.shape[1] % PAD == 0 and len(b) % PAD == 0
+    if 0 in (*a.shape, len(b)):
+        return torch.zeros((len(a), len(b)), dtype=torch.int32, device=a.device)
+    if len(a) < LEAST_ROWS:
+        a = torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS - len(a)))
+    return torch._int_mm(a, b.t())

@@ -1,0 +1,181 @@
+"""A linear operator in a chosen precision, for autograd and, as a registered operator, for torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from trimtab.precision.passes import backward_pass, draw_of, forward_pass, products_of, result_dtype
+from trimtab.precision.precision import Precision
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: Precision,
+    *,
+    base: int,
+    calls: torch.Tensor,
+    turned: bool = False,
+) -> torch.Tensor:
+    """As `torch.nn.functional.linear`, its products in the given precision.
+
+    Args:
+        base: the operator's random stream, see `trimtab.precision.draw.base_key`.
+        calls: how often the model was called; one int64 on x's device.
+        turned: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
+    """
+    dtype = result_dtype(x)
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling():
+        y = torch.ops.trimtab.linear(flat, weight, bias, calls, base, precision.encode(), turned, dtype)[0]
+    else:
+        y = _Linear.apply(flat, weight, bias, precision, base, calls, turned, dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: Precision,
+        base: int,
+        calls: torch.Tensor,
+        turned: bool,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        w = weight.t() if turned else weight
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        y, saved_x, saved_w = forward_pass(x, w, bias, precision, draw_of(precision, base, calls), dtype, needs)
+        ctx.save_for_backward(*saved_x, *saved_w)
+        ctx.split = len(saved_x)
+        ctx.setting = precision, base, calls, turned
+        ctx.inputs = x.shape[1]
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+        precision, base, calls, turned = ctx.setting
+        saved = ctx.saved_tensors
+        gx, gw = backward_pass(
+            g, saved[: ctx.split], saved[ctx.split :], precision, draw_of(precision, base, calls),
+            ctx.inputs, turned, ctx.dtypes[0],
+        )  # fmt: skip
+        gw = gw if gw is None else gw.to(ctx.dtypes[1])
+        gb = g.float().sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
+        return gx, gw, gb, None, None, None, None, None
+
+
+@torch.library.custom_op("trimtab::linear", mutates_args=())
+def _linear_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    calls: torch.Tensor,
+    base: int,
+    precision: str,
+    turned: bool,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """y, then the saved operands of x and of w that are not x and w themselves."""
+    chosen = Precision.decode(precision)
+    w = weight.t() if turned else weight
+    y, saved_x, saved_w = forward_pass(x, w, bias, chosen, draw_of(chosen, base, calls), dtype)
+    _, grad_input, grad_weight = products_of(chosen, x.device.type)
+    kept = [*(() if grad_weight.aliases else saved_x), *(() if grad_input.aliases else saved_w)]
+    # An operator's results may not be its arguments, as a half operand of a half input is.
+    return [y, *(k.clone() if _same_memory(k, x) or _same_memory(k, weight) else k for k in kept)]
+
+
+@_linear_op.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    calls: torch.Tensor,
+    base: int,
+    precision: str,
+    turned: bool,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
+    w = weight.t() if turned else weight
+    saved_x = () if grad_weight.aliases else grad_weight.saved_like(x)
+    saved_w = () if grad_input.aliases else grad_input.saved_like(w)
+    return [x.new_empty((x.shape[0], w.shape[0]), dtype=dtype), *saved_x, *saved_w]
+
+
+@torch.library.custom_op("trimtab::linear_backward", mutates_args=())
+def _linear_backward_op(
+    g: torch.Tensor,
+    saved_x: list[torch.Tensor],
+    saved_w: list[torch.Tensor],
+    calls: torch.Tensor,
+    base: int,
+    precision: str,
+    turned: bool,
+    inputs: int,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """The gradients of x in `dtype` and of the weight in fp32."""
+    chosen = Precision.decode(precision)
+    gx, gw = backward_pass(g, saved_x, saved_w, chosen, draw_of(chosen, base, calls), inputs, turned, dtype)
+    assert gx is not None and gw is not None
+    return [gx, gw]
+
+
+@_linear_backward_op.register_fake
+def _(
+    g: torch.Tensor,
+    saved_x: list[torch.Tensor],
+    saved_w: list[torch.Tensor],
+    calls: torch.Tensor,
+    base: int,
+    precision: str,
+    turned: bool,
+    inputs: int,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    tokens, outputs = g.shape
+    shape = (inputs, outputs) if turned else (outputs, inputs)
+    return [g.new_empty((tokens, inputs), dtype=dtype), g.new_empty(shape, dtype=torch.float32)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weight, bias, calls, base, precision, turned, _ = inputs
+    _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
+    kept = list(output[1:])
+    w_count = 0 if grad_input.aliases else len(grad_input.saved_like(weight))
+    saved_x = [x] if grad_weight.aliases else kept[: len(kept) - w_count]
+    saved_w = [weight.t() if turned else weight] if grad_input.aliases else kept[len(kept) - w_count :]
+    ctx.save_for_backward(calls, *saved_x, *saved_w)
+    ctx.split = 1 + len(saved_x)
+    ctx.setting = base, precision, turned, x.shape[1]
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    g = grads[0]
+    calls, *saved = ctx.saved_tensors
+    base, precision, turned, inputs = ctx.setting
+    saved_x, saved_w = list(saved[: ctx.split - 1]), list(saved[ctx.split - 1 :])
+    gx, gw = torch.ops.trimtab.linear_backward(
+        g, saved_x, saved_w, calls, base, precision, turned, inputs, ctx.dtypes[0]
+    )
+    gb = None if ctx.dtypes[2] is None else g.float().sum(0).to(ctx.dtypes[2])
+    return gx, gw.to(ctx.dtypes[1]), gb, None, None, None, None, None
+
+
+_linear_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -1,0 +1,119 @@
+"""8-bit operands on CPU tensors in C++ (csrc/quantise.h), through the codec's library and ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.codec import native
+
+if TYPE_CHECKING:
+    from trimtab.precision.quantise import Axis
+
+_AXES = ("rows", "columns", "whole")
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("row_factor", ctypes.c_void_p),
+        ("column_factor", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("axis", ctypes.c_int64),
+        ("key", ctypes.c_uint64),
+        ("stochastic", ctypes.c_int64),
+        ("instruction_set", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    ]
+
+
+def available() -> bool:
+    """Whether this installation has the library."""
+    return native.available()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = native.load()
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.trimtab_quantise.argtypes = [ctypes.POINTER(_Task)]
+    library.trimtab_quantise.restype = integer
+    library.trimtab_dequantise.argtypes = [pointer, integer, integer, *[pointer] * 3, integer, integer]
+    library.trimtab_dequantise.restype = integer
+    return library
+
+
+def quantise(
+    values: torch.Tensor,
+    axis: Axis,
+    *,
+    key: int,
+    stochastic: bool,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    instruction_set: str = "best",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `trimtab.precision.reference.quantise`, to the bit; of a contiguous fp32 matrix."""
+    rows, columns = values.shape
+    codes = torch.empty((rows, columns), dtype=torch.int8)
+    scales = torch.empty((rows, columns, 1)[_AXES.index(axis)], dtype=torch.float32)
+    task = _Task(
+        _pointer(values, rows * columns),
+        rows,
+        columns,
+        _pointer(row_factor, rows),
+        _pointer(column_factor, columns),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        _AXES.index(axis),
+        key,
+        stochastic,
+        native.INSTRUCTION_SETS.index(instruction_set),
+        torch.get_num_threads(),
+    )
+    _check(_library().trimtab_quantise(ctypes.byref(task)))
+    return codes, scales
+
+
+def dequantise(
+    sums: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    instruction_set: str = "best",
+) -> torch.Tensor:
+    """As `trimtab.precision.reference.dequantise`, to the bit; overwrites `sums` (int32, contiguous)."""
+    rows, columns = sums.shape
+    assert sums.dtype == torch.int32 and sums.is_contiguous()
+    status = _library().trimtab_dequantise(
+        sums.data_ptr(),
+        rows,
+        columns,
+        _pointer(row_scale, rows),
+        _pointer(column_scale, columns),
+        _pointer(bias, columns),
+        native.INSTRUCTION_SETS.index(instruction_set),
+        torch.get_num_threads(),
+    )
+    _check(status)
+    return sums.view(torch.float32)
+
+
+def _pointer(tensor: torch.Tensor | None, numel: int) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert tensor.numel() == numel, f"{tensor.numel()} numbers where {numel} are due"
+    return tensor.data_ptr()
+
+
+def _check(status: int) -> None:
+    if status:
+        raise ValueError(f"the native kernels refused the operand (status {status})")

@@ -1,0 +1,201 @@
+"""The three matrix products of an operator, in one precision each.
+
+With input x (m × k), weight w (n × k) and output gradient g (m × n):
+
+    forward       y  = x wᵀ
+    grad_input    gx = g w
+    grad_weight   gw = gᵀ x
+
+An implementation turns x and w into *operands*, tuples of tensors in its own precision, made once in the
+forward pass; what backward needs of them is saved instead of x and w. `trimtab.precision.int8` and
+`trimtab.precision.fp8` are the others.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import torch
+
+from trimtab.precision.draw import Draw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.precision.precision import Name
+
+Operands = tuple[torch.Tensor, ...]
+
+
+class Sizes(NamedTuple):
+    """Of the matrices themselves: operands may be padded."""
+
+    m: int
+    n: int
+    k: int
+
+
+class Products(Protocol):
+    """One precision's way to the three products. Weights come as w (n × k), whatever their memory order."""
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        """The operands made of x."""
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        """The operands made of w."""
+
+    aliases: bool
+    """Whether operands are x and w themselves, so that nothing new is saved for backward."""
+
+    def saved(self, operands: Operands) -> Operands:
+        """Those of x's or w's operands that backward will need."""
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        """Empty tensors as `saved` gives for x or w: what a compiler needs to know."""
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """x wᵀ + bias, in `dtype`."""
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        """The operands made of g, for both products of the backward pass."""
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        """g w, in `dtype`, from w's saved operands."""
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        """gᵀ x in fp32, from x's saved operands; with `turned`, xᵀ g."""
+
+
+class Full:
+    """fp32, or with `tf32` the tensor cores' rounding of its operands."""
+
+    aliases = True
+
+    def __init__(self, *, tf32: bool = False) -> None:
+        self.tf32 = tf32
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return (x,)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        return (w,)
+
+    def saved(self, operands: Operands) -> Operands:
+        return operands
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        return (values,)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        with tf32_products(self.tf32):
+            bias = None if bias is None else bias.float()
+            return torch.nn.functional.linear(x[0].float(), w[0].float(), bias).to(dtype)
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        return (g.float(),)
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        with tf32_products(self.tf32):
+            return (g[0] @ w[0].float()).to(dtype)
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        with tf32_products(self.tf32):
+            return x[0].float().t() @ g[0] if turned else g[0].t() @ x[0].float()
+
+
+class Half:
+    """bf16 or fp16 operands, fp32 accumulation.
+
+    fp16 brings its own loss scaling: the gradient operand is multiplied by the power of two that puts its
+    largest magnitude near 1, and the product divided by it, so nothing underflows or overflows on the way.
+    """
+
+    aliases = False
+    _DTYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def __init__(self, name: Name) -> None:
+        self.dtype = self._DTYPES[name]
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return (x.to(self.dtype),)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        return (w.to(self.dtype),)
+
+    def saved(self, operands: Operands) -> Operands:
+        return operands
+
+    def saved_like(self, values: torch.Tensor) -> Operands:
+        return (torch.empty_like(values, dtype=self.dtype),)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> torch.Tensor:
+        y = torch.nn.functional.linear(x[0], w[0], None if bias is None else bias.to(self.dtype))
+        return y.to(dtype)
+
+    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+        half, scale = self.scaled(g)
+        return (half,) if scale is None else (half, scale)
+
+    def grad_input(
+        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
+    ) -> torch.Tensor:
+        return unscaled(g[0] @ w[0], g[1:], dtype)
+
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
+    ) -> torch.Tensor:
+        a, b = (x[0].t(), g[0]) if turned else (g[0].t(), x[0])
+        return unscaled(wide_product(a, b), g[1:], torch.float32)
+
+    def scaled(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient in the half type, and what its products are to be divided by."""
+        if self.dtype == torch.bfloat16:
+            return g.to(self.dtype), None
+        # No host synchronisation: the power of two stays on the device. NaN and Inf stay what they are.
+        g = g.float()
+        _, exponent = torch.frexp(g.abs().amax() if g.numel() else g.new_zeros(()))
+        scale = torch.ldexp(g.new_ones(()), -exponent.clamp(-120, 120))
+        return (g * scale).to(self.dtype), scale
+
+
+def unscaled(y: torch.Tensor, scale: Operands, dtype: torch.dtype) -> torch.Tensor:
+    """y in `dtype`, divided by the scale if there is one."""
+    return (y.float() / scale[0]).to(dtype) if scale else y.to(dtype)
+
+
+def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of half types, in fp32: on a GPU straight from the accumulator."""
+    if a.device.type == "cuda" and a.numel() and b.numel():
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+@contextmanager
+def tf32_products(tf32: bool) -> Iterator[None]:
+    """Let fp32 products on a GPU use tf32, or forbid it, and leave the setting as it was."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision  # type: ignore[attr-defined]
+    wanted = "tf32" if tf32 else "ieee"
+    matmul.fp32_precision = conv.fp32_precision = wanted  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before  # type: ignore[attr-defined]

@@ -1,0 +1,123 @@
+"""8-bit operands on a GPU: launching the kernels of `triton_kernels`, padding inside, no host synchronisation."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from trimtab.precision import triton_kernels as kernels
+
+if TYPE_CHECKING:
+    from trimtab.precision.draw import Draw, Operand
+
+PAD = 16
+"""Tensor-core products want every axis a multiple of this many codes."""
+
+HELD = 16384
+"""Rows up to this long are kept in registers between finding their scale and using it."""
+
+_FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+
+
+def padded(n: int) -> int:
+    """n rounded up to what tensor-core products want."""
+    return -(-n // PAD) * PAD
+
+
+def by_rows(
+    values: torch.Tensor,
+    dtype: torch.dtype,
+    draw: Draw,
+    operand: Operand,
+    *,
+    column_factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes padded with zeros on both axes, and a scale for each of the (unpadded) rows."""
+    values = values.contiguous()
+    rows, columns = values.shape
+    codes = _empty(padded(rows), padded(columns), dtype, values.device, zero=rows % PAD != 0)
+    scales = torch.empty(rows, dtype=torch.float32, device=values.device)
+    if rows == 0 or columns == 0:
+        return codes.zero_(), scales.zero_()
+    held = columns <= HELD
+    block = max(16, triton.next_power_of_2(padded(columns))) if held else 4096
+    kernels.quantise_rows[(rows,)](
+        values, codes, scales, values if column_factor is None else column_factor, draw.calls, draw.base,
+        columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
+        FACTOR=column_factor is not None, BLOCK=block, HELD=held, num_warps=min(16, max(1, block // 512)),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scales
+
+
+def whole(
+    values: torch.Tensor,
+    dtype: torch.dtype,
+    draw: Draw,
+    operand: Operand,
+    *,
+    straight: bool = True,
+    turned: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, the codes transposed (each if asked for; both padded with zeros), and the one scale."""
+    values = values.contiguous()
+    rows, columns = values.shape
+    largest = torch.zeros((), dtype=torch.int32, device=values.device)
+    scale = torch.zeros((), dtype=torch.float32, device=values.device)
+    m, n = padded(rows), padded(columns)
+    codes = _empty(m if straight else 0, n, dtype, values.device)
+    turned_codes = _empty(n if turned else 0, m, dtype, values.device)
+    if m == 0 or n == 0:
+        return codes, turned_codes, scale
+    block = 8192
+    programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
+    kernels.magnitude[(programs,)](values, largest, values.numel(), BLOCK=block, num_warps=8)
+    bm, bn = 64, 64
+    kernels.quantise_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+        values, largest, codes, turned_codes, scale, draw.calls, draw.base, rows, columns, m, n,
+        OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight,
+        TURNED=turned, BM=bm, BN=bn, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, turned_codes, scale
+
+
+def dequantise(
+    sums: torch.Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    row_scale: torch.Tensor | None = None,
+    column_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The (unpadded) sums scaled back: sum · (row scale · column scale) + bias, in `dtype`."""
+    out = torch.empty((rows, columns), dtype=dtype, device=sums.device)
+    if out.numel() == 0:
+        return out
+    block = 1024
+    kernels.dequantise[(rows, triton.cdiv(columns, block))](
+        sums, out, sums if row_scale is None else row_scale, sums if column_scale is None else column_scale,
+        sums if bias is None else bias, columns, sums.stride(0), ROW=row_scale is not None,
+        COLUMN=column_scale is not None, BIAS=bias is not None, BLOCK=block, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _empty(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
+) -> torch.Tensor:
+    # Through bytes: not every 8-bit float type can be filled.
+    make = torch.zeros if zero else torch.empty
+    return make((rows, columns), dtype=torch.int8, device=device).view(dtype)
+
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
