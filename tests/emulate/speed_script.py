@@ -1,7 +1,7 @@
 """Run by every rank: windows of a matrix-product loop, an optimizer step after each.
 
 Rank 0 prints, for each window, the products each rank did and the part of its core that
-rank 0 got: without nearly all of it the machine was busy with something else.
+each of them had: without nearly all of its core, a free rank does not show its rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.emulate.machines import jobs_of, traces
@@ -13,17 +14,14 @@ from trimtab.emulate.layout import lay_out, nodes
 from trimtab.emulate.mps import PROCESSES, share_out
 from trimtab.errors import TrimtabError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def _cards(**memory: float) -> Cluster:
+def _cards(memory_gib: float | None = None) -> Cluster:
     """A host with a full and a slow card, and one with a full card."""
     return Cluster(
         version=1,
         devices={
-            "full": Device(kind="cuda", speed=1.0, **memory),
-            "slow": Device(kind="cuda", speed=0.5, **memory),
+            "full": Device(kind="cuda", speed=1.0, memory_gib=memory_gib),
+            "slow": Device(kind="cuda", speed=0.5, memory_gib=memory_gib),
         },
         hosts=(Host(name="a", devices={"full": 1, "slow": 1}), Host(name="b", devices={"full": 1})),
     )
@@ -93,8 +91,6 @@ distributed.destroy_process_group()
 
 @requires(cuda=1, tools=["nvidia-cuda-mps-control"])
 def test_parts_of_a_gpu_have_their_speed(tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "script.py").write_text(_SCRIPT)
     with Emulation(_cards(memory_gib=10.0)) as emulation:
         (job,) = jobs_of(os.getpid())
@@ -106,10 +102,5 @@ def test_parts_of_a_gpu_have_their_speed(tmp_path: Path) -> None:
     assert 0.85 <= second / first <= 1.15
     assert limited
     assert traces(job, []) == []
-    assert not [entry for entry in _processes() if entry in PROCESSES]
-
-
-def _processes() -> list[str]:
-    from pathlib import Path
-
-    return [path.read_text().strip() for path in Path("/proc").glob("[0-9]*/comm")]
+    commands = [path.read_bytes().split(b"\0")[0].decode() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [command for command in commands if Path(command).name in PROCESSES]

@@ -6,12 +6,15 @@ is run as it would be by Python itself, and needs to know nothing of this.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,7 +35,8 @@ def main() -> None:
     run, rank = Path(os.environ[RUN_MARK]), int(os.environ["RANK"])
     _redirect_output(run, rank)
     spec, state = Spec.load(run, rank), State(state_path(run, rank))
-    keep = _take_place(spec, state, state_path(run, rank))
+    _kept = _take_place(spec, state, state_path(run, rank))
+    status = 0
     try:
         _run_script(sys.argv[1:])
     except SystemExit as end:
@@ -40,13 +44,25 @@ def main() -> None:
         if status != 0:
             said = end.code if isinstance(end.code, str) else f"exited with status {status}"
             _account(run, rank, status, said)
-            sys.exit(status)
     except BaseException as error:
+        status = 1
         trace = _without_ours(error.__traceback__)
-        _account(run, rank, 1, "".join(traceback.format_exception(type(error), error, trace)))
-        sys.exit(1)
-    finally:
-        del keep
+        _account(run, rank, status, "".join(traceback.format_exception(type(error), error, trace)))
+    _leave(status)
+
+
+def _leave(status: int) -> None:
+    """End the process as Python does, but without taking the interpreter down.
+
+    Gloo's threads may outlive the script, even one that destroyed its groups, and if they
+    ask for the interpreter while it goes down the process aborts at the end of a good run.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _redirect_output(run: Path, rank: int) -> None:
