@@ -73,10 +73,27 @@ class Fp8:
         y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
         return y[: sizes.n, : sizes.k].contiguous()
 
+    def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        """As `Int8.samples`; every row has the same scale."""
+        from trimtab.precision.triton_quantise import whole
+
+        codes, _, scale = whole(rows, torch.float8_e4m3fn, self._inputs(draw), operand, turned=False)
+        return codes[: len(rows), : rows.shape[1]], scale.expand(len(rows)).contiguous()
+
+    def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
+        """As `Int8.assemble`."""
+        from trimtab.precision.triton_quantise import pad_codes
+
+        codes = pad_codes(codes)
+        return codes, codes.view(torch.int8).t().contiguous().view(codes.dtype), scales[0]
+
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         from trimtab.precision.triton_quantise import whole
 
-        return whole(values, torch.float8_e4m3fn, replace(draw, stochastic=self.stochastic_inputs), operand)
+        return whole(values, torch.float8_e4m3fn, self._inputs(draw), operand)
+
+    def _inputs(self, draw: Draw) -> Draw:
+        return replace(draw, stochastic=self.stochastic_inputs)
 
 
 def scaled_product(

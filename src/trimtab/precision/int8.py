@@ -66,6 +66,14 @@ class Int8:
             return product(x[0].t(), codes, column_scale=scales)
         return product(codes.t(), x[0], row_scale=scales)
 
+    def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        """Codes and scales by row, unpadded: for a convolution, which arranges codes into operands."""
+        return self._operand(rows, draw, operand)
+
+    def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
+        """Operands from codes arranged in rows, and the rows' scales."""
+        return codes, scales
+
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         codes, scales = quantise(values, "rows" if self.by_row else "whole", draw, operand)
         return codes, scales.expand(len(values)).contiguous()

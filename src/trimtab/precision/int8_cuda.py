@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.triton_quantise import PAD, by_rows, dequantise, padded, whole
+from trimtab.precision.triton_quantise import PAD, by_rows, dequantise, pad_codes, padded, whole
 
 if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
@@ -65,6 +65,15 @@ class Int8Cuda:
         else:
             sums, rows, columns = integer_product(codes, inputs), sizes.n, sizes.k
         return dequantise(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
+
+    def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+        """As `Int8.samples`."""
+        codes, scales = self._operand(rows, draw, operand)
+        return codes[: len(rows), : rows.shape[1]], scales
+
+    def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
+        """As `Int8.assemble`."""
+        return pad_codes(codes), scales.contiguous()
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         if self.by_row:

@@ -84,6 +84,15 @@ def whole(
     return codes, turned_codes, scale
 
 
+def pad_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The codes with zeros after the end of both axes, up to what tensor-core products want."""
+    rows, columns = codes.shape
+    # Through bytes: a zero byte is zero in every 8-bit type, and only bytes can be padded.
+    raw = codes.view(torch.int8)
+    extra = (0, padded(columns) - columns, 0, padded(rows) - rows)
+    return torch.nn.functional.pad(raw, extra).contiguous().view(codes.dtype)
+
+
 def dequantise(
     sums: torch.Tensor,
     rows: int,

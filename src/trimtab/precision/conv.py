@@ -1,0 +1,261 @@
+"""A convolution in a chosen precision: 2-D, grouped, strided, dilated (1-D is 2-D with one row).
+
+fp32, tf32 and half types go to cuDNN or oneDNN. int8 and fp8 become matrix products: the input is
+quantised once (a scale for each sample), its codes are gathered into columns, and what is saved for
+backward is the codes, not the columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.passes import draw_of, no_autocast, products_for, result_dtype
+from trimtab.precision.precision import Name, Precision
+from trimtab.precision.products import Half, Operands, Sizes, tf32_products, unscaled
+
+Pair = tuple[int, int]
+
+
+class Geometry(NamedTuple):
+    """How a kernel moves over its input."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+
+def conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: Geometry,
+    precision: Precision,
+    *,
+    base: int,
+    calls: torch.Tensor,
+) -> torch.Tensor:
+    """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
+    arguments = (x, weight, bias, geometry, precision, base, calls, result_dtype(x))
+    return _break_graph(*arguments) if torch.compiler.is_compiling() else _Conv.apply(*arguments)
+
+
+@torch.compiler.disable
+def _break_graph(*arguments: Any) -> Any:
+    return _Conv.apply(*arguments)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        geometry: Geometry,
+        precision: Precision,
+        base: int,
+        calls: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        draw = draw_of(precision, base, calls)
+        passes = _passes(precision, x.device.type)
+        with no_autocast(x.device.type):
+            x_operands, w_operands = passes[0].input(x, draw), passes[0].weight(weight, draw)
+            y = passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
+            saved_w = saved_x = ()
+            if ctx.needs_input_grad[0]:
+                saved_w = w_operands if passes[1] is passes[0] else passes[1].weight(weight, draw)
+            if ctx.needs_input_grad[1]:
+                saved_x = x_operands if passes[2] is passes[0] else passes[2].input(x, draw)
+        ctx.save_for_backward(*saved_x, *saved_w)
+        ctx.split = len(saved_x)
+        ctx.setting = geometry, precision, draw
+        ctx.shapes = x.shape, weight.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+        geometry, precision, draw = ctx.setting
+        saved = ctx.saved_tensors
+        x, w = saved[: ctx.split], saved[ctx.split :]
+        passes = _passes(precision, g.device.type)
+        gx = gw = gb = None
+        with no_autocast(g.device.type):
+            if ctx.needs_input_grad[0]:
+                gx = passes[1].grad_input(g, w, geometry, *ctx.shapes, draw).to(ctx.dtypes[0])
+            if ctx.needs_input_grad[1]:
+                gw = passes[2].grad_weight(g, x, geometry, *ctx.shapes, draw).to(ctx.dtypes[1])
+            if ctx.needs_input_grad[2]:
+                gb = g.float().sum((0, 2, 3)).to(ctx.dtypes[2])
+        return gx, gw, gb, None, None, None, None, None
+
+
+class _Direct:
+    """Through torch's own convolutions, in fp32, tf32 or a half type."""
+
+    def __init__(self, name: Name) -> None:
+        self.tf32 = name == "tf32"
+        self.half = Half(name) if name in ("bf16", "fp16") else None
+        self.dtype = self.half.dtype if self.half else torch.float32
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        return (x.to(self.dtype),)
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        return (w.to(self.dtype),)
+
+    def forward(
+        self, x: Operands, w: Operands, bias: torch.Tensor | None, geometry: Geometry, *shapes: torch.Size
+    ) -> torch.Tensor:
+        with tf32_products(self.tf32):
+            return F.conv2d(x[0], w[0], None if bias is None else bias.to(self.dtype), *geometry)
+
+    def grad_input(
+        self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        draw: Draw,
+    ) -> torch.Tensor:  # fmt: skip
+        # Only the input's shape matters here: an expanded scalar stands for it.
+        return self._backward(g, w[0].new_zeros(()).expand(x_shape), w[0], geometry, 0)
+
+    def grad_weight(
+        self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        draw: Draw,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._backward(g, x[0], x[0].new_zeros(()).expand(w_shape), geometry, 1)
+
+    def _backward(
+        self, g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, which: int
+    ) -> torch.Tensor:
+        scaled, scale = self.half.scaled(g) if self.half else (g.float(), None)
+        stride, padding, dilation, groups = geometry
+        with tf32_products(self.tf32):
+            grads = torch.ops.aten.convolution_backward(
+                scaled, x, w, None, stride, padding, dilation, False, (0, 0), groups,
+                (which == 0, which == 1, False),
+            )  # fmt: skip
+        return unscaled(grads[which], () if scale is None else (scale,), torch.float32)
+
+
+class _Columns:
+    """Through matrix products of 8-bit codes, group by group. Operands are (codes, scales by row)."""
+
+    def __init__(self, products: Any) -> None:
+        self.products = products
+
+    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+        codes, scales = self.products.samples(x.flatten(1), draw, Operand.INPUT)
+        return codes.reshape(x.shape), scales
+
+    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+        codes, scales = self.products.samples(w.flatten(1), draw, Operand.WEIGHT)
+        return codes.reshape(len(w), -1), scales
+
+    def forward(
+        self,
+        x: Operands,
+        w: Operands,
+        bias: torch.Tensor | None,
+        geometry: Geometry,
+        x_shape: torch.Size,
+        w_shape: torch.Size,
+    ) -> torch.Tensor:
+        height, width = _output_size(x_shape, w_shape, geometry)
+        n = w_shape[0] // geometry.groups
+        sizes = Sizes(x_shape[0] * height * width, n, w[0].shape[1])
+        parts = []
+        for group, columns in enumerate(_groups(x[0], w_shape, geometry)):
+            own = slice(group * n, (group + 1) * n)
+            x_operands = self.products.assemble(columns, x[1].repeat_interleave(height * width))
+            w_operands = self.products.assemble(w[0][own], w[1][own].contiguous())
+            own_bias = None if bias is None else bias.detach()[own].contiguous()
+            parts.append(self.products.forward(x_operands, w_operands, own_bias, sizes, torch.float32))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return y.view(x_shape[0], height, width, -1).permute(0, 3, 1, 2)
+
+    def grad_input(
+        self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        draw: Draw,
+    ) -> torch.Tensor:  # fmt: skip
+        n = w_shape[0] // geometry.groups
+        rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
+        sizes = Sizes(len(rows), n, w[0].shape[1])
+        parts = []
+        for group in range(geometry.groups):
+            own = slice(group * n, (group + 1) * n)
+            w_operands = self.products.saved(self.products.assemble(w[0][own], w[1][own].contiguous()))
+            operands = self.products.gradient(rows[:, own], draw)
+            parts.append(self.products.grad_input(operands, w_operands, sizes, torch.float32, draw))
+        columns = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        columns = columns.view(x_shape[0], -1, columns.shape[1]).transpose(1, 2)
+        stride, padding, dilation, _ = geometry
+        return F.fold(columns, x_shape[2:], w_shape[2:], dilation, padding, stride)
+
+    def grad_weight(
+        self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        draw: Draw,
+    ) -> torch.Tensor:  # fmt: skip
+        n = w_shape[0] // geometry.groups
+        rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
+        sizes = Sizes(len(rows), n, w_shape[1:].numel())
+        scales = x[1].repeat_interleave(len(rows) // x_shape[0])
+        parts = []
+        for group, columns in enumerate(_groups(x[0], w_shape, geometry)):
+            x_operands = self.products.saved(self.products.assemble(columns, scales))
+            operands = self.products.gradient(rows[:, group * n : (group + 1) * n], draw)
+            parts.append(self.products.grad_weight(operands, x_operands, sizes, False, draw))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(w_shape)
+
+
+def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
+    """The implementations of the three passes, one object for passes in the same precision."""
+    made: dict[Name, Any] = {}
+    for name in precision.names:
+        if name not in made:
+            if name in ("int8", "fp8"):
+                products = products_for(name, precision.scales, precision.rounding, device_type)
+                made[name] = _Columns(products)
+            else:
+                made[name] = _Direct(name)
+    return made[precision.forward], made[precision.grad_input], made[precision.grad_weight]
+
+
+def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> Pair:
+    height, width = (
+        (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+        for size, pad, dilation, kernel, stride in zip(
+            x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True
+        )
+    )
+    return height, width
+
+
+def _groups(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> list[torch.Tensor]:
+    """For each group, a row of the codes under the kernel for each output position of each sample."""
+    height, width = _output_size(codes.shape, w_shape, geometry)
+    # Through bytes, which can be padded and gathered in any 8-bit type.
+    raw = F.pad(codes.view(torch.int8), (geometry.padding[1],) * 2 + (geometry.padding[0],) * 2)
+    sample, channel, row, column = raw.stride()
+    windows = raw.as_strided(
+        (raw.shape[0], height, width, raw.shape[1], w_shape[2], w_shape[3]),
+        (
+            sample,
+            row * geometry.stride[0],
+            column * geometry.stride[1],
+            channel,
+            row * geometry.dilation[0],
+            column * geometry.dilation[1],
+        ),
+    )
+    width_of_group = raw.shape[1] // geometry.groups
+    return [
+        windows[:, :, :, at : at + width_of_group].reshape(-1, w_shape[1:].numel()).view(codes.dtype)
+        for at in range(0, raw.shape[1], width_of_group)
+    ]

@@ -1,0 +1,192 @@
+"""The operators of a model whose precision can be set, and how each is made to compute in it.
+
+An operator's module gets a `forward` of its own: its class, parameters, buffers, hooks and state_dict stay
+what they are, so every wrapper sees the module it knows. Taking that `forward` away restores the module.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trimtab.precision.conv import Geometry, conv
+from trimtab.precision.half import HalfProducts, rounded
+from trimtab.precision.linear import linear
+from trimtab.precision.precision import Precision
+from trimtab.precision.products import Half
+
+Kind = Literal["linear", "conv", "attention", "embedding"]
+
+ATTENTION = "/attention"
+"""After a module's name: the products of activations that its forward computes."""
+
+
+@dataclass
+class Calls:
+    """How often a model was called, on the device that last asked: the step of every random stream."""
+
+    count: torch.Tensor
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The counter itself, moved to the device if the model was."""
+        if self.count.device != device:
+            self.count = self.count.to(device)
+        return self.count
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """As a forward pre-hook of the model: count."""
+        self.count.add_(1)
+
+
+@dataclass
+class LowForward:
+    """A module's `forward` in a given precision."""
+
+    module: nn.Module
+    precision: Precision
+    base: int
+    calls: Calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def keywords(self, x: torch.Tensor) -> dict[str, Any]:
+        """What every product needs beside its operands."""
+        return {"precision": self.precision, "base": self.base, "calls": self.calls.on(x.device)}
+
+
+class LinearForward(LowForward):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        module: Any = self.module
+        return linear(input, module.weight, module.bias, **self.keywords(input))
+
+
+class TurnedLinearForward(LowForward):
+    """transformers' `Conv1D`: a linear layer whose weight is stored inputs × outputs."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        module: Any = self.module
+        return linear(x, module.weight, module.bias, turned=True, **self.keywords(x))
+
+
+class ConvForward(LowForward):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        module: Any = self.module
+        x, weight = input, module.weight
+        batched = x.dim() == weight.dim()
+        x = x if batched else x.unsqueeze(0)
+        flat = weight.dim() == 3
+        if flat:
+            x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        # A 1-D kernel moves along the last axis, over a first one of length 1.
+        stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
+        padding = (0, *_padding(module))[-2:]
+        if isinstance(module.padding, str) and module.padding == "same":
+            # An even kernel pads one more after than before, which no symmetric padding can say.
+            x = F.pad(x, module._reversed_padding_repeated_twice)
+        y = conv(
+            x, weight, module.bias, Geometry(stride, padding, dilation, module.groups), **self.keywords(x)
+        )
+        y = y.squeeze(2) if flat else y
+        return y if batched else y.squeeze(0)
+
+
+class EmbeddingForward(LowForward):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        module: Any = self.module
+        y = F.embedding(input, module.weight, module.padding_idx)
+        return rounded(y, Half(self.precision.forward).dtype)
+
+
+class AttentionForward(LowForward):
+    """Any module: the products of activations inside its forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision.forward == "fp16" and torch.compiler.is_compiling():
+            return self._break_graph(*args, **kwargs)  # its gradient's scale is found while running
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with HalfProducts(Half(self.precision.forward).dtype):
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _break_graph(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+FORWARDS: dict[Kind, type[LowForward]] = {
+    "linear": LinearForward,
+    "conv": ConvForward,
+    "embedding": EmbeddingForward,
+    "attention": AttentionForward,
+}
+
+
+def operators(model: nn.Module) -> dict[str, Kind]:
+    """Every operator of a model by its name; attention (any module, with `ATTENTION`) is not listed."""
+    found: dict[str, Kind] = {}
+    hidden = {
+        id(child)
+        for module in model.modules()
+        # It reads its projection's weights and never calls it.
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.modules()
+    }
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None and id(module) not in hidden:
+            found[name] = kind
+    return found
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What kind of operator a module is, if its forward is one that can be replaced."""
+    own = module.__dict__.get("forward")
+    if own is not None and not isinstance(own, LowForward):
+        return None
+    if isinstance(module, nn.Linear):
+        return "linear" if type(module).forward is nn.Linear.forward else None
+    if _is_turned_linear(module):
+        return "linear"
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        known = type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward)
+        return "conv" if known and module.padding_mode == "zeros" else None
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+        return "embedding" if plain else None
+    return None
+
+
+def install(module: nn.Module, kind: Kind, precision: Precision, base: int, calls: Calls) -> None:
+    """Make the module compute in the given precision."""
+    forward = FORWARDS[kind]
+    if kind == "linear" and not isinstance(module, nn.Linear):
+        forward = TurnedLinearForward
+    module.__dict__["forward"] = forward(module, precision, base, calls)
+
+
+def restore(model: nn.Module) -> None:
+    """Give every module of a model the forward of its class again, and stop counting calls."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), LowForward):
+            del module.__dict__["forward"]
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Calls)]:
+            del hooks[key]
+
+
+def _is_turned_linear(module: nn.Module) -> bool:
+    # Without importing transformers: who has such a module has imported it.
+    home = sys.modules.get("transformers.pytorch_utils")
+    turned = getattr(home, "Conv1D", None)
+    return turned is not None and isinstance(module, turned) and type(module).forward is turned.forward
+
+
+def _padding(module: Any) -> tuple[int, ...]:
+    return (0,) * len(module.kernel_size) if isinstance(module.padding, str) else module.padding
