@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
     Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
 
 _DIMENSION = "tp"
-_PROBE_ROWS = 512
-_PROBE_WIDTH = 1024
-_PROBE_REPEATS = 9
+_PROBE_SIZE = {"cpu": (256, 1024), "cuda": (4096, 4096)}
+"""Rows and width of the measured product, enough to fill the device."""
+_PROBE_PRODUCTS = 4
+_PROBE_SAMPLES = 14
+_PROBE_WARMUP = 2
 _BYTES_IN_TRAINING = 4
 """Times its parameters that a unit takes: parameter, gradient, and two states of an Adam."""
 _MEMORY_FOR_UNITS = 0.5
@@ -138,18 +139,22 @@ def _tables(
 
 def measure(group: TensorGroup, device: torch.device) -> tuple[list[float], list[float | None]]:
     """Speed of a matrix product and memory for units of every rank, measured at the same time on all."""
-    x = torch.ones(_PROBE_ROWS, _PROBE_WIDTH, device=device)
-    weight = torch.ones(_PROBE_WIDTH, _PROBE_WIDTH, device=device)
+    rows, width = _PROBE_SIZE.get(device.type, _PROBE_SIZE["cuda"])
+    x = torch.ones(rows, width, device=device)
+    weight = torch.ones(width, width, device=device)
     taken = []
-    for _ in range(_PROBE_REPEATS):
+    for _ in range(_PROBE_WARMUP + _PROBE_SAMPLES):
         dist.barrier(group.process_group)
         start = time.perf_counter()
-        x @ weight
+        for _ in range(_PROBE_PRODUCTS):
+            x @ weight
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
+    # The lower quartile: a burst of other work must not count as slow hardware.
+    typical = sorted(taken[_PROBE_WARMUP:])[_PROBE_SAMPLES // 4]
     free = torch.cuda.mem_get_info(device)[0] * _MEMORY_FOR_UNITS if device.type == "cuda" else -1.0
-    mine = torch.tensor([1 / median(taken[2:]), free], dtype=torch.float64, device=device)
+    mine = torch.tensor([1 / typical, free], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size)]
     dist.all_gather(every, mine, group=group.process_group)
     speeds = [float(speed) for speed, _ in every]
