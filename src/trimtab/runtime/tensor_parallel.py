@@ -74,7 +74,7 @@ def tensor_parallel(
     convert(
         model,
         group,
-        lambda blocks: _tables(blocks, shares, group, next(model.parameters()).device),
+        lambda blocks: _tables(blocks, shares, group, next(model.parameters())),
         kinds=kinds or {},
         replicate=replicate,
         headroom=headroom,
@@ -107,7 +107,7 @@ def _group(mesh: DeviceMesh) -> tuple[TensorGroup, int]:
 
 
 def _tables(
-    blocks: Mapping[str, tuple[int, int]], shares: Shares, group: TensorGroup, device: torch.device
+    blocks: Mapping[str, tuple[int, int]], shares: Shares, group: TensorGroup, like: torch.Tensor
 ) -> dict[str, Table]:
     if isinstance(shares, Mapping):
         for name in [*(shares.keys() - blocks.keys()), *(blocks.keys() - shares.keys())]:
@@ -126,7 +126,7 @@ def _tables(
     elif isinstance(shares, str):
         if shares != "measured":
             raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the one word is 'measured'")
-        speeds, memory = measure(group, device)
+        speeds, memory = measure(group, like.device, like.dtype)
     else:
         speeds = [float(share) for share in shares]
         if len(speeds) != group.size:
@@ -137,11 +137,13 @@ def _tables(
     return {name: Table.consecutive(count) for name, count in counts.items()}
 
 
-def measure(group: TensorGroup, device: torch.device) -> tuple[list[float], list[float | None]]:
+def measure(
+    group: TensorGroup, device: torch.device, dtype: torch.dtype
+) -> tuple[list[float], list[float | None]]:
     """Speed of a matrix product and memory for units of every rank, measured at the same time on all."""
     rows, width = _PROBE_SIZE.get(device.type, _PROBE_SIZE["cuda"])
-    x = torch.ones(rows, width, device=device)
-    weight = torch.ones(width, width, device=device)
+    x = torch.ones(rows, width, device=device, dtype=dtype)
+    weight = torch.ones(width, width, device=device, dtype=dtype)
     taken = []
     for _ in range(_PROBE_WARMUP + _PROBE_SAMPLES):
         dist.barrier(group.process_group)
