@@ -1,8 +1,9 @@
 """A convolution in a chosen precision: 2-D, grouped, strided, dilated (1-D is 2-D with one row).
 
 fp32, tf32 and half types go to cuDNN or oneDNN. int8 and fp8 become matrix products: the input is
-quantised once (a scale for each sample), its codes are gathered into columns, and what is saved for
-backward is the codes, not the columns.
+quantised once (a scale for each sample), its codes are gathered into rows of what lies under the kernel,
+and what is saved for backward is the codes, not the rows. Codes lie channels last, so that gathering
+copies whole runs of channels.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Conv(torch.autograd.Function):
             y = passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
             saved_w = saved_x = ()
             if ctx.needs_input_grad[0]:
-                saved_w = w_operands if passes[1] is passes[0] else passes[1].weight(weight, draw)
+                saved_w = (weight,)  # costs no memory; its operands are made anew
             if ctx.needs_input_grad[1]:
                 saved_x = x_operands if passes[2] is passes[0] else passes[2].input(x, draw)
         ctx.save_for_backward(*saved_x, *saved_w)
@@ -90,7 +91,8 @@ class _Conv(torch.autograd.Function):
         gx = gw = gb = None
         with no_autocast(g.device.type):
             if ctx.needs_input_grad[0]:
-                gx = passes[1].grad_input(g, w, geometry, *ctx.shapes, draw).to(ctx.dtypes[0])
+                w_operands = passes[1].weight(w[0], draw)
+                gx = passes[1].grad_input(g, w_operands, geometry, *ctx.shapes, draw).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 gw = passes[2].grad_weight(g, x, geometry, *ctx.shapes, draw).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
@@ -145,18 +147,23 @@ class _Direct:
 
 
 class _Columns:
-    """Through matrix products of 8-bit codes, group by group. Operands are (codes, scales by row)."""
+    """Through matrix products of 8-bit codes, group by group.
+
+    Operands are (codes, scales by row): of the input samples × height × width × channels, of the weight
+    outputs × (height · width · channels of a group).
+    """
 
     def __init__(self, products: Any) -> None:
         self.products = products
 
     def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        codes, scales = self.products.samples(x.flatten(1), draw, Operand.INPUT)
-        return codes.reshape(x.shape), scales
+        last = x.permute(0, 2, 3, 1).contiguous()
+        codes, scales = self.products.samples(last.flatten(1), draw, Operand.INPUT)
+        return codes.reshape(last.shape), scales
 
     def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        codes, scales = self.products.samples(w.flatten(1), draw, Operand.WEIGHT)
-        return codes.reshape(len(w), -1), scales
+        codes, scales = self.products.samples(w.permute(0, 2, 3, 1).flatten(1), draw, Operand.WEIGHT)
+        return codes.contiguous(), scales
 
     def forward(
         self,
@@ -193,10 +200,7 @@ class _Columns:
             w_operands = self.products.saved(self.products.assemble(w[0][own], w[1][own].contiguous()))
             operands = self.products.gradient(rows[:, own], draw)
             parts.append(self.products.grad_input(operands, w_operands, sizes, torch.float32, draw))
-        columns = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        columns = columns.view(x_shape[0], -1, columns.shape[1]).transpose(1, 2)
-        stride, padding, dilation, _ = geometry
-        return F.fold(columns, x_shape[2:], w_shape[2:], dilation, padding, stride)
+        return _scattered(parts, x_shape, w_shape, geometry)
 
     def grad_weight(
         self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
@@ -211,7 +215,9 @@ class _Columns:
             x_operands = self.products.saved(self.products.assemble(columns, scales))
             operands = self.products.gradient(rows[:, group * n : (group + 1) * n], draw)
             parts.append(self.products.grad_weight(operands, x_operands, sizes, False, draw))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(w_shape)
+        outputs, inputs, height, width = w_shape
+        last = torch.cat(parts).view(outputs, height, width, inputs)
+        return last.permute(0, 3, 1, 2).contiguous()
 
 
 def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
@@ -239,23 +245,38 @@ def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -
 
 def _groups(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> list[torch.Tensor]:
     """For each group, a row of the codes under the kernel for each output position of each sample."""
-    height, width = _output_size(codes.shape, w_shape, geometry)
+    samples, rows, columns, channels = codes.shape
+    height, width = _output_size(torch.Size((samples, channels, rows, columns)), w_shape, geometry)
     # Through bytes, which can be padded and gathered in any 8-bit type.
-    raw = F.pad(codes.view(torch.int8), (geometry.padding[1],) * 2 + (geometry.padding[0],) * 2)
-    sample, channel, row, column = raw.stride()
+    raw = F.pad(codes.view(torch.int8), (0, 0, *(geometry.padding[1],) * 2, *(geometry.padding[0],) * 2))
+    sample, row, column, _ = raw.stride()
+    (down, right), (below, beside) = geometry.stride, geometry.dilation
     windows = raw.as_strided(
-        (raw.shape[0], height, width, raw.shape[1], w_shape[2], w_shape[3]),
-        (
-            sample,
-            row * geometry.stride[0],
-            column * geometry.stride[1],
-            channel,
-            row * geometry.dilation[0],
-            column * geometry.dilation[1],
-        ),
+        (samples, height, width, w_shape[2], w_shape[3], channels),
+        (sample, row * down, column * right, row * below, column * beside, 1),
     )
-    width_of_group = raw.shape[1] // geometry.groups
+    own = channels // geometry.groups
     return [
-        windows[:, :, :, at : at + width_of_group].reshape(-1, w_shape[1:].numel()).view(codes.dtype)
-        for at in range(0, raw.shape[1], width_of_group)
+        windows[..., at : at + own].reshape(-1, w_shape[1:].numel()).view(codes.dtype)
+        for at in range(0, channels, own)
     ]
+
+
+def _scattered(
+    parts: list[torch.Tensor], x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry
+) -> torch.Tensor:
+    """The opposite of `_groups`, in fp32: what each output position gives to the inputs under it, summed."""
+    samples, channels, rows, columns = x_shape
+    height, width = _output_size(x_shape, w_shape, geometry)
+    (down, right), (top, left), (below, beside), groups = geometry
+    total = parts[0].new_zeros((samples, rows + 2 * top, columns + 2 * left, channels))
+    own = channels // groups
+    for group, part in enumerate(parts):
+        windows = part.view(samples, height, width, w_shape[2], w_shape[3], own)
+        into = total[..., group * own : (group + 1) * own]
+        for i in range(w_shape[2]):
+            for j in range(w_shape[3]):
+                y, x = i * below, j * beside
+                place = into[:, y : y + down * (height - 1) + 1 : down, x : x + right * (width - 1) + 1 : right]
+                place += windows[:, :, :, i, j]
+    return total[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2)

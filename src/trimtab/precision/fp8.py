@@ -23,7 +23,7 @@ FAST_SUMS = (True, False)
 class Fp8:
     """Operands are (codes, transposed codes, scale); saved: (transposed codes, scale)."""
 
-    aliases = False
+    saves_input = saves_weight = True
 
     def __init__(self, *, rounding: str | None = None) -> None:
         self.stochastic_inputs = rounding == "stochastic"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Int8:
     """On CPU: oneDNN's int8 products (`torch._int_mm`) between our quantise and dequantise kernels."""
 
-    aliases = False
+    saves_input, saves_weight = True, False
 
     def __init__(self, *, by_row: bool = True) -> None:
         self.by_row = by_row

@@ -19,7 +19,7 @@ LEAST_ROWS = 32
 class Int8Cuda:
     """Operands are (codes, scales by row), the codes padded."""
 
-    aliases = False
+    saves_input = saves_weight = True
 
     def __init__(self, *, by_row: bool = True) -> None:
         self.by_row = by_row

@@ -90,7 +90,7 @@ def _linear_op(
     w = weight.t() if turned else weight
     y, saved_x, saved_w = forward_pass(x, w, bias, chosen, draw_of(chosen, base, calls), dtype)
     _, grad_input, grad_weight = products_of(chosen, x.device.type)
-    kept = [*(() if grad_weight.aliases else saved_x), *(() if grad_input.aliases else saved_w)]
+    kept = [*(saved_x if grad_weight.saves_input else ()), *(saved_w if grad_input.saves_weight else ())]
     # An operator's results may not be its arguments, as a half operand of a half input is.
     return [y, *(k.clone() if _same_memory(k, x) or _same_memory(k, weight) else k for k in kept)]
 
@@ -108,8 +108,8 @@ def _(
 ) -> list[torch.Tensor]:
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
     w = weight.t() if turned else weight
-    saved_x = () if grad_weight.aliases else grad_weight.saved_like(x)
-    saved_w = () if grad_input.aliases else grad_input.saved_like(w)
+    saved_x = grad_weight.saved_like(x) if grad_weight.saves_input else ()
+    saved_w = grad_input.saved_like(w) if grad_input.saves_weight else ()
     return [x.new_empty((x.shape[0], w.shape[0]), dtype=dtype), *saved_x, *saved_w]
 
 
@@ -153,9 +153,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     x, weight, bias, calls, base, precision, turned, _ = inputs
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
     kept = list(output[1:])
-    w_count = 0 if grad_input.aliases else len(grad_input.saved_like(weight))
-    saved_x = [x] if grad_weight.aliases else kept[: len(kept) - w_count]
-    saved_w = [weight.t() if turned else weight] if grad_input.aliases else kept[len(kept) - w_count :]
+    split = len(grad_weight.saved_like(x)) if grad_weight.saves_input else 0
+    saved_x = kept[:split] if grad_weight.saves_input else [x]
+    saved_w = kept[split:] if grad_input.saves_weight else [weight.t() if turned else weight]
     ctx.save_for_backward(calls, *saved_x, *saved_w)
     ctx.split = 1 + len(saved_x)
     ctx.setting = base, precision, turned, x.shape[1]

@@ -28,7 +28,7 @@ ATTENTION = "/attention"
 
 @dataclass
 class Calls:
-    """How often a model was called, on the device that last asked: the step of every random stream."""
+    """How often a model was called: the step of every random stream. It lives where the model does."""
 
     count: torch.Tensor
 
@@ -39,8 +39,8 @@ class Calls:
         return self.count
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """As a forward pre-hook of the model: count."""
-        self.count.add_(1)
+        """As a forward pre-hook of the model: count. Not in place: backward keeps the number it began with."""
+        self.count = self.count + 1
 
 
 @dataclass

@@ -74,11 +74,13 @@ def forward_pass(
         saved_x: Operands = ()
         saved_w: Operands = ()
         if needs[1]:
-            saved_x = grad_weight.saved(
-                x_operands if grad_weight is forward else grad_weight.input(x, draw)
-            )
-        if needs[0]:
-            saved_w = grad_input.saved(w_operands if grad_input is forward else grad_input.weight(w, draw))
+            same = grad_weight is forward
+            saved_x = grad_weight.saved(x_operands if same else grad_weight.input(x, draw))
+        if needs[0] and grad_input.saves_weight:
+            same = grad_input is forward
+            saved_w = grad_input.saved(w_operands if same else grad_input.weight(w, draw))
+        elif needs[0]:
+            saved_w = (w,)
     return y, saved_x, saved_w
 
 
@@ -95,6 +97,7 @@ def backward_pass(
     """The gradients of x in `dtype` and of w in fp32 (transposed with `turned`), where operands were saved.
 
     Args:
+        draw: that of the forward pass, so that operands made anew are the same.
         inputs: columns of x.
     """
     sizes = Sizes(g.shape[0], g.shape[1], inputs)
@@ -104,7 +107,10 @@ def backward_pass(
         operands: Operands | None = None
         if saved_w:
             operands = grad_input.gradient(g, draw)
-            gx = grad_input.grad_input(operands, tuple(saved_w), sizes, dtype, draw)
+            w_operands = tuple(saved_w)
+            if not grad_input.saves_weight:
+                w_operands = grad_input.saved(grad_input.weight(saved_w[0], draw))
+            gx = grad_input.grad_input(operands, w_operands, sizes, dtype, draw)
         if saved_x:
             if operands is None or grad_weight is not grad_input:
                 operands = grad_weight.gradient(g, draw)

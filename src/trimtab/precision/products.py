@@ -45,8 +45,11 @@ class Products(Protocol):
     def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
         """The operands made of w."""
 
-    aliases: bool
-    """Whether operands are x and w themselves, so that nothing new is saved for backward."""
+    saves_input: bool
+    """Whether x's operands are saved for backward; otherwise x itself is."""
+
+    saves_weight: bool
+    """Whether w's operands are; otherwise w itself, which costs no memory, and they are made anew."""
 
     def saved(self, operands: Operands) -> Operands:
         """Those of x's or w's operands that backward will need."""
@@ -76,7 +79,7 @@ class Products(Protocol):
 class Full:
     """fp32, or with `tf32` the tensor cores' rounding of its operands."""
 
-    aliases = True
+    saves_input = saves_weight = False
 
     def __init__(self, *, tf32: bool = False) -> None:
         self.tf32 = tf32
@@ -123,7 +126,7 @@ class Half:
     largest magnitude near 1, and the product divided by it, so nothing underflows or overflows on the way.
     """
 
-    aliases = False
+    saves_input, saves_weight = True, False
     _DTYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def __init__(self, name: Name) -> None:

@@ -74,6 +74,15 @@ def product(
     if min(*a.shape, b.shape[1]) == 0:
         sums = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     else:
-        sums = torch._int_mm(a, b)
+        sums = torch._int_mm(_with_own_strides(a), _with_own_strides(b))
     kernels = native if native.available() else reference
     return kernels.dequantise(sums, row_scale, column_scale, bias)
+
+
+def _with_own_strides(codes: torch.Tensor) -> torch.Tensor:
+    """The same codes; along an axis of length 1, the stride a fresh tensor would have.
+
+    `torch._int_mm` reads that stride although nothing else does, and gives wrong sums for a column
+    seen as a row (torch 2.13 on CPU).
+    """
+    return codes.contiguous().view(-1).view(codes.shape) if 1 in codes.shape else codes

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=nn.Module)
 
 
-def set_precision(
-    model: Model, precisions: Mapping[str, Precision | str], *, seed: int = 0
-) -> Model:
+def set_precision(model: Model, precisions: Mapping[str, Precision | str], *, seed: int = 0) -> Model:
     """Compute operators of a model in lower precision; in place, and returns the model.
 
     Parameters, their names, types and gradients, `state_dict`, hooks and classes stay what they are. A
