@@ -115,16 +115,30 @@ def test_own_modules_can_be_described_or_left_alone(ranks: Pool) -> None:
     assert max(ranks(2, described)) < 1e-6
 
 
-def wrongly_described() -> str:
+def wrongly_described(kind: Attention | Mlp, head_dim: int | None) -> str:
+    model = strange()
+    for module in model.modules():
+        if head_dim and isinstance(module, Strange):
+            module.__dict__["head_dim"] = head_dim
     try:
-        convert(strange(), kinds={Strange: Attention(qkv="widen", out="narrow")})
+        convert(model, kinds={Strange: kind})
     except TrimtabError as error:
         return str(error)
     return ""
 
 
-def test_a_wrong_description_is_refused(ranks: Pool) -> None:
-    assert "Strange.head_dim is no whole number" in ranks(2, wrongly_described)[0]
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "said"),
+    [
+        (Attention(qkv="widen", out="narrow"), None, "Strange.head_dim is no whole number"),
+        (Attention(qkv="widen", out="narrow"), 4, "do not make heads 4 wide"),
+        (Attention(query="widen", out="narrow"), 4, "needs qkv, or query, key and value"),
+        (Attention(qkv="wide", out="narrow"), 4, "Strange has not the linear projections"),
+        (Mlp(ins=("widen",), out="widen"), None, "do not share one hidden width"),
+    ],
+)
+def test_a_wrong_description_is_refused(ranks: Pool, kind: Any, head_dim: int | None, said: str) -> None:
+    assert said in ranks(2, wrongly_described, kind, head_dim)[0]
 
 
 def twice() -> str:

@@ -53,6 +53,11 @@ def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
         Table.consecutive([4, 4, 4]).with_counts(counts)
 
 
+def test_a_unit_is_a_whole_number() -> None:
+    with pytest.raises(TrimtabError, match="mlp: units are whole numbers"):
+        Table.of("mlp", 2, [[0.0], [1]], 2)  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_an_axis_of_parts_is_cut_into_units(axis: int) -> None:
     """Three parts of two units, 1, 1 and 2 wide, as fused q, k, v are."""

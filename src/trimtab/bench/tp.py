@@ -84,7 +84,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
             "step_ms": timing.median_ms,
             "spread": timing.spread,
             "over_ideal": timing.ratio(timings["ideal"]) if method != "move" else None,
-            "over_torch": timing.ratio(timings["torch"]) if equal else None,
+            "over_torch": timing.ratio(timings["torch"]) if equal and method in trainers else None,
             "units": trainers[method].units if method in trainers else None,
             "loss": trainers[method].loss if method in trainers else None,
         }
@@ -98,9 +98,8 @@ class Trainer:
     def __init__(self, spec: Mapping[str, Any], share: Any) -> None:
         self._spec, self._device = spec, torch.device(spec["device"])
         torch.manual_seed(0)
-        self.model: nn.Module = Gpt(spec["width"], spec["heads"], spec["layers"], spec["length"]).to(
-            self._device
-        )
+        with self._device:
+            self.model: nn.Module = Gpt(spec["width"], spec["heads"], spec["layers"], spec["length"])
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         self.units: dict[str, Any] | None = None
         self._clock: Clock | None = None

@@ -83,7 +83,9 @@ def _kinds_of(module: nn.Module, extra: Mapping[type[nn.Module], Kind | Sequence
                 yield each
             return
     named = next((ATTENTIONS[c.__name__] for c in type(module).__mro__ if c.__name__ in ATTENTIONS), None)
-    attention = named or (OWN if _has(module, OWN) and isinstance(_head_dim(module, OWN), int) else None)
+    attention = named or (
+        OWN if _has(module, OWN) and isinstance(getattr(module, OWN.head_dim, None), int) else None
+    )
     if attention is not None:
         _require(module, attention)
         yield attention
@@ -134,28 +136,41 @@ def _has(module: nn.Module, kind: Kind) -> bool:
         return False
 
 
-def _head_dim(module: nn.Module, kind: Attention) -> object:
-    return getattr(module, kind.head_dim, None)
-
-
 def _require(module: nn.Module, kind: Kind) -> None:
     """Refuse a module that is said to be of a kind and is not."""
     what = type(module).__name__
     if not _has(module, kind):
         raise TrimtabError(f"tensor_parallel: {what} has not the linear projections of {kind}; give its own")
-    if isinstance(kind, Attention):
-        if not isinstance(_head_dim(module, kind), int):
+    if isinstance(kind, Mlp):
+        if not _is_mlp(module, kind):
             raise TrimtabError(
-                f"tensor_parallel: {what}.{kind.head_dim} is no whole number, the width of a head"
+                f"tensor_parallel: {what} is no {kind}: its projections do not share one hidden width, "
+                "or it has a norm over it"
             )
-        if (kind.qkv is None) == (None in (kind.query, kind.key, kind.value)):
-            raise TrimtabError(f"tensor_parallel: {kind} for {what} needs qkv, or query, key and value")
-        for attribute in kind.without:
-            if getattr(module, attribute, False):
-                raise TrimtabError(
-                    f"tensor_parallel: a {what} with {attribute} is not supported; "
-                    "leave it on every rank with replicate=..."
-                )
+        return
+    if (kind.qkv is None) == (None in (kind.query, kind.key, kind.value)):
+        raise TrimtabError(f"tensor_parallel: {kind} for {what} needs qkv, or query, key and value")
+    for attribute in kind.without:
+        if getattr(module, attribute, False):
+            raise TrimtabError(
+                f"tensor_parallel: a {what} with {attribute} is not supported; "
+                "leave it on every rank with replicate=..."
+            )
+    dim = getattr(module, kind.head_dim, None)
+    if not isinstance(dim, int):
+        raise TrimtabError(f"tensor_parallel: {what}.{kind.head_dim} is no whole number, the width of a head")
+    into = {name: features(projection)[1] for name, projection in projections_of(module, kind).items()}
+    heads = features(module.get_submodule(kind.out))[0]
+    if kind.qkv is not None:
+        fits = heads % dim == 0 and into[kind.qkv] == 3 * heads
+    else:
+        query, key, value = (into[name] for name in (kind.query, kind.key, kind.value) if name is not None)
+        fits = query == heads and key == value and key % dim == 0 and heads % key == 0
+    if not fits:
+        raise TrimtabError(
+            f"tensor_parallel: {what}: projections with {into} outputs and {heads} inputs of {kind.out!r} "
+            f"do not make heads {dim} wide"
+        )
 
 
 def _refuse_unknown(model: nn.Module, covered: set[nn.Module], found: bool) -> None:

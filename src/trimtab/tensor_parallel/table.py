@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +33,10 @@ class Table:
                 f"{block}: the assignment speaks of {len(lists)} ranks and there are {ranks}; "
                 "give one list of units for each rank"
             )
-        slots = tuple(np.asarray(list(owned), dtype=np.int64).reshape(-1) for owned in lists)
+        try:
+            slots = tuple(np.array([index(unit) for unit in owned], dtype=np.int64) for owned in lists)
+        except TypeError:
+            raise TrimtabError(f"{block}: units are whole numbers, one list of them for each rank") from None
         every = np.concatenate(slots)
         strange = every[(every < 0) | (every >= units)]
         if strange.size:
