@@ -26,7 +26,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return y
 
 
 class Gpt(nn.Module):

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from trimtab.precision.operators import Kind
 
-LINEAR = {"cpu": ("512x768x3072", "512x3072x768", "512x768x768"), "cuda": ("8192x4096x16384", "8192x4096x4096")}
+LINEAR = {
+    "cpu": ("512x768x3072", "512x3072x768", "512x768x768"),
+    "cuda": ("8192x4096x16384", "8192x4096x4096"),
+}
 STEP = {
     "cpu": {"width": 768, "layers": 4, "heads": 12, "context": 128, "sequences": 4},
     "cuda": {"width": 4096, "layers": 2, "heads": 32, "context": 1024, "sequences": 8},
@@ -145,7 +148,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 1) -> fl
         run()
     end.record()
     torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / 1e3 / times
+    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
@@ -173,12 +176,16 @@ def _step_rows(
     context, sequences = size["context"], size["sequences"]
     text = text_bytes(1 << 20)
     baseline = _baseline(device)
-    lower = [name for name in ("bf16", "fp8", "int8") if name in offers(device)["linear"] and name != baseline]
+    lower = [
+        name for name in ("bf16", "fp8", "int8") if name in offers(device)["linear"] and name != baseline
+    ]
     losses: dict[str, list[float]] = {}
     cases: dict[str, Callable[[], float]] = {}
     for name in (baseline, baseline + AA, *lower):
         torch.manual_seed(0)
-        model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context).to(device)
+        model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context).to(
+            device
+        )
         if name in lower:
             set_precision(model, {"blocks.*": name})
         optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

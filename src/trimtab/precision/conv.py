@@ -8,7 +8,7 @@ copies whole runs of channels.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.passes import draw_of, no_autocast, products_for, result_dtype
-from trimtab.precision.precision import Name, Precision
 from trimtab.precision.products import Half, Operands, Sizes, tf32_products, unscaled
+
+if TYPE_CHECKING:
+    from trimtab.precision.precision import Name, Precision
 
 Pair = tuple[int, int]
 
@@ -43,12 +45,14 @@ def conv(
 ) -> torch.Tensor:
     """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
     arguments = (x, weight, bias, geometry, precision, base, calls, result_dtype(x))
-    return _break_graph(*arguments) if torch.compiler.is_compiling() else _Conv.apply(*arguments)
+    run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
+    result: torch.Tensor = run(*arguments)
+    return result
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _break_graph(*arguments: Any) -> Any:
-    return _Conv.apply(*arguments)
+    return _Conv.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 class _Conv(torch.autograd.Function):
@@ -69,7 +73,8 @@ class _Conv(torch.autograd.Function):
         with no_autocast(x.device.type):
             x_operands, w_operands = passes[0].input(x, draw), passes[0].weight(weight, draw)
             y = passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
-            saved_w = saved_x = ()
+            saved_w: Operands = ()
+            saved_x: Operands = ()
             if ctx.needs_input_grad[0]:
                 saved_w = (weight,)  # costs no memory; its operands are made anew
             if ctx.needs_input_grad[1]:
@@ -82,7 +87,7 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         geometry, precision, draw = ctx.setting
         saved = ctx.saved_tensors
@@ -118,7 +123,8 @@ class _Direct:
         self, x: Operands, w: Operands, bias: torch.Tensor | None, geometry: Geometry, *shapes: torch.Size
     ) -> torch.Tensor:
         with tf32_products(self.tf32):
-            return F.conv2d(x[0], w[0], None if bias is None else bias.to(self.dtype), *geometry)
+            y: torch.Tensor = F.conv2d(x[0], w[0], None if bias is None else bias.to(self.dtype), *geometry)
+            return y
 
     def grad_input(
         self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
@@ -277,6 +283,8 @@ def _scattered(
         for i in range(w_shape[2]):
             for j in range(w_shape[3]):
                 y, x = i * below, j * beside
-                place = into[:, y : y + down * (height - 1) + 1 : down, x : x + right * (width - 1) + 1 : right]
+                place = into[
+                    :, y : y + down * (height - 1) + 1 : down, x : x + right * (width - 1) + 1 : right
+                ]
                 place += windows[:, :, :, i, j]
     return total[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2)

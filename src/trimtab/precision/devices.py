@@ -62,7 +62,7 @@ def _offers(device_type: str, index: int | None) -> dict[Kind, tuple[Name, ...]]
     elif device_type == "cpu":
         offered = cpu_precisions()
     else:
-        offered = working_halves(torch.device(device_type, index))
+        offered = working_halves(torch.device(device_type if index is None else f"{device_type}:{index}"))
     return {kind: tuple(name for name in EVER[kind] if name in offered) for kind in KINDS}
 
 

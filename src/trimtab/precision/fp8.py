@@ -64,9 +64,7 @@ class Fp8:
         y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
         return y[: sizes.m, : sizes.k].contiguous()
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         if turned:
             y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
             return y[: sizes.k, : sizes.n].contiguous()

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x rounded to a half type and given back in its own; its gradient passes unrounded."""
-    return _Rounded.apply(x, dtype)
+    result: torch.Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Rounded(torch.autograd.Function):
@@ -63,10 +64,14 @@ class HalfProducts(TorchFunctionMode):
         def to_half(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            return value.to(self.dtype) if self.dtype == torch.bfloat16 else _Enter.apply(value, scale)
+            if self.dtype == torch.bfloat16:
+                return value.to(self.dtype)
+            return _Enter.apply(value, scale)  # type: ignore[no-untyped-call]
 
         y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
-        return y.to(given) if self.dtype == torch.bfloat16 else _Leave.apply(y, given, scale)
+        if self.dtype == torch.bfloat16:
+            return y.to(given)
+        return _Leave.apply(y, given, scale)  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):

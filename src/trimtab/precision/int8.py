@@ -56,9 +56,7 @@ class Int8:
         codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
         return product(codes, w[0], row_scale=scales.expand(len(codes)).contiguous()).to(dtype)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         axis: Axis = "columns" if self.by_row else "whole"
         codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_WEIGHT, row_factor=x[1])
         scales = scales.expand(codes.shape[1]).contiguous()

@@ -54,9 +54,7 @@ class Int8Cuda:
         sums = integer_product(codes, w[0].t().contiguous())
         return dequantise(sums, sizes.m, sizes.k, dtype, row_scale=scales)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         folded = g[0].float() * x[1][:, None]
         _, codes, scale = whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, straight=False)
         inputs = x[0].t().contiguous()
@@ -84,7 +82,8 @@ class Int8Cuda:
 
 def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a bᵀ in int32, both row-major and padded."""
-    assert a.shape[1] % PAD == 0 and len(b) % PAD == 0
+    assert a.shape[1] % PAD == 0
+    assert len(b) % PAD == 0
     if 0 in (*a.shape, len(b)):
         return torch.zeros((len(a), len(b)), dtype=torch.int32, device=a.device)
     if len(a) < LEAST_ROWS:

@@ -33,8 +33,9 @@ def linear(
     if torch.compiler.is_compiling():
         y = torch.ops.trimtab.linear(flat, weight, bias, calls, base, precision.encode(), turned, dtype)[0]
     else:
-        y = _Linear.apply(flat, weight, bias, precision, base, calls, turned, dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+        y = _Linear.apply(flat, weight, bias, precision, base, calls, turned, dtype)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
+    return result
 
 
 class _Linear(torch.autograd.Function):
@@ -52,7 +53,9 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         w = weight.t() if turned else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        y, saved_x, saved_w = forward_pass(x, w, bias, precision, draw_of(precision, base, calls), dtype, needs)
+        y, saved_x, saved_w = forward_pass(
+            x, w, bias, precision, draw_of(precision, base, calls), dtype, needs
+        )
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.split = len(saved_x)
         ctx.setting = precision, base, calls, turned
@@ -61,7 +64,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         precision, base, calls, turned = ctx.setting
         saved = ctx.saved_tensors
@@ -128,7 +131,8 @@ def _linear_backward_op(
     """The gradients of x in `dtype` and of the weight in fp32."""
     chosen = Precision.decode(precision)
     gx, gw = backward_pass(g, saved_x, saved_w, chosen, draw_of(chosen, base, calls), inputs, turned, dtype)
-    assert gx is not None and gw is not None
+    assert gx is not None
+    assert gw is not None
     return [gx, gw]
 
 

@@ -91,7 +91,8 @@ def dequantise(
 ) -> torch.Tensor:
     """As `trimtab.precision.reference.dequantise`, to the bit; overwrites `sums` (int32, contiguous)."""
     rows, columns = sums.shape
-    assert sums.dtype == torch.int32 and sums.is_contiguous()
+    assert sums.dtype == torch.int32
+    assert sums.is_contiguous()
     status = _library().trimtab_dequantise(
         sums.data_ptr(),
         rows,
@@ -109,7 +110,8 @@ def dequantise(
 def _pointer(tensor: torch.Tensor | None, numel: int) -> int | None:
     if tensor is None:
         return None
-    assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu")
+    assert tensor.is_contiguous()
     assert tensor.numel() == numel, f"{tensor.numel()} numbers where {numel} are due"
     return tensor.data_ptr()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,10 @@ from torch import nn
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import linear
-from trimtab.precision.precision import Precision
 from trimtab.precision.products import Half
+
+if TYPE_CHECKING:
+    from trimtab.precision.precision import Precision
 
 Kind = Literal["linear", "conv", "attention", "embedding"]
 
@@ -85,7 +87,7 @@ class ConvForward(LowForward):
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         # A 1-D kernel moves along the last axis, over a first one of length 1.
         stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
-        padding = (0, *_padding(module))[-2:]
+        padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
         if isinstance(module.padding, str) and module.padding == "same":
             # An even kernel pads one more after than before, which no symmetric padding can say.
             x = F.pad(x, module._reversed_padding_repeated_twice)
@@ -115,7 +117,7 @@ class AttentionForward(LowForward):
         with HalfProducts(Half(self.precision.forward).dtype):
             return type(self.module).forward(self.module, *args, **kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _break_graph(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.precision.draw import Draw
-from trimtab.precision.precision import Name, Precision
 from trimtab.precision.products import Full, Half, Operands, Products, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from trimtab.precision.precision import Name, Precision
 
 
 @lru_cache

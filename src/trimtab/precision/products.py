@@ -14,15 +14,14 @@ forward pass; what backward needs of them is saved instead of x and w. `trimtab.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
-
-from trimtab.precision.draw import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trimtab.precision.draw import Draw
     from trimtab.precision.precision import Name
 
 Operands = tuple[torch.Tensor, ...]
@@ -70,9 +69,7 @@ class Products(Protocol):
     ) -> torch.Tensor:
         """g w, in `dtype`, from w's saved operands."""
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         """gᵀ x in fp32, from x's saved operands; with `turned`, xᵀ g."""
 
 
@@ -112,9 +109,7 @@ class Full:
         with tf32_products(self.tf32):
             return (g[0] @ w[0].float()).to(dtype)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         with tf32_products(self.tf32):
             return x[0].float().t() @ g[0] if turned else g[0].t() @ x[0].float()
 
@@ -159,9 +154,7 @@ class Half:
     ) -> torch.Tensor:
         return unscaled(g[0] @ w[0], g[1:], dtype)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
         a, b = (x[0].t(), g[0]) if turned else (g[0].t(), x[0])
         return unscaled(wide_product(a, b), g[1:], torch.float32)
 
@@ -194,11 +187,11 @@ def tf32_products(tf32: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = matmul.fp32_precision, conv.fp32_precision  # type: ignore[attr-defined]
-    wanted = "tf32" if tf32 else "ieee"
-    matmul.fp32_precision = conv.fp32_precision = wanted  # type: ignore[attr-defined]
+    backends: Any = torch.backends
+    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
     finally:
-        matmul.fp32_precision, conv.fp32_precision = before  # type: ignore[attr-defined]
+        matmul.fp32_precision, conv.fp32_precision = before

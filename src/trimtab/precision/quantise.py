@@ -42,8 +42,8 @@ def quantise(
         )
         return codes.t(), scales
     values = values.detach().to(torch.float32).contiguous()
-    kernels = native if native.available() else reference
-    return kernels.quantise(
+    make = native.quantise if native.available() else reference.quantise
+    return make(
         values,
         axis,
         key=draw.key(operand),
@@ -65,8 +65,12 @@ def product(
     length = a.shape[1]
     if length > LONGEST_SUM:
         parts = [
-            product(a[:, at : at + LONGEST_SUM], b[at : at + LONGEST_SUM], row_scale=row_scale,
-                    column_scale=column_scale)  # fmt: skip
+            product(
+                a[:, at : at + LONGEST_SUM],
+                b[at : at + LONGEST_SUM],
+                row_scale=row_scale,
+                column_scale=column_scale,
+            )
             for at in range(0, length, LONGEST_SUM)
         ]
         total = torch.stack(parts).sum(0)
@@ -75,8 +79,8 @@ def product(
         sums = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     else:
         sums = torch._int_mm(_with_own_strides(a), _with_own_strides(b))
-    kernels = native if native.available() else reference
-    return kernels.dequantise(sums, row_scale, column_scale, bias)
+    make = native.dequantise if native.available() else reference.dequantise
+    return make(sums, row_scale, column_scale, bias)
 
 
 def _with_own_strides(codes: torch.Tensor) -> torch.Tensor:

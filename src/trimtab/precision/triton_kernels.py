@@ -1,6 +1,7 @@
 """8-bit operands on a GPU: the arithmetic of docs/precision.md. Launch with enable_fp_fusion=False."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: N803  (constants are upper case, as Triton has them)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton

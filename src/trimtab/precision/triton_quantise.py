@@ -124,7 +124,6 @@ def _empty(
     return make((rows, columns), dtype=torch.int8, device=device).view(dtype)
 
 
-
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
