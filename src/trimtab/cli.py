@@ -52,7 +52,8 @@ def _options(
     pass
 
 
-@app.command(context_settings=_PASS_ON)
+# Its help is torchrun's own, since its flags are.
+@app.command(context_settings={**_PASS_ON, "help_option_names": []})
 def run(context: typer.Context) -> None:
     """Train: torchrun's flags, then a script, unchanged; its DDP gradients are compressed where that pays.
 
@@ -147,7 +148,7 @@ def bench_ddp(
 
 @bench.command("loss")
 def bench_loss(
-    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 300,
+    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
     seeds: Annotated[int, typer.Option(min=2)] = 3,
     json: Json = False,
 ) -> None:

@@ -27,10 +27,14 @@ ddp = DistributedDataParallel(torch.nn.Linear(128, 128))
 if "--own-hook" in sys.argv:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     ddp.register_comm_hook(None, fp16_compress_hook)
-torch.manual_seed(dist.get_rank())
-ddp(torch.randn(4, 128)).square().mean().backward()
+if "--own-compress" in sys.argv:
+    import trimtab
+    from trimtab.codec import Block
+    trimtab.compress(ddp, Block(bits=1, block=128 * 128))
 if "--fail" in sys.argv and dist.get_rank() == 1:
     raise KeyError("the script's own mistake")
+torch.manual_seed(dist.get_rank())
+ddp(torch.randn(4, 128)).square().mean().backward()
 gradient = ddp.module.weight.grad
 if dist.get_rank() == 0:
     values = len(set(gradient.flatten().tolist()))
@@ -72,6 +76,13 @@ def test_an_unchanged_script_runs_as_main_and_is_explained(script: Path) -> None
 def test_a_script_with_a_hook_of_its_own_gets_its_way(script: Path) -> None:
     done = run(str(script), "--own-hook")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_script_that_calls_compress_itself_gets_its_way(script: Path) -> None:
+    done = run(str(script), "--own-compress")
+    assert done.returncode == 0, done.stderr
+    # One block of one bit from each of two ranks: each value is one of four sums.
+    assert json.loads(done.stdout)["values"] <= 4
 
 
 def test_disabled_is_plain_torchrun(script: Path) -> None:

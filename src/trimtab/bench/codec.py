@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 NUMEL = 64 * 1024 * 1024
 """256 MiB of fp32."""
 
+LAUNCHES = 30
+"""Between two events on a GPU, so that neither the launch nor what the last case left in cache counts."""
+
 
 def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[int, int], None]) -> Result:
     """Encode, decode and add 256 MiB of fp32 in preallocated buffers, one CPU thread or one GPU."""
@@ -75,10 +78,10 @@ def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float |
         # Several launches between two events, so that the launch itself is not what is timed.
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        for _ in range(10):
+        for _ in range(LAUNCHES):
             run()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) / 10 / 1e3
+        return float(begin.elapsed_time(end)) / LAUNCHES / 1e3
 
     return on_device

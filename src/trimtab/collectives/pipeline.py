@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from trimtab.collectives.reduction import MAX_STAGES
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,9 @@ class ThreadPipeline:
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future()
         self._queues[0].put((steps, None, result, future))
-        return future
+        # DDP takes whatever a future holds for a tensor, an exception too: only one that was raised in
+        # a callback reaches it as an error.
+        return future.then(_value)
 
     def close(self) -> None:
         for queue, thread in zip(self._queues, self._threads, strict=True):
@@ -61,14 +64,15 @@ class ThreadPipeline:
             steps, work, result, future = item
             try:
                 if self._broken is not None:
-                    raise RuntimeError("an earlier reduction of this job failed") from self._broken
+                    raise self._broken
                 if work is not None:
                     work.wait()
                 started = next(steps, None)
             except Exception as error:
                 # A failed collective leaves the group unusable: fail what follows instead of hanging.
-                self._broken = self._broken or error
-                future.set_exception(error)
+                if self._broken is None:
+                    self._broken = error if isinstance(error, TrimtabError) else _reduction_failed(error)
+                future.set_exception(self._broken)
                 continue
             if started is None:
                 future.set_result(result)
@@ -76,24 +80,45 @@ class ThreadPipeline:
                 self._queues[stage + 1].put((steps, started, result, future))
 
 
+def _reduction_failed(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"reducing the gradients failed; has another rank ended? Its own output says why. ({error})"
+    )
+
+
+def _value(future: Any) -> Any:
+    return future.value()
+
+
 class StreamRunner:
-    """A CUDA side stream: everything is queued at once, and nothing blocks the host."""
+    """A CUDA side stream for each stage: everything is queued at once, and nothing blocks the host.
+
+    Stages have streams of their own so that the next bucket is encoded while this one is on the
+    wire, and of high priority so that a short kernel of ours need not wait for a long one of the
+    backward pass.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for work in steps:
-                work.wait()
-            future.set_result(result)
+        self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        work: dist.Work | None = None
+        for stream in self._streams:
+            with torch.cuda.stream(stream):
+                if work is not None:
+                    work.wait()
+                work = next(steps, None)
+                if work is None:
+                    future.set_result(result)
+                    break
         return future
 
     def close(self) -> None:
-        self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
 
 def runner_for(device: torch.device) -> Runner:

@@ -59,6 +59,8 @@ class DdpCompression:
         `groups` are those of `stage_groups`, made here when absent.
         """
         self.codec = codec
+        self.automatic = False
+        """Whether `trimtab run` made it, so that the script's own choice may take its place."""
         self.step = 0
         self.seed = seed
         self.pieces: dict[str, tuple[int, int, int]] = {}

@@ -33,6 +33,7 @@ def wrap_ddp() -> None:
         compress(self)
         compression = compression_of(self)
         if compression is not None:
+            compression.automatic = True
             self.register_comm_hook = compression.give_way  # type: ignore[method-assign]
 
     DistributedDataParallel.__init__ = construct_and_compress  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ def compress(
     """Send the gradients of a DDP module in fewer bits; in place, and returns the module.
 
     Every rank calls it, with the same arguments, after constructing DDP and before the first
-    backward pass.
+    backward pass. In a script under `trimtab run` it takes the place of what that chose.
 
     Args:
         codec: how to encode. Without it trimtab measures the link and the codec, and either
@@ -59,9 +59,10 @@ def compress(
             f"compress: {type(model).__name__} is not a DistributedDataParallel; wrap the model first: "
             "ddp = DistributedDataParallel(model); trimtab.compress(ddp)"
         )
-    if compression_of(model) is not None:
+    before = compression_of(model)
+    if before is not None and not before.automatic:
         raise TrimtabError("compress: this module is compressed already; call it once")
-    if getattr(model, "_comm_hooks", None):
+    if before is None and getattr(model, "_comm_hooks", None):
         raise TrimtabError("compress: this module has a communication hook of its own; register only one")
     refuse_python_reducer()
     parameters = [p for p in model.module.parameters() if p.requires_grad]

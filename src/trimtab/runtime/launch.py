@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +18,9 @@ BOOTSTRAP = "trimtab.runtime.bootstrap"
 def launch(arguments: Sequence[str]) -> int:
     """Run torchrun with the same arguments, the script started through the bootstrap; gives its exit status."""
     command = torchrun_command(arguments)
-    process = subprocess.Popen(command)
+    # With the store shared between restarts, Gloo finds the dead workers' addresses in it (torch 2.13).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+    process = subprocess.Popen(command, env=environment)
     while True:
         try:
             return process.wait()
@@ -34,10 +37,11 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    if any(flag in arguments for flag in ("-h", "--help")) and not any(a.endswith(".py") for a in arguments):
-        parser.prog = "trimtab run"
-        parser.print_help()
-        sys.exit(0)
+    parser.prog = "trimtab run"
+    parser.description = (
+        "Train a script, unchanged, as torchrun does; the gradients of its DistributedDataParallel travel "
+        "in 4 bits where that pays. The flags are torchrun's. TRIMTAB_DISABLE=1 makes it plain torchrun."
+    )
     parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
     if parsed.no_python:
