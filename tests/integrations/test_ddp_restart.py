@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCRIPT = """
+SCRIPT = r"""
 import hashlib, os, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
