@@ -71,7 +71,7 @@ def emulate(
     throttle: Annotated[
         str, typer.Option(help="How ranks are slowed: auto, quota, duty, competitor or gemm.")
     ] = "auto",
-    contention: Annotated[
+    schedule: Annotated[
         list[str] | None,
         typer.Option(
             help="Slow a host for a while: b=0.5@20:60 is host b at 0.5 from step 20 to 60. Repeatable."
@@ -89,8 +89,8 @@ def emulate(
 
     if not context.args:
         raise TrimtabError(f"emulate: no script; write: trimtab emulate {cluster} -- SCRIPT ARGS")
-    schedule = [parse_contention(text) for text in contention or ()]
-    status = start(load_cluster(cluster), context.args, throttle=throttle, schedule=schedule, port=port)
+    contentions = [parse_contention(text) for text in schedule or ()]
+    status = start(load_cluster(cluster), context.args, throttle=throttle, schedule=contentions, port=port)
     raise typer.Exit(status)
 
 
