@@ -70,7 +70,17 @@ def _operators(device: torch.device) -> Sequence[tuple[Kind, str, nn.Module, tor
     cases.append(("conv", "8x64x28x28 k3", nn.Conv2d(64, 64, 3, padding=1), torch.randn(8, 64, 28, 28)))
     cases.append(("attention", "4x12x128x64", _Attention(), torch.randn(4, 12, 128, 64)))
     cases.append(("embedding", "512 of 8192x768", nn.Embedding(8192, 768), torch.randint(8192, (512,))))
-    return [(kind, shape, module.to(device), x.to(device)) for kind, shape, module, x in cases]
+    # Activations arrive in the type that autocast gives them.
+    half = device.type == "cuda"
+    return [
+        (
+            kind,
+            shape,
+            module.to(device),
+            x.to(device, torch.bfloat16 if half and x.is_floating_point() else None),
+        )
+        for kind, shape, module, x in cases
+    ]
 
 
 def _operator_rows(

@@ -72,7 +72,9 @@ class _Conv(torch.autograd.Function):
         passes = _passes(precision, x.device.type)
         with no_autocast(x.device.type):
             x_operands, w_operands = passes[0].input(x, draw), passes[0].weight(weight, draw)
-            y = passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
+            y: torch.Tensor = (
+                passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
+            )
             saved_w: Operands = ()
             saved_x: Operands = ()
             if ctx.needs_input_grad[0]:
@@ -101,7 +103,7 @@ class _Conv(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 gw = passes[2].grad_weight(g, x, geometry, *ctx.shapes, draw).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
-                gb = g.float().sum((0, 2, 3)).to(ctx.dtypes[2])
+                gb = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.dtypes[2])
         return gx, gw, gb, None, None, None, None, None
 
 

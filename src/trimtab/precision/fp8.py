@@ -50,8 +50,12 @@ class Fp8:
     def forward(
         self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
     ) -> torch.Tensor:
-        y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0])[: sizes.m, : sizes.n]
-        return y.contiguous() if bias is None else (y + bias).to(dtype)
+        inside = None
+        if bias is not None and dtype == torch.bfloat16 and len(w[0]) == sizes.n:
+            inside, bias = bias.to(dtype), None  # added before the product leaves the tensor cores
+        y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0], bias=inside)
+        y = y[: sizes.m, : sizes.n].contiguous()
+        return y if bias is None else (y + bias).to(dtype)
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
         from trimtab.precision.triton_quantise import whole
@@ -102,10 +106,13 @@ def scaled_product(
     dtype: torch.dtype,
     *,
     fast: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a bᵀ · scales, both row-major, in `dtype`."""
+    """a bᵀ · scales + bias, both row-major, in `dtype`."""
     if 0 in (*a.shape, len(b)):
         return torch.zeros((len(a), len(b)), dtype=dtype, device=a.device)
     wanted = dtype if dtype in (torch.float32, torch.bfloat16) else torch.bfloat16
-    y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=wanted, use_fast_accum=fast)
+    y = torch._scaled_mm(
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=wanted, use_fast_accum=fast
+    )
     return y.to(dtype)

@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
             ctx.inputs, turned, ctx.dtypes[0],
         )  # fmt: skip
         gw = gw if gw is None else gw.to(ctx.dtypes[1])
-        gb = g.float().sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
+        gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
         return gx, gw, gb, None, None, None, None, None
 
 
@@ -174,7 +174,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     gx, gw = torch.ops.trimtab.linear_backward(
         g, saved_x, saved_w, calls, base, precision, turned, inputs, ctx.dtypes[0]
     )
-    gb = None if ctx.dtypes[2] is None else g.float().sum(0).to(ctx.dtypes[2])
+    gb = None if ctx.dtypes[2] is None else g.sum(0, dtype=torch.float32).to(ctx.dtypes[2])
     return gx, gw.to(ctx.dtypes[1]), gb, None, None, None, None, None
 
 
