@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from tests.support.pool import Pool
 
 
-def compiled(headroom: float) -> float:
+def compiled() -> float:
     torch._dynamo.reset()
-    pair = Pair.make("shallow", headroom=headroom)
+    pair = Pair.make("shallow", headroom=0.2)
     model: Any = torch.compile(pair.spread, backend="aot_eager", fullgraph=True)
     worst = 0.0
-    for counts in ([48, 48], [40, 56], [56, 40]):
+    for counts in ([48, 48], [40, 56], [30, 66]):  # the last is more than there is room for
         wanted = assignment_for(pair.spread, {"blocks.0.mlp": counts, "blocks.0.attention": [3, 3]})
         move(pair.spread, pair.spread_optimizer, wanted)
         for alone, optimizer in ((pair.alone, pair.alone_optimizer), (model, pair.spread_optimizer)):
@@ -31,5 +31,4 @@ def compiled(headroom: float) -> float:
 
 
 def test_a_compiled_model_follows_moves(ranks: Pool) -> None:
-    for headroom in (0.5, 0.0):
-        assert max(ranks(2, compiled, headroom)) < 1e-10
+    assert max(ranks(2, compiled)) < 1e-10
