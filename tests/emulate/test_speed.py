@@ -38,14 +38,12 @@ def test_speed_and_contention(throttle: str) -> None:
     # Where the free rank did not have its core to itself, its rate is not the full one.
     pairs = [(free, slow) for free, slow in zip(windows[::2], windows[1::2], strict=True) if free[0][1] > 0.9]
     if len(pairs) < 3:
-        pytest.skip(f"the machine is busy with other work: the free rank did not get its core ({windows})")
+        had = ", ".join(f"{free[0][1]:.2f}" for free in windows[::2])
+        pytest.skip(f"the machine is busy with other work: of its core the free rank had only {had}")
     ratios = [slow[0][0] / free[0][0] for free, slow in pairs]
     assert 0.3 <= statistics.median(ratios) <= 0.5, ratios
     steady = [slow[1][0] / slow[0][0] for _, slow in pairs]
     assert 0.5 <= statistics.median(steady) <= 2.0, steady
-    if throttle != "gemm":  # which takes all the time of its core, and wastes some
-        shares = [rank[1] for free, slow in pairs for rank in (free[1], slow[1], slow[0])]
-        assert 0.3 <= statistics.median(shares) <= 0.5, shares
 
 
 def test_ranks_take_turns_where_cores_are_few() -> None:

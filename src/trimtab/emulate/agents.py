@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.02
 # After a failure: for the other agents to report what their ranks died of, and then to end them.
-_REPORT_S = 1.0
+_REPORT_S = 2.0
 _END_S = 3.0
 
 

@@ -162,6 +162,7 @@ class Emulation:
         Raises:
             TrimtabError: when there is no such script.
             TimeoutError: when the run took longer than `timeout`.
+            BrokenPipeError: when this process's own output was closed meanwhile.
         """
         job = self._live_job()
         require_script(argv)
@@ -188,6 +189,8 @@ class Emulation:
             for process in [*agents, *([] if duty is None else [duty])]:
                 process.wait()
             captured = output.finish()
+        if output.broken:
+            raise BrokenPipeError("emulate: the output of the run was closed, and the run ended")
         failure = self._failure(run, agents, killed)
         steps = tuple(state.steps for state in states)
         if failure is None and self._schedule and not any(steps):

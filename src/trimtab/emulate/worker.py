@@ -7,6 +7,7 @@ is run as it would be by Python itself, and needs to know nothing of this.
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import runpy
@@ -66,10 +67,14 @@ def _leave(status: int) -> None:
 
 
 def _redirect_output(run: Path, rank: int) -> None:
-    for number, stream in enumerate(STREAMS, start=1):
-        pipe = os.open(pipe_path(run, rank, stream), os.O_WRONLY)
+    for number, name in enumerate(STREAMS, start=1):
+        pipe = os.open(pipe_path(run, rank, name), os.O_WRONLY)
         os.dup2(pipe, number)
         os.close(pipe)
+    # torchrun asks for no buffering at all, which would mix the halves of one rank's line with another's.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _take_place(spec: Spec, state: State, path: Path) -> object:
