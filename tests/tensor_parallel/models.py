@@ -105,13 +105,14 @@ def _from_transformers(kind: str, p: float) -> Any:
             bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
-    if kind == "llama":
-        config = transformers.LlamaConfig(
+    if kind in ("llama", "mistral", "qwen2"):
+        name = kind.capitalize()
+        config = getattr(transformers, f"{name}Config")(
             hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, intermediate_size=34,
             num_hidden_layers=LAYERS, vocab_size=VOCABULARY, attention_dropout=p, attn_implementation=attention,
             use_cache=False,
         )  # fmt: skip
-        return transformers.LlamaForCausalLM(config)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
     assert kind == "vit", kind
     config = transformers.ViTConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, intermediate_size=34, num_hidden_layers=LAYERS, image_size=8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.tensor_parallel.jobs import Pair, convert
 from tests.tensor_parallel.models import KINDS, make
+from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.tensor_parallel.block import elastic_of
 
@@ -38,6 +40,12 @@ def test_trains_as_a_single_device(ranks: Pool, kind: str, world: int, shares: A
             if shares is not None:
                 assert each.index(max(each)) == shares.index(max(shares)), (name, each)
                 assert all(each[rank] == 0 for rank in range(world) if shares[rank] == 0), (name, each)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_relatives_of_llama_train_as_a_single_device(ranks: Pool, kind: str) -> None:
+    for worst, _ in ranks(2, train, kind, {"shares": [1.0, 2.0]}):
+        assert worst < CLOSE
 
 
 def test_units_need_not_be_neighbours(ranks: Pool) -> None:
@@ -92,6 +100,16 @@ def count_all_reduces(kind: str) -> int:
 def test_a_block_costs_one_all_reduce_each_way(ranks: Pool, kind: str) -> None:
     layers, blocks, ways = 2, 2, 2
     assert ranks(2, count_all_reduces, kind) == [layers * blocks * ways] * 2
+
+
+def called_as_a_verb() -> bool:
+    package: Any = import_module("trimtab.tensor_parallel")
+    model = make("gpt")
+    return package(model, init_device_mesh("cpu", (2,)), shares=[1, 2]) is model
+
+
+def test_the_package_is_the_verb(ranks: Pool) -> None:
+    assert all(ranks(2, called_as_a_verb))
 
 
 def measured_shares() -> list[tuple[int, ...]]:

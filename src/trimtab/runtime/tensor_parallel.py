@@ -127,6 +127,9 @@ def _tables(
         if shares != "measured":
             raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the one word is 'measured'")
         speeds, memory = measure(group, like.device, like.dtype)
+        if group.rank == 0:
+            said = ", ".join(f"{speed / max(speeds):.2f}" for speed in speeds)
+            environment.logger().info(f"tensor_parallel: units are shared by the measured speeds {said}")
     else:
         speeds = [float(share) for share in shares]
         if len(speeds) != group.size:

@@ -171,7 +171,12 @@ def _agree(elastic: Elastic, tables: Mapping[str, Table], states: Mapping[int, A
     device = device_of(elastic)
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
     every = [torch.empty_like(mine) for _ in range(elastic.group.size)]
-    dist.all_gather(every, mine, group=elastic.group.process_group)
+    try:
+        dist.all_gather(every, mine, group=elastic.group.process_group)
+    except RuntimeError as error:
+        raise TrimtabError(
+            "move: a rank was lost before any unit moved; resume the job from its last checkpoint"
+        ) from error
     others = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
     if others:
         raise TrimtabError(
