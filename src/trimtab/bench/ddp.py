@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.harness import AA, interleave
-from trimtab.bench.models import workload
+from trimtab.bench.models import require_model, workload
 from trimtab.bench.ranks import run_on_ranks, slices, two_hosts, wire_bytes
 from trimtab.bench.result import Result
 from trimtab.codec import Block, PowerSGD
@@ -30,6 +30,7 @@ def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[in
     """All methods in one job, interleaved: on two emulated hosts, or on four slices of one GPU."""
     from trimtab.emulate import Emulation
 
+    require_model(model)
     shaped = None if link == "none" or device == "cuda" else link
     cluster = slices(4) if device == "cuda" else two_hosts(shaped)
     spec = {"model": model, "device": device, "repeats": repeats}

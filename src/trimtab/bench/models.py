@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trimtab.codec.random import stream
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+MODELS = ("gpt25m", "gpt2", "vit")
 
 
 class Gpt(nn.Module):
@@ -47,21 +51,25 @@ def text() -> torch.Tensor:
 
 def tokens(batch: int, length: int, *, seed: int, step: int, rank: int) -> torch.Tensor:
     """A rank's batch of one step: `length` + 1 bytes from random places, the same whenever asked for."""
-    generator = torch.Generator().manual_seed((seed << 40) + (step << 10) + rank)
+    # Hashed: torch's generator on the CPU looks at the low 32 bits of a seed only.
+    generator = torch.Generator().manual_seed(stream(seed, step, rank, 0) & 0xFFFFFFFF)
     starts = torch.randint(len(text()) - length - 1, (batch,), generator=generator)
     return torch.stack([text()[start : start + length + 1] for start in starts.tolist()]).long()
 
 
 def workload(name: str, device: torch.device) -> tuple[nn.Module, Callable[[int, int], Any]]:
     """A model whose forward gives its loss, and its inputs as a function of (step, rank)."""
+    require_model(name)
     if name == "gpt25m":
         model: nn.Module = Gpt(width=512, layers=8, heads=8, context=128)
         return model.to(device), lambda step, rank: tokens(1, 128, seed=0, step=step, rank=rank).to(device)
-    if name == "gpt2":
-        return _gpt2(device)
-    if name == "vit":
-        return _vit(device)
-    raise TrimtabError(f"there is no model {name!r}; choose gpt25m, gpt2 or vit")
+    return _gpt2(device) if name == "gpt2" else _vit(device)
+
+
+def require_model(name: str) -> None:
+    """Refuse a name that `workload` does not know."""
+    if name not in MODELS:
+        raise TrimtabError(f"there is no model {name!r}; choose {', '.join(MODELS)}")
 
 
 class _Loss(nn.Module):
