@@ -108,7 +108,9 @@ def check_buffers(packing: Packing, flat: torch.Tensor, *payloads: torch.Tensor)
         raise ValueError(f"the packing reaches element {packing.extent}; the flat buffer has {flat.numel()}")
     for payload in payloads:
         if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
-            raise ValueError(f"a payload is a contiguous 1-D uint8 tensor; got {payload.dtype} {tuple(payload.shape)}")
+            raise ValueError(
+                f"a payload is a contiguous 1-D uint8 tensor; got {payload.dtype} {tuple(payload.shape)}"
+            )
         if payload.numel() != packing.nbytes:
             raise ValueError(f"the payload has {payload.numel()} bytes where {packing.nbytes} are due")
         if payload.device != flat.device:
