@@ -30,7 +30,12 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -53,7 +58,7 @@ def _options(
 
 
 # Its help is torchrun's own, since its flags are.
-@app.command(context_settings={**_PASS_ON, "help_option_names": []})
+@app.command(context_settings=_PASS_ON)
 def run(context: typer.Context) -> None:
     """Train: torchrun's flags, then a script, unchanged; its DDP gradients are compressed where that pays.
 
@@ -64,7 +69,7 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(launch(context.args))
 
 
-@app.command(context_settings=_PASS_ON)
+@app.command(context_settings={"allow_extra_args": True})
 def emulate(
     context: typer.Context,
     cluster: Annotated[Path, typer.Argument(help="Cluster file (.yaml or .json).")],
@@ -156,6 +161,21 @@ def bench_loss(
     from trimtab.bench.loss import loss
 
     _show("loss", json, lambda progress: loss(steps, seeds, progress))
+
+
+@bench.command("all")
+def bench_all() -> None:
+    """Every bench with its defaults, one after another; those this machine lacks something for say so."""
+    for name, measure in (
+        ("codec", bench_codec),
+        ("allreduce", bench_allreduce),
+        ("ddp", bench_ddp),
+        ("loss", bench_loss),
+    ):
+        try:
+            measure()
+        except TrimtabError as error:
+            _complain(f"bench {name}: {error}")
 
 
 def _numbers(text: str) -> list[int]:
