@@ -69,7 +69,8 @@ def orthonormal(factor: torch.Tensor) -> torch.Tensor:
     unlike a QR routine, it lets NaN and Inf through instead of failing.
     """
     basis = factor.clone()
-    floor = torch.finfo(basis.dtype).eps * basis.norm()
+    # What projecting leaves of a dependent column is rounding error: normalised, it would be noise.
+    floor = 100 * torch.finfo(basis.dtype).eps * basis.norm()
     for i in range(basis.shape[1]):
         column = basis[:, i]
         norm = column.norm()

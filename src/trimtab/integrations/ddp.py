@@ -210,11 +210,14 @@ class DdpCompression:
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
     """A process group for each stage of a reduction.
 
-    NCCL orders collectives by stream, so one group serves. Gloo needs a group for each thread.
+    NCCL orders collectives by stream, so one group serves; of high priority, so that its kernels need
+    not wait for those of the backward pass. Gloo needs a group for each thread.
     """
-    if device.type == "cuda":
-        return (group,) * MAX_STAGES
     ranks = dist.get_process_group_ranks(group)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        own = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+        return (_checked(own),) * MAX_STAGES
     return tuple(_checked(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(MAX_STAGES))
 
 
