@@ -93,7 +93,8 @@ def shrink(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Shares of a smaller batch, the last of an epoch, in proportion to `shares`; none is larger than there."""
     assert total <= sum(shares), "a batch can only be shrunk"
     # A rank that always sits out has no speed to go by; it is called only when all others are full.
-    return share_batch(total, [1 / max(share, 1e-9) for share in shares], most=list(shares), least=0)
+    each = [1 / max(share, 1e-9) for share in shares]
+    return share_batch(total, each, most=list(shares), least=min(1, *shares))
 
 
 def rebalance(
@@ -115,7 +116,8 @@ def rebalance(
         windows: for each window since the shares last changed, each rank's own seconds for a step, without
             any waiting for others. Every rank passes the same numbers, so all decide alike.
     """
-    assert windows and all(len(window) == len(shares) for window in windows)
+    assert windows
+    assert all(len(window) == len(shares) for window in windows)
     chosen = _better(shares, windows[-1], most, least)
     if chosen is not None and chosen[1] >= rule.urgent:
         return chosen[0]

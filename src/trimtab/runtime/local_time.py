@@ -1,0 +1,100 @@
+"""What a rank's own work takes in a data-parallel step, apart from waiting for the others.
+
+The wall time of a step is the same on every rank, because averaging the gradients makes them wait for
+each other; CPU time does not see a quota, nor a GPU. So two moments are taken in every backward pass:
+when this rank has computed its last gradient, before DDP waits for the averages, and when that wait is
+over. Between the second of one pass and the first of the next lies all that is the rank's own: optimizer,
+data, forward, backward.
+
+Both moments are callbacks of the autograd engine, which runs them in the order in which they were queued
+once the last gradient is there. The first is queued when the pass begins, before DDP queues its own; the
+second is queued by the first, after it. On a GPU they are events on the stream, which the host never
+waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class LocalClock:
+    """Counts a rank's own time, step by step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._since: Any = self._now()
+        """Since when the rank works on its own."""
+        self._worked: list[tuple[Any, Any]] = []
+        """The intervals of own work in the present step."""
+        self._steps: list[list[tuple[Any, Any]]] = []
+
+    def follow(self, loss: torch.Tensor) -> None:
+        """Take the two moments in the backward pass of this loss."""
+        if loss.requires_grad:
+            loss.register_hook(self._backward_begins)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out what happens inside: a collective, or something else that is no part of a step."""
+        self._pause()
+        yield
+        self._since = self._now()
+
+    def end_step(self, *, keep: bool = True) -> None:
+        """Count what was worked until the last backward pass as one step; what follows belongs to the next."""
+        if keep and self._worked:
+            self._steps.append(self._worked)
+        self._worked = []
+
+    def forget(self) -> None:
+        """Drop the steps counted so far."""
+        self._steps = []
+
+    def read(self) -> float:
+        """Median seconds of the steps since the last reading; not a number when there are none."""
+        steps, self._steps = self._steps, []
+        if self._cuda:
+            # Only what the GPU has already done: waiting for the newest step would let it run dry.
+            while len(steps) > 1 and not steps[-1][-1][1].query():
+                self._steps.insert(0, steps.pop())
+            if steps:
+                steps[-1][-1][1].synchronize()
+        return median(map(self._seconds, steps)) if steps else float("nan")
+
+    def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._last_gradient)
+
+    def _last_gradient(self) -> None:
+        self._pause()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._averages_are_there)
+
+    def _averages_are_there(self) -> None:
+        self._since = self._now()
+
+    def _pause(self) -> None:
+        if self._since is not None:
+            self._worked.append((self._since, self._now()))
+            self._since = None
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, intervals: list[tuple[Any, Any]]) -> float:
+        if self._cuda:
+            return sum(float(start.elapsed_time(end)) for start, end in intervals) / 1e3
+        return sum(float(end - start) for start, end in intervals)
