@@ -256,6 +256,59 @@ def test_waiting_for_a_slow_peer_is_not_counted(ranks: Pool) -> None:
     assert fast < 0.25 * slow
 
 
+class Meet(torch.autograd.Function):
+    """Makes the ranks wait for each other in both directions, as a synchronised norm does."""
+
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.barrier()
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        dist.barrier()
+        return gradient
+
+
+class Meeting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Meet.apply(x)  # type: ignore[no-untyped-call]
+        return y
+
+
+class Late(torch.autograd.Function):
+    """Takes its time in the backward pass."""
+
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.08 if dist.get_rank() == 1 else 0.004)
+        return gradient
+
+
+def meeting_seconds(watched: bool) -> float:
+    data = loader(Numbers(48), 8, adjust=Adjust(window=1000))
+    model, meeting = Paced(), Meeting()
+    model.seconds = 0.001 if dist.get_rank() == 0 else 0.02
+    ddp = Ddp(nn.Sequential(model, meeting, nn.ReLU(inplace=True)))
+    if watched:
+        data.watch(ddp, (Meeting,))
+    for batch in data:
+        data.weigh(Late.apply(ddp(batch)).square().mean()).backward()  # type: ignore[no-untyped-call]
+    assert data._clock is not None
+    return data._clock.read()
+
+
+def test_waiting_inside_a_watched_module_is_not_counted(ranks: Pool) -> None:
+    fast, slow = ranks(2, meeting_seconds, True)
+    assert fast < 0.25 * slow
+    fast, slow = ranks(2, meeting_seconds, False)
+    assert not fast < 0.5 * slow, "without it the wait counts as work"
+
+
 def own_loader() -> tuple[list[int], list[float]]:
     rank = dist.get_rank()
     sampler = ShareSampler(21, batch_size=6, rank=rank, shares=(5, 1))
@@ -349,7 +402,8 @@ def statistics() -> tuple[torch.Tensor, torch.Tensor]:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         trained = Ddp(model)
     inputs = torch.randn(36, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    data = loader(TensorDataset(inputs), 12, shares=SPEEDS[:world], adjust=None)
+    data = loader(TensorDataset(inputs), 12, shares=SPEEDS[:world], adjust=Adjust(window=1000))
+    data.watch(model)
     for (batch,) in data:
         data.weigh(trained(batch.cuda()).square().mean()).backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -21,7 +21,7 @@ from trimtab import environment
 from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
 from trimtab.plan.batch_shares import Adjust, rebalance, share_batch
-from trimtab.runtime.local_time import LocalClock
+from trimtab.runtime.local_time import LocalClock, leave_out
 from trimtab.runtime.room import Room
 from trimtab.runtime.share_sampler import Cut, ShareSampler
 
@@ -201,6 +201,14 @@ class Loader:
     def waiting(self) -> AbstractContextManager[Any]:
         """Around what is no part of this rank's work in a step: collectives of your own, an evaluation."""
         return nullcontext() if self._clock is None else self._clock.waiting()
+
+    def watch(
+        self, model: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.SyncBatchNorm,)
+    ) -> None:
+        """Do not count the modules of `model` in which ranks wait for each other; else all seem equally slow."""
+        for module in model.modules():
+            if isinstance(module, kinds):
+                leave_out(module, lambda: self._clock)
 
     @property
     def last(self) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class LocalClock:
@@ -45,8 +45,18 @@ class LocalClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Leave out what happens inside: a collective, or something else that is no part of a step."""
-        self._pause()
+        self.pause()
         yield
+        self.resume()
+
+    def pause(self) -> None:
+        """From here on the rank waits for others."""
+        if self._since is not None:
+            self._worked.append((self._since, self._now()))
+            self._since = None
+
+    def resume(self) -> None:
+        """From here on the rank works on its own."""
         self._since = self._now()
 
     def end_step(self, *, keep: bool = True) -> None:
@@ -75,17 +85,9 @@ class LocalClock:
         engine.queue_callback(self._last_gradient)
 
     def _last_gradient(self) -> None:
-        self._pause()
+        self.pause()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._averages_are_there)
-
-    def _averages_are_there(self) -> None:
-        self._since = self._now()
-
-    def _pause(self) -> None:
-        if self._since is not None:
-            self._worked.append((self._since, self._now()))
-            self._since = None
+        engine.queue_callback(self.resume)
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -98,3 +100,25 @@ class LocalClock:
         if self._cuda:
             return sum(float(start.elapsed_time(end)) for start, end in intervals) / 1e3
         return sum(float(end - start) for start, end in intervals)
+
+
+def leave_out(module: torch.nn.Module, clock: Callable[[], LocalClock | None]) -> None:
+    """Do not count a module that waits for other ranks inside, nor the backward pass of its last operation."""
+
+    def pause(*_: Any) -> None:
+        if (running := clock()) is not None:
+            running.pause()
+
+    def resume(*_: Any) -> None:
+        if (running := clock()) is not None:
+            running.resume()
+
+    def forward_ends(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        resume()
+        # Hooks of the operation, not of the module: those would forbid a ReLU in place after it.
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(pause)
+            output.grad_fn.register_hook(resume)
+
+    module.register_forward_pre_hook(pause)
+    module.register_forward_hook(forward_ends)
