@@ -91,20 +91,42 @@ def _value(future: Any) -> Any:
 
 
 class StreamRunner:
-    """A CUDA side stream for each stage: everything is queued at once, and nothing blocks the host.
+    """A CUDA side stream for each stage, fed by one thread: neither the device nor the host waits.
 
     Stages have streams of their own so that the next bucket is encoded while this one is on the
     wire, and of high priority so that a short kernel of ours need not wait for a long one of the
-    backward pass.
+    backward pass. The thread launches our kernels while autograd's launches its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="trimtab-launch", daemon=True)
+        self._thread.start()
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future(devices=[self._device])
-        self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        filled = torch.cuda.Event()
+        filled.record(torch.cuda.current_stream(self._device))
+        self._queue.put((steps, filled, result, future))
+        return future
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (item := self._queue.get()) is not None:
+            steps, filled, result, future = item
+            try:
+                self._launch(steps, filled, result, future)
+            except Exception as error:
+                future.set_exception(error)
+
+    def _launch(self, steps: Iterator[dist.Work], filled: Any, result: torch.Tensor, future: Any) -> None:
+        self._streams[0].wait_event(filled)
         work: dist.Work | None = None
         for stream in self._streams:
             with torch.cuda.stream(stream):
@@ -113,12 +135,7 @@ class StreamRunner:
                 work = next(steps, None)
                 if work is None:
                     future.set_result(result)
-                    break
-        return future
-
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
+                    return
 
 
 def runner_for(device: torch.device) -> Runner:
