@@ -35,7 +35,7 @@ BOUNDS = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 0.15, "
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((got.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
 
 
 def check_kernels() -> dict[str, Any]:

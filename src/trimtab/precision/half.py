@@ -1,4 +1,4 @@
-"""Embeddings and attention in half types."""
+"""Embeddings and attention in half types (or in fp32 where autocast would have lowered them)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from trimtab.precision.passes import no_autocast, result_dtype
 from trimtab.precision.products import Half
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -56,20 +60,21 @@ class HalfProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self._PRODUCTS:
+        if func not in self._PRODUCTS or not isinstance(next(iter(args), None), torch.Tensor):
             return func(*args, **kwargs)
         scale: list[torch.Tensor] = []
-        given = next((a.dtype for a in args if isinstance(a, torch.Tensor)), torch.float32)
 
         def to_half(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            if self.dtype == torch.bfloat16:
+            if self.dtype != torch.float16:
                 return value.to(self.dtype)
             return _Enter.apply(value, scale)  # type: ignore[no-untyped-call]
 
-        y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
-        if self.dtype == torch.bfloat16:
+        given = result_dtype(args[0])
+        with no_autocast(args[0].device.type):
+            y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
+        if self.dtype != torch.float16:
             return y.to(given)
         return _Leave.apply(y, given, scale)  # type: ignore[no-untyped-call]
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.precision.conv import Geometry, conv
-from trimtab.precision.half import HalfProducts, rounded
+from trimtab.precision.half import DTYPES, HalfProducts, rounded
 from trimtab.precision.linear import linear
-from trimtab.precision.products import Half
 
 if TYPE_CHECKING:
     from trimtab.precision.precision import Precision
@@ -102,7 +101,7 @@ class EmbeddingForward(LowForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         module: Any = self.module
         y = F.embedding(input, module.weight, module.padding_idx)
-        return rounded(y, Half(self.precision.forward).dtype)
+        return rounded(y, DTYPES[self.precision.forward])
 
 
 class AttentionForward(LowForward):
@@ -114,7 +113,7 @@ class AttentionForward(LowForward):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with HalfProducts(Half(self.precision.forward).dtype):
+        with HalfProducts(DTYPES[self.precision.forward]):
             return type(self.module).forward(self.module, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

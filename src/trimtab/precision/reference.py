@@ -41,7 +41,8 @@ def quantise(
     # The reciprocal of 127 is rounded to fp32 first, as the kernels have it.
     scales = torch.where(some, largest * torch.tensor(127.0).reciprocal().to(largest.device), 0.0)
     scales = torch.where(finite, scales, torch.nan)
-    inverse = torch.where(some, 127.0 / largest, 0.0)
+    # A tensor over a tensor: a number over one would be rounded twice, as its reciprocal first.
+    inverse = torch.where(some, torch.full_like(largest, 127.0) / largest, 0.0)
     offsets = rounding_offsets(values, key) if stochastic else 0.5
     codes = (values * inverse + offsets).floor().clamp(-127, 127)
     codes = torch.where(some, codes, 0.0).to(torch.int8)

@@ -30,27 +30,28 @@ def quantise_rows(
     STOCHASTIC: tl.constexpr,
     FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """A program a row: its largest magnitude, then its codes. A row that fits (HELD) is read once."""
+    """A program a row of CHUNKS · BLOCK: its largest magnitude, then its codes. One chunk is read once."""
     row = tl.program_id(0).to(tl.int64)
     values += row * columns
     codes += row * padded
     i = tl.arange(0, BLOCK)
     key = _row_key(calls, base, row, OPERAND)
-    if HELD:
+    if CHUNKS == 1:
         x = _loaded(values, factor, i, columns, FACTOR)
         inverse, scale = _inverse_and_scale(tl.max(_size_bits(x), 0), FORMAT)
         tl.store(codes + i, _code(x, inverse, key, i, FORMAT, STOCHASTIC), mask=i < padded)
     else:
         most = tl.zeros([BLOCK], tl.int32)
-        for at in range(0, columns, BLOCK):
-            most = tl.maximum(most, _size_bits(_loaded(values, factor, at + i, columns, FACTOR)))
+        for chunk in range(CHUNKS):
+            at = chunk * BLOCK + i
+            most = tl.maximum(most, _size_bits(_loaded(values, factor, at, columns, FACTOR)))
         inverse, scale = _inverse_and_scale(tl.max(most, 0), FORMAT)
-        for at in range(0, padded, BLOCK):
-            x = _loaded(values, factor, at + i, columns, FACTOR)
-            code = _code(x, inverse, key, at + i, FORMAT, STOCHASTIC)
-            tl.store(codes + at + i, code, mask=at + i < padded)
+        for chunk in range(CHUNKS):
+            at = chunk * BLOCK + i
+            x = _loaded(values, factor, at, columns, FACTOR)
+            tl.store(codes + at, _code(x, inverse, key, at, FORMAT, STOCHASTIC), mask=at < padded)
     tl.store(scales + row, scale)
 
 

@@ -17,7 +17,7 @@ PAD = 16
 """Tensor-core products want every axis a multiple of this many codes."""
 
 HELD = 16384
-"""Rows up to this long are kept in registers between finding their scale and using it."""
+"""Rows up to this long stay in registers between finding their scale and using it."""
 
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
@@ -42,12 +42,12 @@ def by_rows(
     scales = torch.empty(rows, dtype=torch.float32, device=values.device)
     if rows == 0 or columns == 0:
         return codes.zero_(), scales.zero_()
-    held = columns <= HELD
-    block = max(16, triton.next_power_of_2(padded(columns))) if held else 4096
+    block = max(16, triton.next_power_of_2(padded(columns))) if columns <= HELD else 4096
+    chunks = triton.cdiv(padded(columns), block)
     kernels.quantise_rows[(rows,)](
         values, codes, scales, values if column_factor is None else column_factor, draw.calls, draw.base,
         columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
-        FACTOR=column_factor is not None, BLOCK=block, HELD=held, num_warps=min(16, max(1, block // 512)),
+        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // 512)),
         enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales
