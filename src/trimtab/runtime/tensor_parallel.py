@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
 
 _DIMENSION = "tp"
-_PROBE_SIZE = {"cpu": (256, 1024), "cuda": (4096, 4096)}
+_PROBE_SIZE = {"cpu": (128, 1024), "cuda": (4096, 4096)}
 """Rows and width of the measured product, enough to fill the device."""
 _PROBE_PRODUCTS = 4
-_PROBE_SAMPLES = 14
+_PROBE_SAMPLES = 40
 _PROBE_WARMUP = 2
 _BYTES_IN_TRAINING = 4
 """Times its parameters that a unit takes: parameter, gradient, and two states of an Adam."""
@@ -156,8 +156,8 @@ def measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    # The lower quartile: a burst of other work must not count as slow hardware.
-    typical = sorted(taken[_PROBE_WARMUP:])[_PROBE_SAMPLES // 4]
+    # The lower fifth, over a second or two: a burst of other work must not count as slow hardware.
+    typical = sorted(taken[_PROBE_WARMUP:])[_PROBE_SAMPLES // 5]
     free = torch.cuda.mem_get_info(device)[0] * _MEMORY_FOR_UNITS if device.type == "cuda" else -1.0
     mine = torch.tensor([1 / typical, free], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size)]
