@@ -41,10 +41,10 @@ METHODS = {
     "cpu": ("ddp", "ddp" + AA, "shares", "ideal"),
     "cuda": ("ddp", "ddp" + AA, "shares", COMPRESSED, "ideal"),
 }
-BLOCK = 5
+BLOCK = 4
 """Steps of a method before the next has its turn."""
 
-WARMUP = 4
+WARMUP = 5
 """Blocks in which shares settle; not measured."""
 
 CONTENTION = (0.4, 40, 90, 140)
@@ -64,7 +64,8 @@ def shares(device: str, repeats: int, progress: Callable[[int, int], None]) -> R
         def moved(done: int, total: int, index: int = index) -> None:
             progress(index * total + done, every * total)
 
-        spec = {"device": device, "model": model, "repeats": repeats, "speeds": speeds}
+        spec: dict[str, Any] = {"device": device, "model": model, "speeds": speeds}
+        spec |= {"warmup": WARMUP, "repeats": repeats, "block": BLOCK}
         with Emulation(_hosts(speeds, device)) as emulation:
             found = run_on_ranks(emulation, on_rank, spec, progress=moved)
         called = "/".join(f"{speed:g}" for speed in speeds)
@@ -88,18 +89,19 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     trainers = {method: Trainer(method, spec["model"], device) for method in METHODS[device.type]}
     # Seconds for a sample, so that ratios of blocks of one round cancel what slowed that round.
     samples: dict[str, list[float]] = {method: [] for method in trainers}
-    blocks = WARMUP + spec["repeats"]
+    blocks = spec["warmup"] + spec["repeats"]
     for block in range(blocks):
         lasted = 0.0
         for method, trainer in trainers.items():
-            rate, seconds = trainer.alone(lasted) if method == "ideal" else trainer.block()
+            ideal = method == "ideal"
+            rate, seconds = trainer.alone(lasted) if ideal else trainer.block(spec["block"])
             lasted = max(lasted, seconds)
-            if block >= WARMUP:
+            if block >= spec["warmup"]:
                 samples[method].append(1 / rate)
         report(block + 1, blocks + 1)
     canary = Trainer(CANARY, spec["model"], device, speeds=spec["speeds"])
     for _ in range(blocks):
-        canary.block()
+        canary.block(spec["block"])
     report(blocks + 1, blocks + 1)
     timings = {method: Timing(samples=tuple(values)) for method, values in samples.items()}
     rows = [
@@ -117,29 +119,29 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     return [*rows, {"method": CANARY, "shares": shared, "final_loss": canary.held_out_loss()}]
 
 
-def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[int]:
-    """The second rank's share in every step."""
+def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[float]:
+    """The second rank's part of the batch in every step."""
     torch.set_num_threads(1)
     trainer = Trainer("shares", "gpt", torch.device(spec["device"]))
     taken = []
     for _ in range(spec["steps"]):
         trainer.step()
-        taken.append(trainer.data.shares[1])
+        taken.append(trainer.data.shares[1] / sum(trainer.data.shares))
     return taken
 
 
-def reaction(taken: Sequence[int], start: int, end: int) -> dict[str, Any]:
-    """How soon shares follow: steps until they have gone nine tenths of their way."""
+def reaction(taken: Sequence[float], start: int, end: int) -> dict[str, Any]:
+    """How soon a share follows: steps until it has gone eight tenths of its way."""
     before, during, after = (float(median(taken[stop - 10 : stop])) for stop in (start, end, len(taken)))
 
-    def steps(part: Sequence[int], old: float, new: float) -> int:
-        near = [abs(share - new) <= 0.1 * abs(new - old) + 1 for share in part]
+    def steps(part: Sequence[float], old: float, new: float) -> int:
+        near = [abs(share - new) <= 0.2 * abs(new - old) for share in part]
         return near.index(True)
 
     return {
-        "contention_share_before": before / 32,
-        "contention_share_during": during / 32,
-        "contention_share_after": after / 32,
+        "contention_share_before": before,
+        "contention_share_during": during,
+        "contention_share_after": after,
         "reaction_steps": steps(taken[start:end], before, during),
         "recovery_steps": steps(taken[end:], during, after),
     }
@@ -182,21 +184,21 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def block(self) -> tuple[float, float]:
-        """Samples a second over some steps, until the last rank has ended, and the seconds of the block."""
+    def block(self, steps: int) -> tuple[float, float]:
+        """Samples a second over so many steps, until the last rank has ended, and the seconds of the block."""
         self._together()
         self._paused.close()  # what the other methods took is no part of this one's steps
         start = time.perf_counter()
-        for _ in range(BLOCK):
+        for _ in range(steps):
             self.step()
         self._together()
         taken = time.perf_counter() - start
         self._paused.enter_context(self.data.waiting())
-        return BLOCK * self._task.each * self._world / taken, taken
+        return steps * self._task.each * self._world / taken, taken
 
     def alone(self, seconds: float) -> tuple[float, float]:
         """The added rates of all ranks, each training for itself for about so long."""
-        steps = max(1, round(seconds / self._step_s)) if self._step_s else BLOCK
+        steps = max(1, round(seconds / self._step_s)) if self._step_s else 1
         self._together()
         start = time.perf_counter()
         for _ in range(steps):
