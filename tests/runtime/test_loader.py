@@ -372,6 +372,12 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
+def test_refuses_ranks_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrimtabError, match="init_process_group"):
+        loader(Numbers(8), 4)
+
+
 def test_refusals_without_a_group() -> None:
     with pytest.raises(TrimtabError, match="an IterableDataset gives"):
         loader(Stream(), 4)

@@ -9,6 +9,7 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -321,6 +322,11 @@ class Loader:
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Rank and number of ranks; a process without a group is alone."""
     if not dist.is_available() or not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise TrimtabError(
+                "loader: torchrun started several ranks, and they have not met yet; call "
+                "torch.distributed.init_process_group() before trimtab.loader"
+            )
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 

@@ -31,8 +31,9 @@ class LocalClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._since: Any = self._now()
-        """Since when the rank works on its own."""
+        self._since: Any = None
+        """Since when the rank works on its own; none while it waits, and before the first average."""
+        self._paused = False
         self._worked: list[tuple[Any, Any]] = []
         """The intervals of own work in the present step."""
         self._steps: list[list[tuple[Any, Any]]] = []
@@ -46,18 +47,21 @@ class LocalClock:
     def waiting(self) -> Iterator[None]:
         """Leave out what happens inside: a collective, or something else that is no part of a step."""
         self.pause()
-        yield
-        self.resume()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def pause(self) -> None:
         """From here on the rank waits for others."""
         if self._since is not None:
             self._worked.append((self._since, self._now()))
-            self._since = None
+            self._since, self._paused = None, True
 
     def resume(self) -> None:
-        """From here on the rank works on its own."""
-        self._since = self._now()
+        """From here on the rank works on its own again."""
+        if self._paused:
+            self._since, self._paused = self._now(), False
 
     def end_step(self, *, keep: bool = True) -> None:
         """Count what was worked until the last backward pass as one step; what follows belongs to the next."""
@@ -87,7 +91,11 @@ class LocalClock:
     def _last_gradient(self) -> None:
         self.pause()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self.resume)
+        engine.queue_callback(self._averages_are_there)
+
+    def _averages_are_there(self) -> None:
+        # Also the first time, when there is nothing to resume: a clock starts with a whole step.
+        self._since, self._paused = self._now(), False
 
     def _now(self) -> Any:
         if not self._cuda:
