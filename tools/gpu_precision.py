@@ -287,7 +287,9 @@ def measured() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    out = parser.parse_args().json
+    parser.add_argument("--only", default="", help="run the sections whose names begin so: check, time, ...")
+    asked = parser.parse_args()
+    out = asked.json
     sections: dict[str, Callable[[], Any]] = {
         "check_kernels": check_kernels,
         "check_linear": check_linear,
@@ -300,6 +302,7 @@ def main() -> None:
         "check_training": check_training,
         "measure": measured,
     }
+    sections = {name: run for name, run in sections.items() if name.startswith(asked.only)}
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -326,8 +329,10 @@ def main() -> None:
     ]
     print("not right:", bad or "nothing")
     for part in ("time_quantise", "time_linear", "time_step"):
-        for row in report[part] if isinstance(report[part], list) else []:
+        for row in report[part] if isinstance(report.get(part), list) else []:
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+    if bad or any("failed" in report[name] for name in sections):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""What the GPU's kernels and products get wrong, as JSON; run with TRITON_INTERPRET=1 where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import torch
+
+from trimtab.precision import reference
+from trimtab.precision.draw import Draw, Operand, base_key
+from trimtab.precision.fp8 import Fp8
+from trimtab.precision.int8_cuda import Int8Cuda
+from trimtab.precision.products import Products, Sizes
+from trimtab.precision.triton_quantise import HELD, by_rows, dequantise, whole
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {E4M3: (448.0, 3, -6), E5M2: (57344.0, 2, -14)}
+
+
+def kernel_faults() -> list[str]:
+    found = []
+    for rows, columns, spoil in (
+        (37, 53, ""),
+        (16, 64, "nan"),
+        (5, 300, "inf"),
+        (2, HELD + 40, ""),
+        (3, 7, "zero"),
+    ):
+        torch.manual_seed(rows)
+        x = torch.randn(rows, columns) * torch.rand(rows, 1)
+        if spoil == "zero":
+            x[1] = 0
+        elif spoil:
+            x[1, 2] = float(spoil)
+        factor = torch.rand(columns)
+        for stochastic in (True, False):
+            draw = Draw(base_key(1, 0, rows), torch.tensor([7]), stochastic)
+            key = draw.key(Operand.INPUT)
+            name = f"{rows}x{columns} {spoil} {'stochastic' if stochastic else 'nearest'}"
+            codes, scales = by_rows(x, torch.int8, draw, Operand.INPUT, column_factor=factor)
+            wanted = reference.quantise(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
+            found += differing(f"rows {name}", codes, scales, wanted)
+            if columns < 1000:
+                codes, turned, scale = whole(x, torch.int8, draw, Operand.INPUT)
+                wanted = reference.quantise(x, "whole", key=key, stochastic=stochastic)
+                found += differing(f"whole {name}", codes, scale.reshape(1), wanted)
+                if not torch.equal(codes.t(), turned):
+                    found.append(f"transposed {name}")
+                if not spoil:
+                    found += fp8_faults(x, draw, name)
+    return found
+
+
+def differing(
+    name: str, codes: torch.Tensor, scales: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]
+) -> list[str]:
+    rows, columns = wanted[0].shape
+    inside = torch.equal(codes[:rows, :columns], wanted[0])
+    padding = int(codes[rows:].abs().sum()) + int(codes[:, columns:].abs().sum())
+    same = torch.equal(scales.nan_to_num(-1), wanted[1].nan_to_num(-1))
+    return (
+        []
+        if inside and same and padding == 0
+        else [f"{name}: codes {inside}, scales {same}, padding {padding}"]
+    )
+
+
+def fp8_faults(x: torch.Tensor, draw: Draw, name: str) -> list[str]:
+    found = []
+    for dtype, (top, mantissa, least) in FORMATS.items():
+        codes, turned, scale = whole(x, dtype, draw, Operand.INPUT)
+        values = codes.float()[: len(x), : x.shape[1]]
+        scaled = x * (torch.tensor(top) / x.abs().max())
+        size = scaled.abs().clamp_min(2.0**least)
+        step = 2.0 ** (size.log2().floor() - mantissa)
+        if draw.stochastic and not bool(((values - scaled).abs() <= step * 1.001).all()):
+            found.append(f"{dtype} {name}: further than a step")
+        # The interpreter forgets a carry out of the mantissa: those are left to the GPU's own test.
+        nearest = scaled.to(dtype).float()
+        carried = nearest.abs().log2() == nearest.abs().log2().floor()
+        if not draw.stochastic and not torch.equal(values[~carried], nearest[~carried]):
+            found.append(f"{dtype} {name}: not the nearest")
+        if not torch.equal(turned.float(), codes.float().t()):
+            found.append(f"{dtype} {name}: transposed")
+        if abs(float(scale) * top / float(x.abs().max()) - 1) > 1e-6:
+            found.append(f"{dtype} {name}: scale")
+    return found
+
+
+def bias_faults() -> list[str]:
+    x = torch.linspace(0.01, 1.0, 512).reshape(8, 64)
+    found = []
+    for dtype in (torch.int8, E4M3, E5M2):
+        draws = []
+        for seed in range(100):
+            codes, _, scale = whole(
+                x, dtype, Draw(base_key(seed, 0, 1), torch.tensor([0]), True), Operand.INPUT
+            )
+            draws.append(codes.float()[:8, :64] * scale)
+        values = torch.stack(draws).double()
+        deviation = values.std(0).mean() / 10 / 512**0.5
+        if abs(float((values.mean(0) - x).mean())) > 5 * float(deviation):
+            found.append(f"{dtype} is biased")
+    return found
+
+
+def product_faults() -> list[str]:
+    found = []
+    kinds: list[tuple[str, Products, float]] = [
+        ("fp8", Fp8(rounding="stochastic"), 0.12),
+        ("int8", Int8Cuda(), 0.03),
+        ("int8 tensor", Int8Cuda(by_row=False), 0.04),
+    ]
+    for name, products, largest in kinds:
+        for m, n, k in ((37, 24, 53), (1, 16, 16), (33, 1, 7)):
+            torch.manual_seed(m)
+            x, w, g, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n), torch.randn(n)
+            draw, sizes = Draw(5, torch.tensor([1]), True), Sizes(m, n, k)
+            for turned in (False, True):
+                weight = w.t().contiguous().t() if turned else w
+                x_operands, w_operands = products.input(x, draw), products.weight(weight, draw)
+                y = products.forward(x_operands, w_operands, bias, sizes, torch.float32)
+                gradient = products.gradient(g, draw)
+                gx = products.grad_input(gradient, products.saved(w_operands), sizes, torch.float32, draw)
+                gw = products.grad_weight(gradient, products.saved(x_operands), sizes, turned, draw)
+                gw = gw.t() if turned else gw
+                like = products.saved_like(x)
+                if [(t.shape, t.dtype) for t in like] != [
+                    (t.shape, t.dtype) for t in products.saved(x_operands)
+                ]:
+                    found.append(f"{name} {sizes}: saves other tensors than it says")
+                for got, true in ((y, x @ w.t() + bias), (gx, g @ w), (gw, g.t() @ x)):
+                    error = float((got - true).norm() / true.norm())
+                    if got.shape != true.shape or error > largest:
+                        found.append(f"{name} {sizes} turned {turned}: {error}")
+    sums = torch.randint(-1000, 1000, (5, 1040), dtype=torch.int32)
+    row, column, bias = torch.rand(5), torch.rand(1030), torch.rand(1030)
+    got = dequantise(sums, 5, 1030, torch.float32, row_scale=row, column_scale=column, bias=bias)
+    if not torch.equal(got, reference.dequantise(sums[:, :1030], row, column, bias)):
+        found.append("dequantise")
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(kernel_faults() + bias_faults() + product_faults()))
