@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.compress import explain as explain
     from trimtab.runtime.compress import load_state_dict as load_state_dict
     from trimtab.runtime.compress import state_dict as state_dict
+    from trimtab.runtime.tensor_parallel import tensor_parallel as tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -27,13 +28,24 @@ _HOMES = {
     "load_state_dict": "trimtab.runtime.compress",
     "state_dict": "trimtab.runtime.compress",
 }
-__all__ = ["Cluster", "TrimtabError", "__version__", "compress", "explain", "load_state_dict", "state_dict"]
+__all__ = [
+    "Cluster",
+    "TrimtabError",
+    "__version__",
+    "compress",
+    "explain",
+    "load_state_dict",
+    "state_dict",
+    "tensor_parallel",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tensor_parallel":  # a package that is itself the verb: Python binds its name here
+        return import_module("trimtab.tensor_parallel")
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(home), name)
 
 

@@ -163,6 +163,19 @@ def bench_loss(
     _show("loss", json, lambda progress: loss(steps, seeds, progress))
 
 
+@bench.command("tp")
+def bench_tp(
+    speed: Annotated[str, typer.Option(help="Speeds of the second rank, comma-separated.")] = "0.5,0.25",
+    device: Device = "cpu",
+    repeats: Repeats = 9,
+    json: Json = False,
+) -> None:
+    """Tensor-parallel training with a slow rank: even, measured and ideal shares; torch's own beside it."""
+    from trimtab.bench.tp import tp
+
+    _show("tensor parallelism", json, lambda progress: tp(_speeds(speed), device, repeats, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -171,11 +184,22 @@ def bench_all() -> None:
         ("allreduce", bench_allreduce),
         ("ddp", bench_ddp),
         ("loss", bench_loss),
+        ("tp", bench_tp),
     ):
         try:
             measure()
         except TrimtabError as error:
             _complain(f"bench {name}: {error}")
+
+
+def _speeds(text: str) -> list[float]:
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        speeds = []
+    if not speeds or not all(0 < speed <= 1 for speed in speeds):
+        raise TrimtabError(f"{text!r} is no list of speeds above 0 and up to 1, such as 0.5,0.25")
+    return speeds
 
 
 def _numbers(text: str) -> list[int]:
