@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trimtab.tensor_parallel.checkpoint import Checkpoint
 from trimtab.tensor_parallel.clip import clip_grad_norm_
 from trimtab.tensor_parallel.clock import Clock, Segments
 from trimtab.tensor_parallel.kinds import Attention, Mlp
 from trimtab.tensor_parallel.migration import Moved, assignment, assignment_for, move
+
+if TYPE_CHECKING:
+    from trimtab.tensor_parallel.checkpoint import Checkpoint
 
 __all__ = [
     "Attention",
@@ -28,6 +30,14 @@ __all__ = [
     "clip_grad_norm_",
     "move",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Checkpoint":  # when first used: torch's distributed checkpoints take half a second to import
+        from trimtab.tensor_parallel.checkpoint import Checkpoint
+
+        return Checkpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Verb(ModuleType):
