@@ -386,7 +386,7 @@ def test_refusals_without_a_group() -> None:
     with pytest.raises(TrimtabError, match="batch_sampler is trimtab's"):
         loader(Numbers(8), 4, batch_sampler=[])
     data = loader(Numbers(8), 4)
-    with pytest.raises(TrimtabError, match="the present batch"):
+    with pytest.raises(TrimtabError, match="inside the loop"):
         data.weigh(torch.tensor(1.0))
     with pytest.raises(TrimtabError, match="not weighed"):
         list(data)

@@ -68,7 +68,7 @@ def make_task(name: str, device: torch.device) -> Task:
     passages = Passages(length)
     some = len(passages) - 64
     if name == "gpt":
-        model: nn.Module = Gpt(width=128, layers=4, heads=4, context=64).to(device)
+        model: nn.Module = Gpt(width=128, layers=2, heads=4, context=64).to(device)
     else:
         model = workload("gpt2", device)[0]
 
@@ -97,7 +97,7 @@ def _digits(device: torch.device) -> Task:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     return Task(
-        model=ConvNet(32).to(device),
+        model=ConvNet(96).to(device),
         train=Subset(everything, range(1437)),
         held_out=Subset(everything, range(1437, len(everything))),
         loss=loss,

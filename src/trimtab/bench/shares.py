@@ -44,7 +44,7 @@ METHODS = {
 BLOCK = 4
 """Steps of a method before the next has its turn."""
 
-WARMUP = 5
+WARMUP = 4
 """Blocks in which shares settle; not measured."""
 
 CONTENTION = (0.4, 40, 90, 140)

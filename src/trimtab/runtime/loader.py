@@ -177,9 +177,13 @@ class Loader:
             reduction: what the loss is of the batch's samples (or of what `count` counts): "mean" or "sum".
                 With "sum" a rank whose tokens are all ignored never divides by their number, 0.
         """
-        if self._cut is None or reduction not in ("mean", "sum"):
+        if self._cut is None:
             raise TrimtabError(
-                f'weigh: reduction={reduction!r}: it takes the loss of the present batch, a "mean" or a "sum"'
+                "weigh: there is no batch to weigh by; call it inside the loop over the loader"
+            )
+        if reduction not in ("mean", "sum"):
+            raise TrimtabError(
+                f'weigh: reduction={reduction!r}; the loss of a batch is its "mean" or its "sum"'
             )
         if loss.dim() != 0:
             raise TrimtabError(
@@ -187,7 +191,7 @@ class Loader:
             )
         self._weighed = True
         counts = self._own if reduction == "mean" else min(self._cut.own, 1)
-        weighted: torch.Tensor = loss * (self._world * counts / self._total())
+        weighted: torch.Tensor = loss * _quotient(self._world * counts, self._total(), loss.dtype)
         if self._adjust is not None:
             if self._clock is None:
                 self._clock = LocalClock(loss.device)
@@ -317,6 +321,13 @@ class Loader:
         self._windows, self._counted = [], 0
         if self._clock is not None:
             self._clock.forget()
+
+
+def _quotient(part: int, total: Any, dtype: torch.dtype) -> Any:
+    """Not a number where nothing counts at all, as the mean of nothing is on one device."""
+    if isinstance(total, torch.Tensor):
+        return (part / total).to(dtype)
+    return part / total if total else float("nan")
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
