@@ -27,5 +27,10 @@ def test_a_fast_link_is_left_alone() -> None:
 
 
 def test_a_gain_within_the_noise_is_not_taken() -> None:
-    assert not decide(exchange(1.0, WORTH + 0.01), gradient_bytes=1).compress
-    assert decide(exchange(1.0, WORTH - 0.01), gradient_bytes=1).compress
+    assert not decide(exchange(1.0, WORTH + 0.01), gradient_bytes=4_000_000).compress
+    assert decide(exchange(1.0, WORTH - 0.01), gradient_bytes=4_000_000).compress
+
+
+def test_a_saving_too_small_to_matter_is_not_taken() -> None:
+    assert not decide(exchange(8e-4, 4e-4), gradient_bytes=4_000_000).compress
+    assert decide(exchange(8e-4, 4e-4), gradient_bytes=40_000_000).compress

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tests.support.pool import Pool
 
 
-def default_on_this_link() -> tuple[str, bool]:
-    ddp = trimtab.compress(Ddp(nn.Linear(256, 256)))
-    ddp(torch.randn(4, 256)).square().mean().backward()
+def default_on_this_link(width: int = 256) -> tuple[str, bool]:
+    ddp = trimtab.compress(Ddp(nn.Linear(width, width)))
+    ddp(torch.randn(4, width)).square().mean().backward()
     return trimtab.explain(ddp), compression_of(ddp) is not None
 
 
@@ -40,6 +40,13 @@ def test_a_slow_link_is_compressed_and_explained(ranks: Pool) -> None:
     for words, compressed in ranks(2, default_on_this_link, faults=[slow], allow_groups=True):
         assert compressed
         assert "the link is the bottleneck" in words
+
+
+def test_a_model_of_small_parameters_is_left_alone(ranks: Pool) -> None:
+    slow = Throttle(bytes_per_s=20e6)
+    for words, compressed in ranks(2, default_on_this_link, 16, faults=[slow], allow_groups=True):
+        assert not compressed
+        assert "no parameter is large enough" in words
 
 
 def test_every_rank_decides_alike(ranks: Pool) -> None:

@@ -8,6 +8,9 @@ WORTH = 0.85
 """Compress when the exchange takes at most this fraction of the plain one: less gain than that is
 within what a step varies by, and exact gradients are worth more."""
 
+WORTH_S = 5e-4
+"""And when it saves at least so many seconds a step: a small model's exchange is all latency."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
@@ -46,7 +49,8 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
     times = gradient_bytes / exchange.nbytes
     plain_ms, compressed_ms = exchange.plain_s * times * 1e3, exchange.compressed_s * times * 1e3
     gain = exchange.plain_s / exchange.compressed_s
-    compress = exchange.compressed_s <= WORTH * exchange.plain_s
+    clearly = exchange.compressed_s <= WORTH * exchange.plain_s
+    compress = clearly and plain_ms - compressed_ms >= WORTH_S * 1e3
     said = (
         f"{gradient_bytes / 1e6:.0f} MB of gradients a step take {plain_ms:.0f} ms by plain all-reduce "
         f"({exchange.gbit_per_s:.2g} Gbit/s) and {compressed_ms:.0f} ms in {exchange.bits} bits"

@@ -69,10 +69,13 @@ def compress(
     rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world == 1:
         return _explained(model, "one rank: there is nothing to send, so nothing to compress")
+    if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
+        return _explained(model, "no parameter is large enough to be worth compressing", say=rank == 0)
     if codec is None:
         codec = Block()
         groups = stage_groups(model.process_group, parameters[0].device)
-        exchange = measure_exchange(codec, groups, parameters[0].device)
+        numel = sum(p.numel() for p in parameters)
+        exchange = measure_exchange(codec, groups, parameters[0].device, numel)
         decision = decide(exchange, sum(p.numel() * p.element_size() for p in parameters))
         if not decision.compress:
             return _explained(model, decision.reason, say=rank == 0)

@@ -21,16 +21,20 @@ SMALLEST, LARGEST = 1 << 18, 1 << 22
 """Elements of the trial exchange: grown until it takes long enough to time, never beyond."""
 
 LONG_ENOUGH_S = 0.03
-REPEATS = 3
+REPEATS = 5
 
 
-def measure_exchange(codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device) -> Exchange:
+def measure_exchange(
+    codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int = LARGEST
+) -> Exchange:
     """Time a plain and a compressed exchange of a trial buffer, alternating; every rank gets the same figures.
 
     Collective: every rank of the groups calls it at the same point. Takes about half a second at
-    100 Mbit/s and less on faster links.
+    100 Mbit/s and less on faster links. The trial never has more elements than the `numel` of the
+    job's gradients: a small model's exchange is all latency.
     """
-    numel = SMALLEST
+    largest = min(numel, LARGEST)
+    numel = min(numel, SMALLEST)
     while True:
         flat = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(numel))
         piece = Piece(name="", offset=0, numel=numel, bits=codec.bits, block=codec.block)
@@ -44,9 +48,9 @@ def measure_exchange(codec: Block, groups: Sequence[dist.ProcessGroup], device: 
 
         _timed(compressed, groups, device)  # the first call of each opens connections and fills caches
         first = _timed(plain, groups, device)
-        if first >= LONG_ENOUGH_S or numel >= LARGEST:
+        if first >= LONG_ENOUGH_S or numel >= largest:
             break
-        numel *= 4
+        numel = min(numel * 4, largest)
     times = [(_timed(plain, groups, device), _timed(compressed, groups, device)) for _ in range(REPEATS)]
     return Exchange(
         nbytes=numel * 4,
