@@ -105,6 +105,7 @@ def _operator_rows(
     rows = []
     for key, timing in timings.items():
         name, which = key.split("|")
+        speedup = timings[f"{baseline}|{which}"].ratio(timing)
         rows.append(
             {
                 "operator": kind,
@@ -112,7 +113,8 @@ def _operator_rows(
                 "precision": name,
                 "pass": which,
                 "ms": timing.median_ms,
-                f"speedup_over_{baseline}": timings[f"{baseline}|{which}"].ratio(timing),
+                f"speedup_over_{baseline}": speedup,
+                "slower": name in names and speedup < 1,
                 "saved_bytes_ratio": saved[name] / saved[baseline] if saved[baseline] else 1.0,
             }
         )
