@@ -191,9 +191,9 @@ class Trainer:
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
+        self._paused.enter_context(self.data.waiting())
         self._together()
         taken = time.perf_counter() - start
-        self._paused.enter_context(self.data.waiting())
         return steps * self._task.each * self._world / taken, taken
 
     def alone(self, seconds: float) -> tuple[float, float]:
