@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
+
 import torch
 
 from trimtab.bench import precision as bench
 from trimtab.precision.devices import offers
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_rows_for_every_operator_precision_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from trimtab.precision.devices import offers
 from trimtab.runtime.set_precision import set_precision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trimtab.precision import Name
 
 STEPS, LAST = 120, 30
@@ -57,8 +59,11 @@ def damage(name: str) -> float:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 HARMLESS = 0.05

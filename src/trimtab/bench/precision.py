@@ -28,6 +28,7 @@ LINEAR = {
     "cpu": ("512x768x3072", "512x3072x768", "512x768x768"),
     "cuda": ("8192x4096x16384", "8192x4096x4096"),
 }
+WARMUP = 2
 STEP = {
     "cpu": {"width": 768, "layers": 4, "heads": 12, "context": 128, "sequences": 4},
     "cuda": {"width": 4096, "layers": 2, "heads": 32, "context": 1024, "sequences": 8},
@@ -50,13 +51,14 @@ def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -
     torch.set_num_threads(1)
     try:
         cases = list(_operators(on))
+        total = len(cases) + WARMUP + repeats
         rows: list[dict[str, Any]] = []
         for done, (operator, shape, module, x) in enumerate(cases):
             rows += _operator_rows(operator, shape, module, x, repeats)
-            progress(done + 1, len(cases) + repeats + 1)
+            progress(done + 1, total)
         if on.type == "cuda":
             rows += _quantise_rows(on, repeats)
-        rows += _step_rows(on, repeats, lambda done, _: progress(len(cases) + done, len(cases) + repeats + 1))
+        rows += _step_rows(on, repeats, lambda done, _: progress(len(cases) + done, total))
     finally:
         torch.set_num_threads(threads)
     return Result(bench="precision", summary=_summary(rows, on), rows=rows)
@@ -101,7 +103,7 @@ def _operator_rows(
         saved[name] = _saved_bytes(holder, x)
         for which in ("forward", "forward+backward"):
             runs[f"{name}|{which}"] = _timed(holder, x, which)
-    timings = interleave(runs, warmup=2, repeats=repeats)
+    timings = interleave(runs, warmup=WARMUP, repeats=repeats)
     rows = []
     for key, timing in timings.items():
         name, which = key.split("|")
@@ -203,7 +205,7 @@ def _step_rows(
         optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         losses[name] = []
         cases[name] = _step(model, optimiser, text, losses[name], sequences, context, device)
-    timings = interleave(cases, warmup=2, repeats=repeats, progress=progress)
+    timings = interleave(cases, warmup=WARMUP, repeats=repeats, progress=progress)
     first = timings[baseline]
     return [
         {
@@ -270,7 +272,7 @@ def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     }
     timings: dict[str, Timing] = interleave(
         {name: (lambda run=run: _seconds(run, device, 5)) for name, (run, _) in cases.items()},  # type: ignore[misc]
-        warmup=2,
+        warmup=WARMUP,
         repeats=repeats,
     )
     copy = timings["copy"]
