@@ -197,9 +197,8 @@ def _step_rows(
     cases: dict[str, Callable[[], float]] = {}
     for name in (baseline, baseline + AA, *lower):
         torch.manual_seed(0)
-        model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context).to(
-            device
-        )
+        with device:
+            model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context)
         if name in lower:
             set_precision(model, {"blocks.*": name})
         optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

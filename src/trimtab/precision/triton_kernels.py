@@ -59,12 +59,15 @@ def quantise_rows(
 def magnitude(values, largest, numel, BLOCK: tl.constexpr):
     """Raise `largest` (the bits of an fp32, 0 before) to the largest magnitude; Inf and NaN are above all."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.int32)
-    while tl.min(i, 0) < numel:
-        x = tl.load(values + i, mask=i < numel, other=0.0).to(tl.float32)
+    while start < numel:
+        # Compared in 32 bits: 64 would cost registers for every element.
+        left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+        x = tl.load(values + start + i, mask=i < left, other=0.0).to(tl.float32)
         most = tl.maximum(most, _size_bits(x))
-        i += step
+        start += step
     tl.atomic_max(largest, tl.max(most, 0))
 
 

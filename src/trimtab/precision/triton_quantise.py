@@ -19,6 +19,9 @@ PAD = 16
 HELD = 16384
 """Rows up to this long stay in registers between finding their scale and using it."""
 
+TILE = (64, 64, 4)
+"""Rows and columns that a program quantises and transposes, and its warps."""
+
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
@@ -66,20 +69,20 @@ def whole(
     values = values.contiguous()
     rows, columns = values.shape
     largest = torch.zeros((), dtype=torch.int32, device=values.device)
-    scale = torch.zeros((), dtype=torch.float32, device=values.device)
+    scale = torch.empty((), dtype=torch.float32, device=values.device)
     m, n = padded(rows), padded(columns)
     codes = _empty(m if straight else 0, n, dtype, values.device)
     turned_codes = _empty(n if turned else 0, m, dtype, values.device)
     if m == 0 or n == 0:
-        return codes, turned_codes, scale
+        return codes, turned_codes, scale.zero_()
     block = 8192
     programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
     kernels.magnitude[(programs,)](values, largest, values.numel(), BLOCK=block, num_warps=8)
-    bm, bn = 64, 64
+    bm, bn, warps = TILE
     kernels.quantise_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
         values, largest, codes, turned_codes, scale, draw.calls, draw.base, rows, columns, m, n,
         OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight,
-        TURNED=turned, BM=bm, BN=bn, num_warps=4, enable_fp_fusion=False,
+        TURNED=turned, BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, turned_codes, scale
 
