@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -192,6 +194,25 @@ def test_compiled_it_is_one_graph_and_its_rounding_still_moves() -> None:
     with pytest.raises(TrimtabError, match="set its precision first"):
         set_precision(compiled, {"*": LOW})
     torch._dynamo.reset()
+
+
+def test_what_is_not_traced_breaks_the_graph_and_runs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    set_precision(model, {"*": LOW})
+    x = torch.randn(2, 3, 6, 6)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        eager = copy.deepcopy(model)(x)
+        y = compiled(x)
+        torch.testing.assert_close(y, eager)
+        y.sum().backward()
+    torch._dynamo.reset()
+
+
+def test_importing_it_imports_no_compiler() -> None:
+    code = "import sys, trimtab.runtime.set_precision as _; print({'torch._dynamo', 'triton'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "set()"
 
 
 def test_under_ddp(ranks: Pool) -> None:

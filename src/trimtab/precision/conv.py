@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
@@ -50,7 +51,7 @@ def conv(
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
 def _break_graph(*arguments: Any) -> Any:
     return _Conv.apply(*arguments)  # type: ignore[no-untyped-call]
 

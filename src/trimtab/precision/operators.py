@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.half import DTYPES, HalfProducts, rounded
@@ -116,7 +117,7 @@ class AttentionForward(LowForward):
         with HalfProducts(DTYPES[self.precision.forward]):
             return type(self.module).forward(self.module, *args, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
     def _break_graph(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
