@@ -81,7 +81,7 @@ def make_task(name: str, device: torch.device) -> Task:
         train=Subset(passages, range(some)),
         held_out=Subset(passages, range(some, len(passages))),
         loss=loss,
-        each=32 if name == "gpt" else 16,
+        each=48 if name == "gpt" else 16,
     )
 
 
@@ -101,5 +101,5 @@ def _digits(device: torch.device) -> Task:
         train=Subset(everything, range(1437)),
         held_out=Subset(everything, range(1437, len(everything))),
         loss=loss,
-        each=128,
+        each=192,
     )

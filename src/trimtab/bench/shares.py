@@ -41,10 +41,13 @@ METHODS = {
     "cpu": ("ddp", "ddp" + AA, "shares", "ideal"),
     "cuda": ("ddp", "ddp" + AA, "shares", COMPRESSED, "ideal"),
 }
+UNTRAINED = ("ddp" + AA, "ideal")
+"""Only their speed counts, so they sit out all but the last block of the warm-up."""
+
 BLOCK = 4
 """Steps of a method before the next has its turn."""
 
-WARMUP = 4
+WARMUP = 6
 """Blocks in which shares settle; not measured."""
 
 CONTENTION = (0.4, 40, 90, 140)
@@ -93,6 +96,8 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     for block in range(blocks):
         lasted = 0.0
         for method, trainer in trainers.items():
+            if block < spec["warmup"] - 1 and method in UNTRAINED:
+                continue
             ideal = method == "ideal"
             rate, seconds = trainer.alone(lasted) if ideal else trainer.block(spec["block"])
             lasted = max(lasted, seconds)
@@ -111,7 +116,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
             "spread": timing.spread,
             "fraction_of_ideal": 1 / timing.ratio(timings["ideal"]),
             "shares": None if method == "ideal" else "/".join(map(str, trainers[method].data.shares)),
-            "final_loss": None if method == "ideal" else trainers[method].held_out_loss(),
+            "final_loss": None if method in UNTRAINED else trainers[method].held_out_loss(),
         }
         for method, timing in timings.items()
     ]

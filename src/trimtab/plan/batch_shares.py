@@ -27,7 +27,7 @@ class Adjust:
     gain: float = 1.04
     """Move samples when the slowest rank would then be faster by this factor."""
 
-    dwell: int = 3
+    dwell: int = 2
     """Windows to watch the present shares before a small gain counts: their median says more than one does."""
 
     urgent: float = 1.2
