@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.compress import explain as explain
     from trimtab.runtime.compress import load_state_dict as load_state_dict
     from trimtab.runtime.compress import state_dict as state_dict
+    from trimtab.runtime.set_precision import set_precision as set_precision
     from trimtab.runtime.tensor_parallel import tensor_parallel as tensor_parallel
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ _HOMES = {
     "compress": "trimtab.runtime.compress",
     "explain": "trimtab.runtime.compress",
     "load_state_dict": "trimtab.runtime.compress",
+    "set_precision": "trimtab.runtime.set_precision",
     "state_dict": "trimtab.runtime.compress",
 }
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "compress",
     "explain",
     "load_state_dict",
+    "set_precision",
     "state_dict",
     "tensor_parallel",
 ]

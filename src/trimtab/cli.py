@@ -176,6 +176,14 @@ def bench_tp(
     _show("tensor parallelism", json, lambda progress: tp(_speeds(speed), device, repeats, progress))
 
 
+@bench.command("precision")
+def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
+    """Operators and whole steps in each precision, over fp32 (CPU) or bf16 (GPU)."""
+    from trimtab.bench.precision import precision
+
+    _show("precision", json, lambda progress: precision(device, repeats, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -184,6 +192,7 @@ def bench_all() -> None:
         ("allreduce", bench_allreduce),
         ("ddp", bench_ddp),
         ("loss", bench_loss),
+        ("precision", bench_precision),
         ("tp", bench_tp),
     ):
         try:
