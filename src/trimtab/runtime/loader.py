@@ -9,7 +9,6 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab import environment
-from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
 from trimtab.plan.batch_shares import Adjust, rebalance, share_batch
 from trimtab.runtime.local_time import LocalClock, leave_out
+from trimtab.runtime.meeting import device_of, gather, place, refuse_differences
 from trimtab.runtime.room import Room
 from trimtab.runtime.share_sampler import Cut, ShareSampler
 
@@ -84,7 +83,7 @@ def loader(
     for name in _OWN_OPTIONS:
         if name in options:
             raise TrimtabError(f"loader: {name} is trimtab's to choose; use shuffle and seed")
-    rank, world = _place(group)
+    rank, world = place(group)
     if batch_size < world * accumulate * min_batch or accumulate < 1 or min_batch < 1:
         raise TrimtabError(
             f"loader: a step of {batch_size} samples cannot give each of {world} ranks {accumulate} batches of "
@@ -94,7 +93,7 @@ def loader(
     speeds = [1.0] * world if shares is None else [float(share) for share in shares]
     if len(speeds) != world or min(speeds) <= 0:
         raise TrimtabError(f"loader: shares={list(speeds)}: give each of {world} ranks a speed above 0")
-    limits = _gather([-1.0 if max_batch is None else float(max_batch)], group)
+    limits = gather([-1.0 if max_batch is None else float(max_batch)], group)
     most = [None if limit < 0 else int(limit) * accumulate for (limit,) in limits]
     sampler = ShareSampler(
         len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
@@ -136,7 +135,7 @@ class Loader:
         """`ahead`: batches that `data` may take from the sampler before they are used; known for a DataLoader."""
         self.sampler = sampler
         self._data, self._count, self._group = data, count, group
-        self._rank, self._world = _place(group)
+        self._rank, self._world = place(group)
         self._least = min_batch * sampler.accumulate
         self._adjust = None if environment.disabled() or self._world == 1 else adjust
         if ahead is None:
@@ -151,7 +150,20 @@ class Loader:
         self._cut: Cut | None = None
         self._own = 0
         self._total: Callable[[], Any] = lambda: 1
-        _compare(sampler, self._delay, group)
+        alike = {
+            "len(dataset)": sampler.length,
+            "batch_size": sampler.batch_size,
+            "accumulate": sampler.accumulate,
+            "shuffle": sampler.shuffle,
+            "drop_last": sampler.drop_last,
+            "seed": sampler.seed,
+            "shares": sampler.shares,
+            "min_batch": min_batch,
+            "adjust": self._adjust,
+            "whether there is a count": count is not None,
+            "the number of prefetched steps": self._delay,
+        }
+        refuse_differences(alike, group)
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -266,7 +278,7 @@ class Loader:
         """Start adding the ranks' counts; the result is asked for after the forward pass."""
         if self._world == 1:
             return lambda: own
-        total = torch.tensor([own], dtype=torch.float64, device=_device(self._group))
+        total = torch.tensor([own], dtype=torch.float64, device=device_of(self._group))
         work = dist.all_reduce(total, group=self._group, async_op=True)
         assert work is not None
 
@@ -299,7 +311,7 @@ class Loader:
             return
         self._counted = 0
         with self._clock.waiting():
-            every = _gather([self._clock.read(), self._room.samples()], self._group)
+            every = gather([self._clock.read(), self._room.samples()], self._group)
         seconds = [own for own, _ in every]
         if not all(own > 0 for own in seconds):
             return
@@ -328,51 +340,3 @@ def _quotient(part: int, total: Any, dtype: torch.dtype) -> Any:
     if isinstance(total, torch.Tensor):
         return (part / total).to(dtype)
     return part / total if total else float("nan")
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Rank and number of ranks; a process without a group is alone."""
-    if not dist.is_available() or not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise TrimtabError(
-                "loader: torchrun started several ranks, and they have not met yet; call "
-                "torch.distributed.init_process_group() before trimtab.loader"
-            )
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    nccl = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
-def _gather(values: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Every rank's numbers, by rank."""
-    _, world = _place(group)
-    if world == 1:
-        return [values]
-    device = _device(group)
-    # Apart from the stream of the training, which must not wait for the slowest host; nor the host for it.
-    aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    with aside:
-        mine = torch.tensor(values, dtype=torch.float64, device=device)
-        everyone = torch.empty(world * len(values), dtype=torch.float64, device=device)
-        members = group or dist.group.WORLD
-        assert members is not None
-        all_gather_single(everyone, mine, members)
-        return [list(row) for row in everyone.view(world, -1).tolist()]
-
-
-def _compare(sampler: ShareSampler, delay: int, group: dist.ProcessGroup | None) -> None:
-    """Refuse ranks that would take other samples than the rest believe."""
-    names = ("len(dataset)", "batch_size", "accumulate", "seed", "prefetched steps")
-    mine = [sampler.length, sampler.batch_size, sampler.accumulate, sampler.seed, delay]
-    every = _gather([float(value) for value in mine], group)
-    for place, name in enumerate(names):
-        values = [row[place] for row in every]
-        if len(set(values)) > 1:
-            raise TrimtabError(
-                f"loader: the ranks differ in {name}: {', '.join(f'{value:g}' for value in values)}; "
-                "call it with the same dataset and settings on every rank"
-            )

@@ -74,7 +74,8 @@ class ShareSampler(Sampler[list[int]]):
         self.consumed = 0
         """Samples of this epoch that went into finished steps, on all ranks."""
         self.issued: deque[Cut] = deque()
-        self._rank, self._shuffle, self._drop_last = rank, shuffle, drop_last
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._rank = rank
         self._shares = tuple(shares)
         self._later: tuple[tuple[int, int], tuple[int, ...]] | None = None
 
@@ -152,10 +153,10 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def _end(self) -> int:
-        return self.length // self.batch_size * self.batch_size if self._drop_last else self.length
+        return self.length // self.batch_size * self.batch_size if self.drop_last else self.length
 
     def _order(self) -> list[int]:
-        if not self._shuffle:
+        if not self.shuffle:
             return list(range(self.length))
         # Seed 1 of epoch 2 must not repeat seed 2 of epoch 1; and torch's generator looks at 32 bits only.
         key = blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=4).digest()
