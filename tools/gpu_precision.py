@@ -19,7 +19,7 @@ from trimtab.bench import precision as bench
 from trimtab.bench.gpt import Gpt, batch_of, text_bytes
 from trimtab.bench.harness import interleave
 from trimtab.precision import Precision, reference, triton_quantise
-from trimtab.precision.devices import measure, offers
+from trimtab.precision.devices import UNPROVEN, measure, offers
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.linear import linear
 from trimtab.precision.triton_quantise import by_rows, whole
@@ -369,4 +369,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    UNPROVEN.clear()
     main()
