@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from trimtab.collectives.layout import Layout
 
 
-class ScatterReduceAllGather:
-    """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
-
-    Every value is quantised exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
-    """
+class _BlockReduction:
+    """What both reductions of a bucket share: its layout, the groups, and how values are encoded."""
 
     def __init__(
         self,
@@ -41,21 +38,36 @@ class ScatterReduceAllGather:
         device: torch.device,
         memory: ErrorFeedback | None = None,
     ) -> None:
-        self._layout = layout
-        self._scatter, self._gather = groups[0], groups[1]
+        self._layout, self._groups, self._device = layout, groups, device
         self._kernels, self._seed, self._stochastic, self._memory = kernels, seed, stochastic, memory
-        self._rank, world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-        assert world == len(layout.chunks)
-        self._mine = layout.chunks[self._rank]
-        others = [segment for r, c in enumerate(layout.chunks) if r != self._rank for segment in c.segments]
-        self._others = Packing(segments=tuple(others), dtype=layout.dtype)
-        self._send_sizes = [0 if r == self._rank else c.nbytes for r, c in enumerate(layout.chunks)]
-        self._receive_sizes = [0 if r == self._rank else self._mine.nbytes for r in range(world)]
-        row = max(c.nbytes for c in layout.chunks)
-        self._sent = torch.empty(self._others.nbytes, dtype=torch.uint8, device=device)
-        self._received = torch.empty((world - 1) * self._mine.nbytes, dtype=torch.uint8, device=device)
-        self._sums = torch.zeros(row, dtype=torch.uint8, device=device)
-        self._gathered = torch.empty(world * row, dtype=torch.uint8, device=device)
+        self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make the buffers of payloads that every step uses again."""
+        raise NotImplementedError
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+
+class ScatterReduceAllGather(_BlockReduction):
+    """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
+
+    Every value is quantised exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
+    """
+
+    def _allocate(self) -> None:
+        chunks, rank = self._layout.chunks, self._rank
+        assert self._world == len(chunks)
+        self._mine = chunks[rank]
+        others = [segment for r, chunk in enumerate(chunks) if r != rank for segment in chunk.segments]
+        self._others = Packing(segments=tuple(others), dtype=self._layout.dtype)
+        self._send_sizes = [0 if r == rank else chunk.nbytes for r, chunk in enumerate(chunks)]
+        self._receive_sizes = [0 if r == rank else self._mine.nbytes for r in range(self._world)]
+        row = max(chunk.nbytes for chunk in chunks)
+        self._sent, self._received = self._bytes(self._others.nbytes), self._bytes(sum(self._receive_sizes))
+        self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. encode every chunk but mine; all-to-all the codes to their owners.
@@ -77,7 +89,7 @@ class ScatterReduceAllGather:
                 self._sent,
                 self._receive_sizes,
                 self._send_sizes,
-                group=self._scatter,
+                group=self._groups[0],
                 async_op=True,
             )
         )
@@ -99,37 +111,24 @@ class ScatterReduceAllGather:
             kernels.reduce_encode(
                 flat, payloads, self._mine, sums, stream=second, scale=scale, stochastic=stochastic
             )
-        yield started(all_gather_single(self._gathered, self._sums, self._gather, async_op=True))
+        yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
         for rank, row in enumerate(_rows(self._gathered, self._sums.numel())):
             chunk = self._layout.chunks[rank]
             if rank != self._rank and chunk.nbytes:
                 kernels.decode(row[: chunk.nbytes], chunk, flat)
 
 
-class AllGather:
+class AllGather(_BlockReduction):
     """Each rank sends its whole bucket, encoded, to all others; everyone adds them up.
 
     Every value is quantised once and one collective's latency is paid; payload sent per rank:
     (W - 1) times the bucket's. Right for two ranks, and for tiny buckets.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        groups: Sequence[dist.ProcessGroup],
-        kernels: Kernels,
-        *,
-        seed: int,
-        stochastic: bool,
-        device: torch.device,
-        memory: ErrorFeedback | None = None,
-    ) -> None:
-        (self._whole,) = layout.chunks
-        self._layout, self._group = layout, groups[0]
-        self._kernels, self._seed, self._stochastic, self._memory = kernels, seed, stochastic, memory
-        self._rank, world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-        self._mine = torch.empty(self._whole.nbytes, dtype=torch.uint8, device=device)
-        self._gathered = torch.empty(world * self._whole.nbytes, dtype=torch.uint8, device=device)
+    def _allocate(self) -> None:
+        (self._whole,) = self._layout.chunks
+        self._mine = self._bytes(self._whole.nbytes)
+        self._gathered = self._bytes(self._world * self._whole.nbytes)
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. encode everything; all-gather.
@@ -146,7 +145,7 @@ class AllGather:
             sent = torch.empty_like(flat)
             self._kernels.decode(self._mine, self._whole, sent)
             _keep(self._memory, self._layout, flat, sent)
-        yield started(all_gather_single(self._gathered, self._mine, self._group, async_op=True))
+        yield started(all_gather_single(self._gathered, self._mine, self._groups[0], async_op=True))
         for rank, payload in enumerate(_rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
 
