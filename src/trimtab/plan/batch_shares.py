@@ -24,8 +24,9 @@ class Adjust:
     window: int = 5
     """Steps whose median counts as one measurement."""
 
-    gain: float = 1.04
-    """Move samples when the slowest rank would then be faster by this factor."""
+    gain: float = 1.025
+    """Move samples when the slowest rank would then be faster by this factor. Moving costs nothing and changes
+    no result; this only keeps noise from moving samples back and forth."""
 
     dwell: int = 2
     """Windows to watch the present shares before a small gain counts: their median says more than one does."""
