@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.compress import explain as explain
     from trimtab.runtime.compress import load_state_dict as load_state_dict
     from trimtab.runtime.compress import state_dict as state_dict
+    from trimtab.runtime.loader import loader as loader
     from trimtab.runtime.set_precision import set_precision as set_precision
     from trimtab.runtime.tensor_parallel import tensor_parallel as tensor_parallel
 
@@ -27,6 +28,7 @@ _HOMES = {
     "compress": "trimtab.runtime.compress",
     "explain": "trimtab.runtime.compress",
     "load_state_dict": "trimtab.runtime.compress",
+    "loader": "trimtab.runtime.loader",
     "set_precision": "trimtab.runtime.set_precision",
     "state_dict": "trimtab.runtime.compress",
 }
@@ -37,6 +39,7 @@ __all__ = [
     "compress",
     "explain",
     "load_state_dict",
+    "loader",
     "set_precision",
     "state_dict",
     "tensor_parallel",

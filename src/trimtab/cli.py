@@ -184,6 +184,14 @@ def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = F
     _show("precision", json, lambda progress: precision(device, repeats, progress))
 
 
+@bench.command("shares")
+def bench_shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
+    """Unequal hosts with equal batches and with shares by speed, beside the sum of their rates."""
+    from trimtab.bench.shares import shares
+
+    _show("batch shares", json, lambda progress: shares(device, repeats, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -193,6 +201,7 @@ def bench_all() -> None:
         ("ddp", bench_ddp),
         ("loss", bench_loss),
         ("precision", bench_precision),
+        ("shares", bench_shares),
         ("tp", bench_tp),
     ):
         try:
