@@ -44,13 +44,12 @@ def test_a_cut_falls_on_a_block_boundary_of_its_parameter(
 
 
 @given(st.lists(sizes, min_size=1, max_size=6), st.integers(2, 9))
-def test_chunks_differ_in_size_by_little_more_than_a_block(
-    choices: list[tuple[int, int, int]], owners: int
-) -> None:
+def test_chunks_are_fair_to_two_blocks(choices: list[tuple[int, int, int]], owners: int) -> None:
     layout = plan_layout(pieces_of(choices), torch.float32, owners)
     fair = sum(chunk.nbytes for chunk in layout.chunks) / owners
+    # Rounding to whole blocks costs up to one, a short last block counted as average up to another.
     largest_block = 8 + 4 * 1024
-    assert max(chunk.nbytes for chunk in layout.chunks) <= fair + largest_block + 16 * len(choices)
+    assert max(chunk.nbytes for chunk in layout.chunks) <= fair + 2 * largest_block + 16 * len(choices)
 
 
 def test_a_large_parameter_is_cut_among_all_owners() -> None:
