@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.support.leaks import MARK, Snapshot
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.pool import Pool
+
+
+# No deadline: shared machines stall. On CI the same examples every time, so that a change is judged by itself.
+settings.register_profile("trimtab", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("trimtab")
 
 
 @pytest.fixture(scope="session")
