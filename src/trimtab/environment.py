@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 from trimtab.errors import TrimtabError
 
@@ -20,6 +21,14 @@ def disabled() -> bool:
     return value not in ("", "0", "false", "no", "off")
 
 
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
+    """Writes to whatever standard error is at that moment, not to what it was when first used."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def logger() -> logging.Logger:
     """The one logger, writing to stderr at the level of ``TRIMTAB_LOG`` (default info)."""
     log = logging.getLogger("trimtab")
@@ -27,7 +36,7 @@ def logger() -> logging.Logger:
         level = os.environ.get("TRIMTAB_LOG", "info").strip().lower()
         if level not in _LEVELS:
             raise TrimtabError(f"TRIMTAB_LOG={level!r} is not a level; use one of {', '.join(_LEVELS)}")
-        handler = logging.StreamHandler()
+        handler = _StandardError()
         handler.setFormatter(logging.Formatter("trimtab: %(message)s"))
         log.addHandler(handler)
         log.setLevel(level.upper())
