@@ -49,6 +49,33 @@ def quantise(
     return codes, scales.flatten()
 
 
+FP8: dict[torch.dtype, tuple[float, int, int]] = {
+    torch.float8_e4m3fn: (448.0, 3, -6),
+    torch.float8_e5m2: (57344.0, 2, -14),
+}
+"""The largest value, the bits of the mantissa, and the exponent of the smallest normal value."""
+
+
+def quantise_fp8(
+    values: torch.Tensor, dtype: torch.dtype, *, key: int, stochastic: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and the one scale of a finite fp32 matrix."""
+    top, mantissa, least = FP8[dtype]
+    largest = values.abs().amax()
+    some = largest >= LEAST_MAGNITUDE
+    scale = torch.where(some, largest * torch.tensor(top).reciprocal().to(largest.device), 0.0)
+    v = values * torch.where(some, torch.full_like(largest, top) / largest, 0.0)
+    if stochastic:
+        size = v.abs()
+        exponent = torch.frexp(size.clamp_min(2.0**least)).exponent - 1
+        step = torch.ldexp(torch.ones_like(v), exponent - mantissa)
+        # Small values are first rounded to fp32's last bit at 2^least, as adding it does.
+        size = torch.where(size < 2.0**least, (size + 2.0**least) - 2.0**least, size)
+        units = size.double() / step + rounding_offsets(values, key)
+        v = torch.copysign((units.floor() * step).to(v.dtype), v)
+    return v.clamp(-top, top).to(dtype), scale
+
+
 def rounding_offsets(values: torch.Tensor, key: int) -> torch.Tensor:
     """What is added before rounding down: `trimtab-lb32`'s 16 bits + ½, × 2⁻¹⁶, row by row."""
     rows, columns = values.shape

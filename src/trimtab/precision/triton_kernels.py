@@ -8,10 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT8 = tl.constexpr(0)
-E4M3 = tl.constexpr(1)
-E5M2 = tl.constexpr(2)
-
 _LEAST = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 
@@ -37,11 +33,14 @@ def quantise_rows(
     values += row * columns
     codes += row * padded
     i = tl.arange(0, BLOCK)
+    pair = tl.arange(0, BLOCK // 2)
     key = _row_key(calls, base, row, OPERAND)
     if CHUNKS == 1:
         x = _loaded(values, factor, i, columns, FACTOR)
         inverse, scale = _inverse_and_scale(tl.max(_size_bits(x), 0), FORMAT)
-        tl.store(codes + i, _code(x, inverse, key, i, FORMAT, STOCHASTIC), mask=i < padded)
+        even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
+        even, odd = _codes(even, odd, inverse, key, pair, FORMAT, STOCHASTIC)
+        tl.store(codes + i, tl.reshape(tl.join(even, odd), [BLOCK]), mask=i < padded)
     else:
         most = tl.zeros([BLOCK], tl.int32)
         for chunk in range(CHUNKS):
@@ -51,13 +50,23 @@ def quantise_rows(
         for chunk in range(CHUNKS):
             at = chunk * BLOCK + i
             x = _loaded(values, factor, at, columns, FACTOR)
-            tl.store(codes + at, _code(x, inverse, key, at, FORMAT, STOCHASTIC), mask=at < padded)
+            even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
+            even, odd = _codes(even, odd, inverse, key, chunk * (BLOCK // 2) + pair, FORMAT, STOCHASTIC)
+            tl.store(codes + at, tl.reshape(tl.join(even, odd), [BLOCK]), mask=at < padded)
     tl.store(scales + row, scale)
 
 
-@triton.jit
-def magnitude(values, largest, numel, BLOCK: tl.constexpr):
-    """Raise `largest` (the bits of an fp32, 0 before) to the largest magnitude; Inf and NaN are above all."""
+@triton.jit(do_not_specialize=["base"])
+def survey(values, largest, keys, calls, base: tl.int64, numel, rows, OPERAND: tl.constexpr,
+           STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Raise `largest` (the bits of an fp32, 0 before) to the largest magnitude; Inf and NaN are above all.
+
+    For stochastic rounding also the key of each row, ROWS of them a program.
+    """
+    if STOCHASTIC:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        key = _row_key(calls, base, row, OPERAND)
+        tl.store(keys + row, key.to(tl.int64, bitcast=True), mask=row < rows)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
@@ -71,20 +80,18 @@ def magnitude(values, largest, numel, BLOCK: tl.constexpr):
     tl.atomic_max(largest, tl.max(most, 0))
 
 
-@triton.jit(do_not_specialize=["base"])
+@triton.jit
 def quantise_tiles(
     values,
     largest,
+    keys,
     codes,
     turned,
     scales,
-    calls,
-    base: tl.int64,
     rows,
     columns,
     padded_rows,
     padded_columns,
-    OPERAND: tl.constexpr,
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STRAIGHT: tl.constexpr,
@@ -94,18 +101,24 @@ def quantise_tiles(
 ):
     """With one scale for all: codes as the values lie (STRAIGHT), and the transposed (TURNED)."""
     tiles = tl.cdiv(padded_columns, BN)
-    row = (tl.program_id(0) // tiles).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
-    column = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)[None, :]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(values + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    top = (tl.program_id(0) // tiles).to(tl.int64) * BM
+    left = (tl.program_id(0) % tiles) * BN
+    # Positions inside the tile in 32 bits, from a corner in 64.
+    i = tl.arange(0, BM)[:, None]
+    j = tl.arange(0, BN)[None, :]
+    inside = (top + i < rows) & (left + j < columns)
+    x = tl.load(values + (top * columns + left) + (i * columns + j), mask=inside, other=0.0)
+    even, odd = tl.split(tl.reshape(x, [BM, BN // 2, 2]))
     inverse, scale = _inverse_and_scale(tl.load(largest), FORMAT)
-    key = _row_key(calls, base, row, OPERAND)
-    code = _code(x, inverse, key, column, FORMAT, STOCHASTIC)
-    room = (row < padded_rows) & (column < padded_columns)
+    pair = left // 2 + tl.arange(0, BN // 2)[None, :]
+    key = tl.load(keys + top + i, mask=(top + i < rows) & STOCHASTIC, other=0).to(tl.uint64, bitcast=True)
+    even, odd = _codes(even.to(tl.float32), odd.to(tl.float32), inverse, key, pair, FORMAT, STOCHASTIC)
+    code = tl.reshape(tl.join(even, odd), [BM, BN])
+    room = (top + i < padded_rows) & (left + j < padded_columns)
     if STRAIGHT:
-        tl.store(codes + row * padded_columns + column, code, mask=room)
+        tl.store(codes + (top * padded_columns + left) + (i * padded_columns + j), code, mask=room)
     if TURNED:
-        at = turned + tl.trans(column).to(tl.int64) * padded_rows + tl.trans(row)
+        at = turned + (left.to(tl.int64) * padded_rows + top) + (tl.trans(j) * padded_rows + tl.trans(i))
         tl.store(at, tl.trans(code), mask=tl.trans(room))
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
@@ -155,53 +168,68 @@ def _inverse_and_scale(bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _code(x, inverse, key, i, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    v = tl.where(inverse == 0.0, 0.0, x * inverse)
+def _codes(even, odd, inverse, key, pair, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes, as bytes, of elements 2 · pair and 2 · pair + 1, which share a random number."""
+    if STOCHASTIC:
+        drawn = _uniform32(key, pair)
+        low, high = drawn & 0xFFFF, drawn >> 16
+        return _code(even * inverse, low, FORMAT, True), _code(odd * inverse, high, FORMAT, True)
+    else:
+        return _code(even * inverse, 0, FORMAT, False), _code(odd * inverse, 0, FORMAT, False)
+
+
+@triton.jit
+def _code(v, u, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The code of a scaled value. Of NaN any: its scale is NaN."""
     if FORMAT == 0:
         if STOCHASTIC:
-            v += _uniform16(key, i).to(tl.float32) * 1.52587890625e-05 + 7.62939453125e-06
+            v += u.to(tl.float32) * 1.52587890625e-05 + 7.62939453125e-06
         else:
             v += 0.5
         return tl.minimum(tl.maximum(tl.floor(v), -127.0), 127.0).to(tl.int8)
     elif FORMAT == 1:
-        if STOCHASTIC:
-            v = _stochastic(v, _uniform16(key, i), 3, -6)
-        return tl.minimum(tl.maximum(v, -448.0), 448.0).to(tl.float8e4nv)
+        return _fp8(v, u, 3, -6, 0x7E, STOCHASTIC)
     else:
-        if STOCHASTIC:
-            v = _stochastic(v, _uniform16(key, i), 2, -14)
-        return tl.minimum(tl.maximum(v, -57344.0), 57344.0).to(tl.float8e5)
+        return _fp8(v, u, 2, -14, 0x7B, STOCHASTIC)
 
 
 @triton.jit
-def _stochastic(v, u, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """v rounded at random to a neighbour with MANTISSA bits, or below 2^LEAST to a multiple of the step there."""
+def _fp8(v, u, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The bits of v rounded to MANTISSA bits, or below 2^LEAST to a multiple of the step there; at most TOP.
+
+    In integers throughout: an fp32's bits above those dropped, less the difference of the exponents' offsets.
+    """
     bits = v.to(tl.uint32, bitcast=True)
-    sign = bits & 0x80000000
     size = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
-    # The 16 random bits and a half of their unit, at the top of the bits to be dropped.
-    noise = ((u << 1) | 1) << (dropped - 17)
-    normal = ((size + noise) >> dropped) << dropped
-    step: tl.constexpr = 2.0 ** (LEAST - MANTISSA)
-    units = size.to(tl.float32, bitcast=True) * (1.0 / step)
-    small = tl.floor(units + u.to(tl.float32) * 1.52587890625e-05 + 7.62939453125e-06) * step
-    least_bits: tl.constexpr = (127 + LEAST) << 23
-    rounded = tl.where(size < least_bits, small.to(tl.uint32, bitcast=True), normal)
-    return (rounded | sign).to(tl.float32, bitcast=True)
+    offset: tl.constexpr = (127 + LEAST - 1) << MANTISSA
+    small = size < ((127 + LEAST) << 23)
+    if STOCHASTIC:
+        # With 2^LEAST added a small number's bits lie as a normal one's do, one exponent higher.
+        lifted = size.to(tl.float32, bitcast=True) + (2.0**LEAST)
+        lifted = tl.where(small, lifted.to(tl.uint32, bitcast=True) - (1 << 23), size)
+        # The 16 random bits and a half of their unit, at the top of the bits to be dropped.
+        code = ((lifted + (((u << 1) | 1) << (dropped - 17))) >> dropped) - offset
+    else:
+        # Adding a number whose last bit is the step rounds to the step.
+        magic: tl.constexpr = 2.0 ** (LEAST + dropped)
+        lifted = (size.to(tl.float32, bitcast=True) + magic).to(tl.uint32, bitcast=True)
+        normal = ((size + ((1 << (dropped - 1)) - 1) + ((size >> dropped) & 1)) >> dropped) - offset
+        code = tl.where(small, lifted - ((127 + LEAST + dropped) << 23), normal)
+    return (tl.minimum(code, TOP) | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.int8, bitcast=True)
 
 
 @triton.jit
-def _uniform16(key, i):
-    """`trimtab-lb32`'s 16 bits of elements i of rows with these keys."""
-    x = (i >> 1).to(tl.uint32) + key.to(tl.uint32)
+def _uniform32(key, pair):
+    """`trimtab-lb32`'s 16 bits of elements 2 · pair (the low) and 2 · pair + 1 (the high)."""
+    x = pair.to(tl.uint32) + key.to(tl.uint32)
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
     x ^= (key >> 32).to(tl.uint32)
     x *= 0x846CA68B
     x ^= x >> 16
-    return tl.where((i & 1) != 0, x >> 16, x & 0xFFFF)
+    return x
 
 
 @triton.jit

@@ -48,8 +48,8 @@ def by_rows(
     block = max(16, triton.next_power_of_2(padded(columns))) if columns <= HELD else 4096
     chunks = triton.cdiv(padded(columns), block)
     kernels.quantise_rows[(rows,)](
-        values, codes, scales, values if column_factor is None else column_factor, draw.calls, draw.base,
-        columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
+        values, codes.view(torch.int8), scales, values if column_factor is None else column_factor, draw.calls,
+        draw.base, columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
         FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // 512)),
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -77,12 +77,17 @@ def whole(
         return codes, turned_codes, scale.zero_()
     block = 8192
     programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
-    kernels.magnitude[(programs,)](values, largest, values.numel(), BLOCK=block, num_warps=8)
+    keys = torch.empty(rows if draw.stochastic else 1, dtype=torch.int64, device=values.device)
+    kernels.survey[(programs,)](
+        values, largest, keys, draw.calls, draw.base, values.numel(), rows, OPERAND=int(operand),
+        STOCHASTIC=draw.stochastic, ROWS=triton.next_power_of_2(triton.cdiv(rows, programs)), BLOCK=block,
+        num_warps=8,
+    )  # fmt: skip
     bm, bn, warps = TILE
     kernels.quantise_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-        values, largest, codes, turned_codes, scale, draw.calls, draw.base, rows, columns, m, n,
-        OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight,
-        TURNED=turned, BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
+        values, largest, keys, codes.view(torch.int8), turned_codes.view(torch.int8), scale, rows, columns,
+        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight, TURNED=turned,
+        BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, turned_codes, scale
 
