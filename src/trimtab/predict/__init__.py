@@ -1,0 +1,1 @@
+"""Time, memory and damage of a plan, before it runs."""

@@ -1,0 +1,65 @@
+"""Tensors as a workload describes them: shape, type, and how the shape grows with the batch."""
+
+from __future__ import annotations
+
+from math import prod
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element, by the short name of its type."""
+
+FLOATS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Tensor:
+    """What is known of a tensor that was never made."""
+
+    shape: tuple[int, ...]
+
+    dtype: str
+    """A short name: fp32, bf16, fp16, int64, bool..."""
+
+    growth: tuple[int, ...] = ()
+    """How much longer each axis becomes with one more sample; empty when none does."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * BYTES[self.dtype]
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype in FLOATS
+
+    def grown(self, samples: int) -> Tensor:
+        """The same tensor for a batch with so many more samples (fewer, where negative)."""
+        if not self.growth or not samples:
+            return self
+        shape = tuple(size + step * samples for size, step in zip(self.shape, self.growth, strict=True))
+        return Tensor(shape=shape, dtype=self.dtype, growth=self.growth)
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
