@@ -1,0 +1,119 @@
+"""How long a collective takes on a link: messages and bytes, at the rates that were measured or are given.
+
+A collective is described by what the busiest host sends: a number of messages one after another and a
+volume of bytes. Both follow from the collective, the number of ranks and how they sit on hosts; what a
+message and a byte take is a property of the link. So what was measured between two ranks speaks for more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Collective = Literal["all_reduce", "all_gather", "all_to_all"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
+
+EFFICIENCY = 0.93
+"""Part of a link's nominal rate that is left for data, where nothing was measured: headers and gaps."""
+
+LATENCY_S = 50e-6
+"""One message on a link whose latency is not given: a switched Ethernet and two network stacks."""
+
+BLOCK_HEADER = 8
+"""Bytes that a block of codes carries beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """seconds = per_message · messages + per_byte · volume, for one collective on one link."""
+
+    per_message_s: float
+    per_byte_s: float
+    drag: float = 0.0
+    """The part of a rank's device that the transfer takes while it flows."""
+
+    estimated: bool = False
+    """Not measured, but from a link's nominal rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How the ranks of a job sit on hosts."""
+
+    per_host: tuple[int, ...]
+    """Ranks on each host, in rank order."""
+
+    @property
+    def world(self) -> int:
+        return sum(self.per_host)
+
+    @property
+    def hosts(self) -> int:
+        return len(self.per_host)
+
+
+def volume(collective: Collective, nbytes: int, placement: Placement) -> tuple[int, float]:
+    """(messages one after another, bytes the busiest host sends) of a collective.
+
+    Args:
+        nbytes: of the whole vector for `all_reduce`; for `all_gather` what one rank contributes; for
+            `all_to_all` what one rank sends to all the others together.
+    """
+    world = placement.world
+    if world == 1:
+        return 0, 0.0
+    if collective == "all_reduce":  # a ring crosses each host's link once in each direction
+        return 2 * (world - 1), 2 * (world - 1) / world * nbytes
+    if collective == "all_gather":
+        return world - 1, float((world - 1) * nbytes)
+    if placement.hosts == 1:
+        return world - 1, float(nbytes)
+    most = max(placement.per_host)
+    return world - 1, most * nbytes * (world - most) / (world - 1)
+
+
+def nominal(gbit_per_s: float, latency_us: float | None) -> Fit:
+    """The fit of a link that was not measured."""
+    per_message = LATENCY_S if latency_us is None else latency_us * 1e-6
+    return Fit(per_message_s=per_message, per_byte_s=8 / (gbit_per_s * 1e9 * EFFICIENCY), estimated=True)
+
+
+def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit:
+    """Least squares in relative error over (messages, volume, seconds); neither rate is negative."""
+    if len(points) < 2:
+        raise TrimtabError(f"links: {len(points)} measurement(s) cannot tell latency from bandwidth; take two sizes")
+    # Weighted normal equations of two unknowns.
+    a = sum((m / s) ** 2 for m, _, s in points)
+    b = sum(m * v / s**2 for m, v, s in points)
+    c = sum((v / s) ** 2 for _, v, s in points)
+    p = sum(m / s for m, _, s in points)
+    q = sum(v / s for _, v, s in points)
+    determinant = a * c - b * b
+    if determinant > 0:
+        message, byte = (p * c - q * b) / determinant, (q * a - p * b) / determinant
+        if message >= 0 and byte >= 0:
+            return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
+        if message < 0 and c > 0:
+            return Fit(per_message_s=0.0, per_byte_s=q / c, drag=drag)
+    return Fit(per_message_s=p / a if a else 0.0, per_byte_s=0.0, drag=drag)
+
+
+def payload(numels: Sequence[int], bits: Sequence[int], *, block: int = 1024, itemsize: int = 4) -> int:
+    """Bytes of an encoded bucket: per parameter its number of values, and bits (0: as it is). Exact."""
+    return sum(_encoded(n, b, block, itemsize) for n, b in zip(numels, bits, strict=True))
+
+
+def _encoded(numel: int, bits: int, block: int, itemsize: int) -> int:
+    if numel == 0:
+        return 0
+    if bits == 0:
+        return -(-numel * itemsize // 8) * 8
+    blocks = -(-numel // block)
+    last = numel - (blocks - 1) * block
+    codes = (blocks - 1) * -(-block * bits // 8) + -(-last * bits // 8)
+    return BLOCK_HEADER * blocks + -(-codes // 8) * 8

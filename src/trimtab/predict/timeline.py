@@ -1,0 +1,120 @@
+"""What a replay gives: spans on every lane, who waited for whom, and where the step's time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Lane = Literal["compute", "codec", "wire"]
+PHASES = ("forward", "backward", "codec", "wire", "optimiser")
+"""What the time of a step is told apart into."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that ran from `start` to `end`, in seconds since the step began."""
+
+    role: int | None
+    """Index of the role on whose device it ran; None for a transfer, which belongs to all."""
+
+    lane: Lane
+    phase: str
+    name: str
+    start: float
+    end: float
+    stage: int = 0
+    cause: int | None = None
+    """Index of the span whose end let this one start; None at the beginning of the step."""
+
+    ticks: tuple[tuple[float, float], ...] = ()
+    """(time, work done) wherever its speed changed: what runs beside others does not run evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleTime:
+    """The step as one rank of a role sees it."""
+
+    name: str
+    ranks: int
+    compute_s: float
+    """Forward, backward and optimiser, with what runs beside them taken into account."""
+
+    own_s: float
+    """The same with the device to itself."""
+
+    wait_s: float
+    """From its last gradient to the last average."""
+
+    end_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """The part of the step in which the device works on the model."""
+        return self.own_s / self.end_s if self.end_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One replayed step."""
+
+    step_s: float
+    roles: tuple[RoleTime, ...]
+    spans: tuple[Span, ...]
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """From the beginning of the step to its end, the spans of which each had to wait for the one before."""
+        if not self.spans:
+            return ()
+        index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end)
+        path: list[Span] = []
+        while index is not None:
+            path.append(self.spans[index])
+            index = path[-1].cause
+        return tuple(reversed(path))
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of the critical path by phase; they add up to the step."""
+        parts = dict.fromkeys(PHASES, 0.0)
+        for span in self.critical_path():
+            parts[span.phase] += span.end - span.start
+        return parts
+
+    def critical_role(self) -> int:
+        """Index of the role that computes longest on the critical path."""
+        seconds = [0.0] * len(self.roles)
+        for span in self.critical_path():
+            if span.role is not None:
+                seconds[span.role] += span.end - span.start
+        return max(range(len(seconds)), key=seconds.__getitem__)
+
+
+def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
+    """What holds the step up, in words."""
+    parts = timeline.breakdown()
+    total = timeline.step_s
+    role = timeline.critical_role()
+    name = (names or [r.name for r in timeline.roles])[role]
+    if total <= 0:
+        return "the step takes no time: there is no work in it"
+    link = parts["wire"] / total
+    codec = parts["codec"] / total
+    compute = 1 - link - codec
+    waits = [r.wait_s / total for r in timeline.roles]
+    if link >= 0.4:
+        return (
+            f"the link: for {link:.0%} of the step nothing but a transfer is being waited for; send fewer bits, "
+            "or use a faster link"
+        )
+    if codec >= 0.3:
+        return f"encoding and decoding: {codec:.0%} of the step; more bits are cheaper to encode only if sent raw"
+    spread = max(waits) - min(waits)
+    if len(timeline.roles) > 1 and spread > 0.1:
+        return (
+            f"the devices of {name}: the others wait for them for up to {max(waits):.0%} of the step; give them "
+            "smaller shares of the batch or a lower precision"
+        )
+    exposed = f", {link:.0%} an exposed transfer" if link >= 0.02 else ""
+    return f"computing: {compute:.0%} of the step{exposed}; the ranks are even to within {spread:.0%} of it"

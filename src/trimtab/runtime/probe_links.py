@@ -1,0 +1,172 @@
+"""Measuring the link of a job: latency and bandwidth of each collective, and what a transfer takes of a device.
+
+Collective: every rank of the group calls these at the same point, and every rank gets the same figures.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab._compat import all_gather_single
+from trimtab.collectives.reduction import started
+from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SIZES = (1 << 16, 1 << 20, 1 << 23)
+"""Bytes of the trial vectors."""
+
+
+class LinkProbe:
+    """Trial transfers of one group; rounds can be added, and fitted at any time."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sizes: Sequence[int] = SIZES,
+        collectives: Sequence[Collective] = COLLECTIVES,
+    ) -> None:
+        self._placement, self._device, self._group = placement, device, group
+        self._world = dist.get_world_size(group)
+        self._sizes, self._collectives = tuple(sizes), tuple(collectives)
+        self._taken: dict[tuple[Collective, int], list[float]] = {}
+        self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
+        self._unit = _Unit(device)
+        self._buffers = {(c, n): self._make(c, n) for c in self._collectives for n in self._sizes}
+
+    def round(self) -> None:
+        """Time every collective at every size once, and the largest beside a computation."""
+        for (collective, size), run in self._buffers.items():
+            self._taken.setdefault((collective, size), []).append(self._timed(run))
+        for collective in self._collectives:
+            self._drags[collective].append(self._beside(self._buffers[collective, self._sizes[-1]]))
+
+    def fits(self) -> dict[Collective, tuple[Fit, ...]]:
+        """For each collective a fit for each rank: they differ in drag alone."""
+        found: dict[Collective, tuple[Fit, ...]] = {}
+        for collective in self._collectives:
+            points = []
+            for size in self._sizes:
+                messages, sent = volume(collective, size, self._placement)
+                points.append((messages, sent, median(self._taken[collective, size])))
+            rest = points[-1][2]
+            found[collective] = tuple(
+                fit(points, drag=max(0.0, median(taken) / rest))
+                for taken in zip(*self._drags[collective], strict=True)
+            )
+        return found
+
+    def _make(self, collective: Collective, nbytes: int) -> Callable[[], dist.Work]:
+        device, group, world = self._device, self._group, self._world
+        if collective == "all_reduce":
+            values = torch.zeros(nbytes // 4, device=device)
+            return lambda: started(dist.all_reduce(values, group=group, async_op=True))
+        if collective == "all_gather":
+            mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            everyone = torch.zeros(nbytes * world, dtype=torch.uint8, device=device)
+            of: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
+            return lambda: started(all_gather_single(everyone, mine, of, async_op=True))
+        # Nothing to itself, as the reductions do.
+        parts = [0 if r == dist.get_rank(group) else nbytes // max(1, world - 1) for r in range(world)]
+        sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
+        return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
+
+    def _timed(self, run: Callable[[], dist.Work]) -> float:
+        """Seconds until the slowest rank has finished."""
+        self._together()
+        start = time.perf_counter()
+        run().wait()
+        self._finish()
+        return self._largest(time.perf_counter() - start)
+
+    def _beside(self, run: Callable[[], dist.Work]) -> list[float]:
+        """For each rank, the seconds of computing that one transfer costs it."""
+        alone = self._unit.seconds()
+        self._together()
+        start = time.perf_counter()
+        if self._device.type == "cuda":
+            lost = self._unit.beside(run, alone)
+        else:
+            work = run()
+            units = 0
+            while not work.is_completed():
+                self._unit.run()
+                units += 1
+            lost = time.perf_counter() - start - units * alone
+            work.wait()
+        mine = torch.tensor([lost], dtype=torch.float64, device=self._device)
+        everyone = torch.empty(self._world, dtype=torch.float64, device=self._device)
+        of: dist.ProcessGroup = self._group or dist.group.WORLD  # type: ignore[assignment]
+        all_gather_single(everyone, mine, of)
+        return [float(x) for x in everyone.tolist()]
+
+    def _together(self) -> None:
+        dist.barrier(group=self._group)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _largest(self, seconds: float) -> float:
+        taken = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
+        return float(taken)
+
+
+class _Unit:
+    """A short computation of known length, to see what runs beside it."""
+
+    SECONDS = 0.06
+
+    def __init__(self, device: torch.device) -> None:
+        side = 128 if device.type == "cpu" else 2048
+        self._device = device
+        self._a = torch.randn(side, side, device=device)
+        self._out = torch.empty_like(self._a)
+
+    def run(self) -> None:
+        torch.mm(self._a, self._a, out=self._out)
+
+    def seconds(self) -> float:
+        """One unit with the device to itself, over long enough that a quota counts in full."""
+        for _ in range(3):
+            self.run()
+        if self._device.type == "cuda":
+            return self._on_stream(64) / 64
+        start = time.perf_counter()
+        units = 0
+        while (taken := time.perf_counter() - start) < self.SECONDS:
+            self.run()
+            units += 1
+        return taken / units
+
+    def beside(self, run: Callable[[], dist.Work], alone: float) -> float:
+        """How much longer a long row of units takes with a transfer beside it (CUDA)."""
+        start = time.perf_counter()
+        run().wait()
+        torch.cuda.synchronize(self._device)
+        units = max(1, round(1.5 * (time.perf_counter() - start) / alone))
+        work = run()
+        taken = self._on_stream(units)
+        work.wait()
+        torch.cuda.synchronize(self._device)
+        return taken - units * alone
+
+    def _on_stream(self, units: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(units):
+            self.run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
