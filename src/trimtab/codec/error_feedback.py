@@ -34,8 +34,13 @@ class ErrorFeedback:
                 meant.numel(), dtype=torch.float32, device=meant.device
             )
         torch.sub(meant.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
-        finite = torch.isfinite(residual).all()
-        residual.copy_(torch.where(finite, residual, torch.zeros_like(residual)))
+        # One pass: a single NaN or Inf makes the sum one. (A sum that overflows resets too; no gradient is so large.)
+        finite = torch.isfinite(residual.sum())
+        if residual.device.type == "cpu":
+            if not finite:
+                residual.zero_()
+        else:  # asking would make the host wait for the device
+            residual.masked_fill_(~finite, 0.0)
 
     def norm(self, name: str) -> float:
         """Euclidean norm of what is owed to a parameter."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,20 @@ if TYPE_CHECKING:
 MIN_NUMEL = 2048
 """Smaller parameters, and all with one axis, travel uncompressed: few bytes, and the most sensitive."""
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+
+class Watcher(Protocol):
+    """Sees every step of a compression, on its communication threads, and may change bits between steps."""
+
+    def begin(self, step: int) -> None:
+        """Called before the first bucket of a step is encoded, when all earlier steps are reduced.
+
+        The last moment for `set_bits(..., at_step=step)`.
+        """
+
+    def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called with each bucket's average over the ranks, before DDP gets it; must not change it."""
 
 
 class DdpCompression:
@@ -69,6 +82,10 @@ class DdpCompression:
             error_feedback = not isinstance(codec, Block)
         self.memory = ErrorFeedback() if error_feedback else None
         self._rights: dict[str, torch.Tensor] = {}
+        self.watcher: Watcher | None = None
+        """Set before the first step, on every rank or on none."""
+        self._begun = -1
+        self._changes: dict[int, dict[str, int]] = {}
         self._kernels, self._observe = kernels, observe
         self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
@@ -95,6 +112,33 @@ class DdpCompression:
             self.step += 1
         return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
 
+    def set_bits(self, bits: Mapping[str, int], *, at_step: int) -> None:
+        """From step `at_step` on, send these parameters in so many bits; the others stay as they are.
+
+        Every rank makes the same call before its step `at_step` begins. What error feedback owes a
+        parameter, and the random streams, go on as they were.
+        """
+        if not isinstance(self.codec, Block):
+            raise TrimtabError(f"set_bits: {self.codec} has no bits; only Block has")
+        for name, value in bits.items():
+            if name not in self.pieces:
+                raise TrimtabError(f"set_bits: there is no parameter {name!r}")
+            if self.pieces[name][1] == RAW:
+                raise TrimtabError(f"set_bits: {name} travels uncompressed; its bits cannot change")
+            if not 1 <= value <= 8:
+                raise TrimtabError(f"set_bits: {name}: bits must be 1 to 8, got {value}")
+        if at_step <= self._begun:
+            raise TrimtabError(f"set_bits: step {at_step} has begun; give a later one than {self._begun}")
+        self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
+
+    def become(self, codec: Block, *, error_feedback: bool) -> None:
+        """Take another rounding, with or without error feedback; between two steps, on every rank."""
+        assert isinstance(self.codec, Block), "the family of block codecs"
+        self.codec = codec
+        if error_feedback != (self.memory is not None):
+            self.memory = ErrorFeedback() if error_feedback else None
+        self._reductions.clear()
+
     def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Hand every bucket to another communication hook from now on; DDP itself takes only one."""
         self._instead = (state, hook)
@@ -109,6 +153,8 @@ class DdpCompression:
             "version": STATE_VERSION,
             "seed": self.seed,
             "step": self.step,
+            "bits": {name: bits for name, (_, bits, _) in self.pieces.items() if bits != RAW},
+            "changes": {step: dict(bits) for step, bits in self._changes.items()},
             "residuals": self.memory.state_dict() if self.memory is not None else {},
             "rights": {name: factor.clone() for name, factor in self._rights.items()},
         }
@@ -118,18 +164,23 @@ class DdpCompression:
             raise TrimtabError(
                 f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
             )
-        unknown = sorted({*state["residuals"], *state["rights"]} - self.pieces.keys())
+        unknown = sorted({*state["residuals"], *state["rights"], *state["bits"]} - self.pieces.keys())
         if unknown:
             raise TrimtabError(
                 f"the compression state is of another model: it names {', '.join(unknown[:3])}"
             )
         self.seed, self.step = state["seed"], state["step"]
+        self._begun = self.step - 1
+        self._changes = {step: dict(bits) for step, bits in state["changes"].items()}
+        for name, (numel, bits, block) in self.pieces.items():
+            if bits != RAW:
+                self.pieces[name] = numel, state["bits"].get(name, bits), block
         if self.memory is not None:
             on_device = {name: value.to(self.device) for name, value in state["residuals"].items()}
             self.memory.load_state_dict(on_device)
         self._rights.clear()
         self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})
-        self._reductions.clear()  # they hold the seed
+        self._reductions.clear()  # they hold the seed and the bits
 
     def _choose(
         self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
@@ -159,6 +210,8 @@ class DdpCompression:
         flat: torch.Tensor,
         step: int,
     ) -> Iterator[dist.Work]:
+        if step != self._begun:
+            self._begin(step)
         key = (*map(id, parameters), flat.dtype)
         if key not in self._reductions:
             self._reductions[key] = self._plan(parameters, gradients, flat)
@@ -166,6 +219,26 @@ class DdpCompression:
         if self._observe is not None:
             self._observe(step, pieces, flat)
         yield from reduction.steps(flat, step=step, scale=self.scale)
+        if self.watcher is not None:
+            self.watcher.reduced(step, pieces, flat)
+
+    def _begin(self, step: int) -> None:
+        """The first bucket of a step is about to be encoded: the time to take up new bits.
+
+        One thread runs the first stage of every bucket, in order, so no reduction can see half a
+        change. None of an earlier step is in flight: DDP begins a backward pass when it has the last
+        one's results. On CUDA that holds in the order of the first stage's stream, to which the
+        buffers belong: it has just waited for gradients that were computed after the optimiser had
+        waited for all stages of the step before. So freed buffers are safe to be reused here.
+        """
+        if self.watcher is not None:
+            self.watcher.begin(step)
+        self._begun = step
+        for at_step in sorted(at for at in list(self._changes) if at <= step):
+            for name, bits in self._changes.pop(at_step).items():
+                numel, _, block = self.pieces[name]
+                self.pieces[name] = numel, bits, block
+            self._reductions.clear()
 
     def _plan(
         self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], flat: torch.Tensor
