@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BINS = 10_000
 """Steps into which the dynamic programme cuts the budget of squared error."""
 
+ROUNDING = 1e-13
+"""More than what rounding does to a sum of squares, as a fraction."""
+
 MAX_CELLS = 1 << 24
 """Of the programme's table: with very many layers open, bins become wider, not memory larger (64 MiB)."""
 
@@ -135,7 +138,16 @@ def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> 
     3. Over the rest, least cost for every number of bins of squared error spent. Errors are rounded up, so
        what fits in bins truly fits; what rounding left unused is filled up at the end.
     """
-    table = Table(layers, budget)
+    # A budget that is an assignment's own error must admit it, though sums are rounded: first a hair more
+    # room than there is and, if that was too much, a hair less.
+    for hair in (ROUNDING, -ROUNDING):
+        found = _solve(layers, Table(layers, budget, hair), budget, bins)
+        if within(layers, found, budget):
+            return found
+    return most_exact(layers)
+
+
+def _solve(layers: Sequence[LayerOptions], table: Table, budget: float, bins: int) -> list[int]:
     price, bound = table.relax()
     found = table.fill(table.cheapest(price))
     priced = table.priced(price)
@@ -144,7 +156,7 @@ def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> 
     if gap > 0:
         found = _better(table, found, table.fill(_over_bins(table, reduced < gap, bins)))
     for index in range(table.costs.shape[1]):
-        # A budget that is an assignment's own error must admit that assignment, to the last bit.
+        # Never dearer than the same option everywhere, which the bins may have rounded out of the budget.
         same = np.full(len(layers), index)
         if table.there[:, index].all() and within(layers, same.tolist(), budget):
             found = _better(table, found, same)
@@ -154,7 +166,8 @@ def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> 
 class Table:
     """Errors and costs of all layers as arrays (layer × option), and the room for squared error."""
 
-    def __init__(self, layers: Sequence[LayerOptions], budget: float) -> None:
+    def __init__(self, layers: Sequence[LayerOptions], budget: float, hair: float = -ROUNDING) -> None:
+        """`hair`: how much more room there is than the budget's, as a fraction; sums are rounded."""
         widest = max(len(layer.options) for layer in layers)
         shape = (len(layers), widest)
         self.costs: Floats = np.full(shape, np.inf)
@@ -164,8 +177,7 @@ class Table:
             self.squares[row, : len(layer.errors)] = np.square(layer.errors)
         self.there = np.isfinite(self.costs)
         self._rows = np.arange(len(layers))
-        # The margin covers the rounding of sums, so that no filled-up assignment misses the budget by a hair.
-        self.room = budget * budget * (1 - 1e-13)
+        self.room = budget * budget * (1 + hair)
         self.least = self._order(self.squares, self.costs)
         """The most exact option of each layer, the cheapest of equals."""
 
@@ -226,8 +238,8 @@ class Table:
         for i in range(self.costs.shape[1]):
             for j in range(i):
                 both = self.there[:, i] & self.there[:, j]
-                less = (self.costs[:, j] - self.costs[:, i])[both]
-                more = (self.squares[:, i] - self.squares[:, j])[both]
+                less = self.costs[both, j] - self.costs[both, i]
+                more = self.squares[both, i] - self.squares[both, j]
                 with np.errstate(all="ignore"):
                     found.append(less / more)
         prices = np.concatenate(found) if found else np.zeros(0)
