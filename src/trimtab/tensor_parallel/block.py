@@ -6,17 +6,19 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.tensor_parallel.group import TensorGroup, enter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    import torch
-
+    from trimtab.tensor_parallel.change import Activity
     from trimtab.tensor_parallel.layout import UnitAxis
+    from trimtab.tensor_parallel.lease import BlockLease, Leases
+    from trimtab.tensor_parallel.resize import Cut
     from trimtab.tensor_parallel.table import Table
 
 _ATTRIBUTE = "_trimtab_tensor_parallel"
@@ -73,6 +75,21 @@ class Block:
 
     calls: int = 0
     """Forward passes of the training so far that drew random numbers."""
+
+    lease: BlockLease | None = None
+    """The units that ranks compute for each other in training; None while each computes its own."""
+
+    cut: Cut | None = None
+    """What this rank leaves out of the passes of training; evaluation is always in full."""
+
+    running: Cut | None = None
+    """What the pass under way leaves out."""
+
+    learned: Cut | None = None
+    """What the last pass of training left out: what its gradients are about."""
+
+    activity: Activity | None = None
+    """Adds up the sizes of activations while something wants to know."""
     _entered: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -85,17 +102,74 @@ class Block:
         """How many units this rank owns."""
         return len(self.table.slots[self.group.rank])
 
-    def enter(self, x: Tensor) -> Tensor:
+    @property
+    def computed(self) -> list[int]:
+        """The units that this rank computes in this pass, in their order: its own, but for a lease or a cut."""
+        held = self.owned if self.lease is None or not self.lease.working else self.lease.units
+        if self.running is None or self.running.units is None:
+            return held
+        return [held[place] for place in self.running.units.kept.tolist()]
+
+    @property
+    def computing(self) -> int:
+        """How many they are."""
+        if self.running is not None and self.running.units is not None:
+            return len(self.running.units.kept)
+        return self.count if self.lease is None or not self.lease.working else len(self.lease.units)
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """How many units of its own this rank computes in training but for a cut, and how many with borrowed ones."""
+        return (self.count, self.count) if self.lease is None else (self.lease.kept, len(self.lease.units))
+
+    def stored(self, parameter: Tensor, *, into: bool) -> Tensor:
+        """The part of a parameter that this rank computes with in this pass; `into` the units, or out of them."""
+        width = parameter.shape[0] // self.room[self.group.rank]
+        if self.lease is not None and self.lease.working:
+            held = self.lease.working[id(parameter)]
+        else:
+            rows = self.count * width
+            held = parameter if parameter.shape[0] == rows else parameter[:rows]
+        return held if self.running is None else self.running.weight(held, id(parameter), width, into=into)
+
+    def enter(self, x: Tensor, training: bool) -> Tensor:
         """The block's input; projections of the same input share it, so its gradients meet once."""
         if self._entered is None or self._entered[0] is not x:
-            self._entered = (x, enter(x, self.group))
             self.elastic.inside = self
+            self._forget_pass()  # a repeated pass may have ended before its output
+            if self.lease is not None and torch.is_grad_enabled():
+                entered = self.lease.enter(x)
+            else:
+                entered = enter(x, self.group)
+            if training:
+                if self.cut is not None and self.cut.places != self.places:
+                    self.changed()  # the lease is another than the cut was made for
+                self.running = self.learned = self.cut
+                if self.activity is not None:
+                    self.activity.see_input(x)
+            if self.running is not None:
+                entered = self.running.input(entered)
+            self._entered = (x, entered)
+            self._set_widths(self.computing)
         return self._entered[1]
 
     def left(self) -> None:
         """The block's output is complete."""
         self._entered = None
         self.elastic.inside = None
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        if self.lease is not None and self.lease.working:
+            self.lease.working = {}
+        self.running = None
+        self._set_widths(self.count)
+
+    def changed(self) -> None:
+        """Other units are computed here than before: what was to be left out must be chosen anew."""
+        self.cut = self.learned = self.running = None
+        for listener in self.elastic.listeners:
+            listener(self)
 
     def room_for(self, table: Table) -> tuple[int, ...]:
         """The room each rank has with another table: what it had, if there is headroom and it suffices."""
@@ -106,9 +180,13 @@ class Block:
 
     def adopt(self, table: Table) -> None:
         """Take over a table; the tensors hold its units already."""
-        self.table, self.room = table, self.room_for(table)
+        self.table, self.room, self.lease = table, self.room_for(table), None
+        self._set_widths(self.count)
+        self.changed()
+
+    def _set_widths(self, units: int) -> None:
         for attribute, width in self.local_widths.items():
-            setattr(self.parent, attribute, max(1, self.count) * width)
+            setattr(self.parent, attribute, max(1, units) * width)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,6 +202,12 @@ class Elastic:
     blocks: dict[str, Block] = field(default_factory=dict)
     inside: Block | None = None
     """The block whose units are being computed now."""
+
+    leases: Leases | None = None
+    """Gradients of leased units on their way; None before the first lease."""
+
+    listeners: list[Callable[[Block], None]] = field(default_factory=list)
+    """Called with each block that computes other units than before."""
 
     broken: str = ""
     """Why the units cannot be trusted any more; empty while they can."""

@@ -141,8 +141,8 @@ def _counts() -> int:
 
 
 def _drop_units(x: Tensor, p: float, block: Block, name: str, calls: int) -> Tensor:
-    heads, count = block.heads_per_unit, max(1, block.count)
-    owned = torch.as_tensor(block.owned or [0], device=x.device)
+    heads, count = block.heads_per_unit, max(1, block.computing)
+    owned = torch.as_tensor(block.computed or [0], device=x.device)
     if heads and x.ndim == 4 and x.shape[1] == count * heads:
         ids = (owned.unsqueeze(1) * heads + torch.arange(heads, device=x.device)).flatten()
         axis = 1

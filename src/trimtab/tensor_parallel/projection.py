@@ -29,10 +29,11 @@ class InProjection(nn.Module):
         self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
-        units, width = self.block.count, sum(self.parts)
-        x = self.block.enter(x)
-        bias = None if self.bias is None else _used(self.bias, units * width)
-        y = F.linear(x, _used(self.weight, units * width), bias)
+        width = sum(self.parts)
+        x = self.block.enter(x, self.training)
+        units = self.block.computing
+        bias = None if self.bias is None else self.block.stored(self.bias, into=True)
+        y = F.linear(x, self.block.stored(self.weight, into=True), bias)
         if units == 0:
             # Attention cannot count heads from nothing: give it one of zeros, which `OutProjection` drops.
             return F.pad(y, (0, width))
@@ -57,16 +58,15 @@ class OutProjection(nn.Module):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.block.count * self.width
-        if rows == 0:
+        if self.block.computing == 0:
             x = x[..., :0]
-        y = leave(x @ _used(self.weight, rows), self.block.group)
+        if self.training and self.block.activity is not None:
+            self.block.activity.see_hidden(x)
+        if self.block.running is not None:
+            x = self.block.running.hidden(x)
+        y = leave(x @ self.block.stored(self.weight, into=False), self.block.group)
         self.block.left()
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"units={self.block.count} of {self.block.units}, width={self.width}"
-
-
-def _used(stored: Tensor, rows: int) -> Tensor:
-    return stored if stored.shape[0] == rows else stored[:rows]
