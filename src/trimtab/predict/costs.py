@@ -92,7 +92,9 @@ def _shape(operator: Operator) -> str:
             parts.append(operator.target)
         parts += [_sizes(t, operator.dtype) for t in operator.input_tensors]
         parts += [f"w{_sizes(t, operator.dtype)}" for t in operator.parameter_tensors]
-    parts += [f"{name}={_value(value)}" for name, value in sorted(operator.arguments.items())]
+    for name, value in sorted(operator.arguments.items()):
+        if not _holds_tensors(value):
+            parts.append(f"{name}={_value(value)}")
     if not operator.input_tensors:
         parts += [_sizes(t, operator.dtype) for t in operator.outputs]
     return ",".join(parts)
@@ -105,6 +107,12 @@ def _sizes(tensor: Tensor, usual: str) -> str:
 
 def _weight_type(weight: Tensor) -> list[str]:
     return [] if weight.dtype == "fp32" else [f"w:{weight.dtype}"]
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, str) and value[:1] in ("$", "%")
 
 
 def _value(value: object) -> str:

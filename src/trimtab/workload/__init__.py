@@ -1,5 +1,6 @@
 """What the model asks for."""
 
+from trimtab.workload.file import load_workload, save_workload
 from trimtab.workload.tensor import Tensor
 from trimtab.workload.workload import (
     OUTSIDE,
@@ -26,4 +27,6 @@ __all__ = [
     "Saved",
     "Tensor",
     "Workload",
+    "load_workload",
+    "save_workload",
 ]

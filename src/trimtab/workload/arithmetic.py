@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def _product(operator: Operator) -> int:
     if operator.kind == "linear":
         weight = next(t for t in operator.parameter_tensors if len(t.shape) == 2)
         return 2 * out.numel * weight.numel // out.shape[-1]
-    tensors = (*operator.input_tensors, *operator.parameter_tensors)
-    left = next(t for t in tensors if len(t.shape) >= 2)
-    return 2 * out.numel * left.shape[-1]
+    # Of the operands, b·m·k and b·k·n elements, and the result's b·m·n, follow k, whatever their order.
+    operands = sorted(t.numel for t in (*operator.input_tensors, *operator.parameter_tensors))[-2:]
+    batch = prod(out.shape[:-2]) if len(out.shape) > 2 else 1
+    return 2 * out.numel * isqrt(prod(operands) // max(1, out.numel * batch))

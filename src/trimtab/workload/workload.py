@@ -39,8 +39,9 @@ OUTSIDE = -1
 class Saved:
     """A tensor that autograd keeps for an operator's backward pass. Parameters are left out."""
 
-    role: Literal["input", "output", "other"]
-    """`other`: made inside the operator for backward alone (statistics, masks, copies in another type)."""
+    role: Literal["input", "weight", "output", "other"]
+    """`input` and `weight`: the argument itself, or the operator's own copy of it in another type (a weight
+    itself costs nothing and is left out). `other`: made for backward alone (statistics, masks)."""
 
     producer: int
     """The operator that made the memory, or OUTSIDE: two operators that keep the same memory keep it once."""
@@ -86,8 +87,11 @@ class Operator:
     """Names of parameters it uses (the first name of a shared one), in the order of the arguments."""
 
     parameter_tensors: tuple[Tensor, ...] = ()
+    """What the call is given of them: a view may be turned, cut or expanded."""
+
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What else the call is given, by name: numbers, flags, lists of numbers."""
+    """What the call is given, by name: numbers, flags, lists; a tensor as ``$i``, the i-th input, or ``%i``,
+    the i-th parameter. Of whole modules and attention: only what is neither tensor nor usual."""
 
     saved: tuple[Saved, ...] = ()
     differentiable: bool = True
@@ -144,6 +148,7 @@ class Operator:
             self,
             input_tensors=tuple(t.grown(samples) for t in self.input_tensors),
             outputs=tuple(t.grown(samples) for t in self.outputs),
+            parameter_tensors=tuple(t.grown(samples) for t in self.parameter_tensors),
             saved=tuple(replace(s, tensor=s.tensor.grown(samples)) for s in self.saved),
         )
 

@@ -1,0 +1,59 @@
+"""Which gradients DDP reduces together, as it arranges them after its first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.workload.workload import OUTSIDE, Bucket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.workload.workload import Parameter
+
+MIB = 1 << 20
+FIRST_MB = 1.0
+"""DDP's first bucket is small, so that communication starts early."""
+
+DEFAULT_MB = 25.0
+
+
+def ddp_buckets(parameters: Sequence[Parameter], cap_mb: float | None = None) -> tuple[Bucket, ...]:
+    """Trainable parameters in the order in which backward completes their gradients, cut at the caps.
+
+    A bucket is closed by the parameter that fills it; each type of parameter has buckets of its own.
+
+    Args:
+        parameters: in the order in which the model lists them.
+        cap_mb: DDP's `bucket_cap_mb`; where it is given, it holds for the first bucket too.
+    """
+    first, cap = (FIRST_MB, DEFAULT_MB) if cap_mb is None else (cap_mb, cap_mb)
+    limits = (int(first * MIB), int(cap * MIB))
+    trainable = [p for p in parameters if p.trainable]
+    # Backward runs from the last operator to the first; a parameter nobody uses is reduced with the last.
+    order = sorted(
+        range(len(trainable)),
+        key=lambda i: (-min(trainable[i].operators, default=OUTSIDE), -i),
+    )
+    done: list[list[Parameter]] = []
+    open_: dict[str, list[Parameter]] = {}
+    closed: dict[str, int] = {}
+    for index in order:
+        parameter = trainable[index]
+        dtype = parameter.tensor.dtype
+        mine = open_.setdefault(dtype, [])
+        if not mine:
+            done.append(mine)
+        mine.append(parameter)
+        limit = limits[min(closed.get(dtype, 0), 1)]
+        if sum(p.tensor.nbytes for p in mine) >= limit:
+            closed[dtype] = closed.get(dtype, 0) + 1
+            open_[dtype] = []
+    return tuple(
+        Bucket(
+            parameters=tuple(p.name for p in bucket),
+            nbytes=sum(p.tensor.nbytes for p in bucket),
+            ready=min(min(p.operators, default=OUTSIDE) for p in bucket),
+        )
+        for bucket in done
+    )
