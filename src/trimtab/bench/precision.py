@@ -265,7 +265,6 @@ def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
         "copy": (lambda: into.copy_(x), 4),
         "int8 by row, stochastic": (lambda: by_rows(x, torch.int8, stochastic, Operand.INPUT), 3),
         "int8 by row, nearest": (lambda: by_rows(x, torch.int8, nearest, Operand.INPUT), 3),
-        "fp8 by row, nearest": (lambda: by_rows(x, e4m3, nearest, Operand.INPUT), 3),
         "fp8 whole, both orders, nearest": (lambda: whole(x, e4m3, nearest, Operand.INPUT), 6),
         "fp8 whole, both orders, stochastic": (lambda: whole(x, e5m2, stochastic, Operand.INPUT), 6),
     }
@@ -300,8 +299,8 @@ def _summary(rows: list[dict[str, Any]], device: torch.device) -> dict[str, floa
         if row["operator"] == "step" and AA not in row["precision"] and row["precision"] != baseline:
             summary[f"{row['precision']}_step_speedup"] = row["step_speedup"]
             summary[f"{row['precision']}_loss_change"] = row["loss_change"]
-        if row["precision"] == "int8 by row, stochastic":
-            summary["quantise_of_copy_bandwidth"] = row["of_copy_bandwidth"]
+        if row["operator"] == "quantise" and row["precision"] != "copy":
+            summary[f"{row['precision']}: quantise_of_copy_bandwidth"] = row["of_copy_bandwidth"]
     again = [row for row in rows if AA in row["precision"] and row["pass"] != "forward"]
     ratios = [row.get("step_speedup", row.get(f"speedup_over_{baseline}", 1.0)) for row in again]
     summary["aa_worst"] = max(abs(ratio - 1) for ratio in ratios)

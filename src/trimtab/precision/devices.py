@@ -33,11 +33,6 @@ EVER: dict[Kind, tuple[Name, ...]] = {
 """What an operator can have on some device."""
 
 
-UNPROVEN: set[Name] = {"fp8"}
-"""Written for GPUs, but not yet right on one: an H200 gave other bits than the reference, and NaN in training.
-Not offered until tools/gpu_precision.py passes, which empties this to check it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Forward and backward of a linear layer on this device, in one precision."""
@@ -63,8 +58,7 @@ def _offers(device_type: str, index: int | None) -> dict[Kind, tuple[Name, ...]]
             # Their 8-bit float types are others than the ones our kernels write.
             offered: tuple[Name, ...] = ("fp32", "bf16", "fp16")
         else:
-            able = cuda_precisions(torch.cuda.get_device_capability(index))
-            offered = tuple(name for name in able if name not in UNPROVEN)
+            offered = cuda_precisions(torch.cuda.get_device_capability(index))
     elif device_type == "cpu":
         offered = cpu_precisions()
     else:

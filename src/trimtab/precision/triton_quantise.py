@@ -19,7 +19,10 @@ PAD = 16
 HELD = 16384
 """Rows up to this long stay in registers between finding their scale and using it."""
 
-TILE = (64, 64, 4)
+PER_WARP = 512
+"""Values of a row that a warp quantises by rows."""
+
+TILE = (64, 128, 4)
 """Rows and columns that a program quantises and transposes, and its warps."""
 
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -50,7 +53,7 @@ def by_rows(
     kernels.quantise_rows[(rows,)](
         values, codes.view(torch.int8), scales, values if column_factor is None else column_factor, draw.calls,
         draw.base, columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
-        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // 512)),
+        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // PER_WARP)),
         enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales
