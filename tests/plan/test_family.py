@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.plan.bits import Assignment
+from trimtab.plan.compression import Exchange
 from trimtab.plan.family import (
     BITS,
     BITS_FEEDBACK,
@@ -16,10 +16,11 @@ from trimtab.plan.family import (
     POWERSGD,
     Candidate,
     LinkCost,
-    bits_candidate,
     choose_family,
+    measured,
     passed_families,
-    powersgd_candidate,
+    predicted_bits,
+    predicted_powersgd,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -27,59 +28,61 @@ SLOW = LinkCost(s_per_byte=8 / 100e6, latency_s=1e-4)
 FAST = LinkCost(s_per_byte=8 / 100e9, latency_s=1e-5)
 
 
-def candidates() -> list[Candidate]:
+def candidates(link: LinkCost) -> list[Candidate]:
     values = 25_000_000
     return [
-        bits_candidate(
-            BITS, values * 3.5 / 8, values=values, raw_bytes=10**5, codec_s_per_value=2e-9, rounds=1
-        ),
-        bits_candidate(
-            BITS_FEEDBACK, values * 2.1 / 8, values=values, raw_bytes=10**5, codec_s_per_value=4e-9, rounds=1
-        ),
-        powersgd_candidate([(512, 2048)] * 24, 4, raw_bytes=10**5, flop_per_s=5e10, rounds=1),
+        predicted_bits(BITS, values * 3.5 / 8, link, values=values, codec_s_per_value=2e-9),
+        predicted_bits(BITS_FEEDBACK, values * 2.1 / 8, link, values=values, codec_s_per_value=4e-9),
+        predicted_powersgd([(512, 2048)] * 24, 4, link, raw_bytes=10**5, flop_per_s=5e10),
     ]
 
 
 def test_a_slow_link_takes_fewer_bytes_and_a_fast_one_less_work() -> None:
-    assert choose_family(candidates(), SLOW).family == BITS_FEEDBACK
-    assert choose_family(candidates(), FAST).family == BITS
+    assert choose_family(candidates(SLOW)).family == BITS_FEEDBACK
+    assert choose_family(candidates(FAST)).family == BITS
 
 
 def test_what_did_not_pass_the_loss_bench_is_never_picked() -> None:
     everything = {BITS, BITS_FEEDBACK, POWERSGD}
-    assert choose_family(candidates(), SLOW, passed=everything).family == POWERSGD
-    choice = choose_family(candidates(), SLOW)
+    assert choose_family(candidates(SLOW), passed=everything).family == POWERSGD
+    choice = choose_family(candidates(SLOW))
     assert choice.family != POWERSGD
     assert "powersgd" in choice.reason
-    assert "left out" in choice.reason
+    assert "left out: its loss was not shown to match fp32's" in choice.reason
     with pytest.raises(ValueError, match="none of the families powersgd passed"):
-        choose_family(candidates()[2:], SLOW)
+        choose_family(candidates(SLOW)[2:])
 
 
-def test_the_reason_names_times_and_bytes_of_each() -> None:
-    choice = choose_family(candidates(), SLOW)
-    assert choice.reason.startswith("bits-feedback is predicted fastest on this link: 6")
-    assert "6.66 MB" in choice.reason
-    assert "bits 9" in choice.reason
-    assert choice.seconds == pytest.approx(1e-4 + 6.6625e6 * 8e-8 + 0.1)
+def test_the_reason_names_the_times_and_where_they_come_from() -> None:
+    choice = choose_family(candidates(SLOW))
+    assert choice.seconds == pytest.approx(1e-4 + 25e6 * 2.1 / 8 * 8e-8 + 0.1)
+    assert choice.reason.startswith("bits-feedback takes least time on this link, 625 ms a step")
+    assert "predicted: 6.56 MB, 100 ms of computing" in choice.reason
+    assert "bits 925 ms" in choice.reason
+
+
+def test_measured_exchanges_are_scaled_to_the_gradients() -> None:
+    tried = {
+        BITS: Exchange(nbytes=1000, plain_s=8.0, compressed_s=2.0, bits=3),
+        BITS_FEEDBACK: Exchange(nbytes=1000, plain_s=8.0, compressed_s=1.5, bits=2),
+    }
+    choice = choose_family([measured(name, exchange, 4000) for name, exchange in tried.items()])
+    assert (choice.family, choice.seconds) == (BITS_FEEDBACK, 6.0)
+    assert "measured in 2 bits" in choice.reason
 
 
 def test_latency_counts_for_every_round() -> None:
     many = LinkCost(s_per_byte=0.0, latency_s=1e-3)
-    one = Candidate(family=BITS, nbytes=1e6, compute_s=0.0, rounds=1)
-    four = Candidate(family=BITS_FEEDBACK, nbytes=1.0, compute_s=0.0, rounds=4)
-    assert choose_family([four, one], many).family == BITS
+    one = predicted_bits(BITS, 1e6, many, values=0, codec_s_per_value=0.0, rounds=1)
+    four = predicted_bits(BITS_FEEDBACK, 1.0, many, values=0, codec_s_per_value=0.0, rounds=4)
+    assert choose_family([four, one]).family == BITS
 
 
-def test_candidates_count_what_travels() -> None:
-    found = Assignment(options={"a": 2}, cost=1000.0, error=0.1, policy="dynamic", met=True)
-    assert (
-        bits_candidate(BITS, found, values=4000, raw_bytes=24, codec_s_per_value=1e-9, rounds=2).nbytes
-        == 1024
-    )
+def test_powersgd_counts_its_factors_and_products() -> None:
     # Rank 4 of a 3 × 100 matrix is rank 3.
-    thin = powersgd_candidate([(3, 100)], 4, raw_bytes=8, flop_per_s=1.0, rounds=1)
-    assert (thin.nbytes, thin.compute_s, thin.rounds) == (4 * 3 * 103 + 8, 6 * 3 * 300, 2)
+    link = LinkCost(s_per_byte=1.0, latency_s=1e6)
+    thin = predicted_powersgd([(3, 100)], 4, link, raw_bytes=8, flop_per_s=1e3)
+    assert thin.seconds == pytest.approx(4 * 3 * 103 + 8 + 2e6 + 6 * 3 * 300 / 1e3)
 
 
 def test_verdicts_say_what_the_committed_results_say() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from trimtab.plan.bits import Assignment
+    from trimtab.plan.compression import Exchange
 
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 
@@ -42,16 +42,13 @@ LOSS_BENCH = (
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """What the job's own collectives take: measured, with payloads of at least two sizes."""
+    """What the job's own collectives take, as a function of a rank's payload."""
 
     s_per_byte: float
-    """Seconds for each further byte of a rank's payload."""
+    """Seconds for each further byte of what is to be reduced."""
 
     latency_s: float
     """Seconds that one round takes however little it carries."""
-
-    def seconds(self, nbytes: float, rounds: int) -> float:
-        return rounds * self.latency_s + nbytes * self.s_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +56,11 @@ class Candidate:
     """A family as it would run here."""
 
     family: str
-    nbytes: float
-    """Payload of a step: what is to be reduced, however often the collective passes it on."""
+    seconds: float
+    """Of a step's exchange: encoding, sending, decoding."""
 
-    compute_s: float
-    """Encoding, decoding, multiplying: what a step takes besides sending."""
-
-    rounds: int
-    """Collectives one after another in a step."""
+    how: str
+    """Where the seconds come from, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,46 +72,36 @@ class FamilyChoice:
     reason: str
 
 
-def bits_candidate(
-    family: str,
-    assignment: Assignment | float,
-    *,
-    values: int,
-    raw_bytes: int,
-    codec_s_per_value: float,
-    rounds: int,
+def measured(family: str, exchange: Exchange, gradient_bytes: int) -> Candidate:
+    """A family whose exchange was tried on this link, with a trial buffer in its typical bits."""
+    seconds = exchange.compressed_s * gradient_bytes / exchange.nbytes
+    return Candidate(family=family, seconds=seconds, how=f"measured in {exchange.bits} bits")
+
+
+def predicted_bits(
+    family: str, nbytes: float, link: LinkCost, *, values: int, codec_s_per_value: float, rounds: int = 1
 ) -> Candidate:
-    """A family of bits: the bytes of an assignment whose costs are bytes (or that number itself), beside
-    `raw_bytes` of parameters that travel as they are. `codec_s_per_value` covers encoding, decoding and,
-    with error feedback, remembering.
-    """
-    encoded = assignment if isinstance(assignment, int | float) else assignment.cost
-    return Candidate(
-        family=family,
-        nbytes=encoded + raw_bytes,
-        compute_s=values * codec_s_per_value,
-        rounds=rounds,
-    )
+    """A family of bits, from the payload of a step and what encoding, decoding and (with feedback) remembering
+    a value take."""
+    compute_s = values * codec_s_per_value
+    return _predicted(family, nbytes, link, compute_s=compute_s, rounds=rounds)
 
 
-def powersgd_candidate(
+def predicted_powersgd(
     shapes: Sequence[tuple[int, int]],
     rank: int,
+    link: LinkCost,
     *,
     raw_bytes: int,
     flop_per_s: float,
-    rounds: int,
+    rounds: int = 1,
 ) -> Candidate:
     """PowerSGD at one rank over matrices of these shapes: fp32 factors in two rounds, three thin products each."""
     ranks = [min(rank, *shape) for shape in shapes]
     factors = sum(r * (rows + columns) for r, (rows, columns) in zip(ranks, shapes, strict=True))
     flop = sum(3 * 2 * r * rows * columns for r, (rows, columns) in zip(ranks, shapes, strict=True))
-    return Candidate(
-        family=POWERSGD,
-        nbytes=4 * factors + raw_bytes,
-        compute_s=flop / flop_per_s,
-        rounds=2 * rounds,
-    )
+    nbytes = 4 * factors + raw_bytes
+    return _predicted(POWERSGD, nbytes, link, compute_s=flop / flop_per_s, rounds=2 * rounds)
 
 
 def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH) -> frozenset[str]:
@@ -125,35 +109,35 @@ def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH) -> frozenset[str]:
     return frozenset(verdict.family for verdict in verdicts if verdict.passed)
 
 
-def choose_family(
-    candidates: Sequence[Candidate], link: LinkCost, *, passed: Collection[str] | None = None
-) -> FamilyChoice:
-    """The candidate predicted fastest on this link among the families that passed the loss bench.
+def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | None = None) -> FamilyChoice:
+    """The candidate that takes least time among the families that passed the loss bench.
 
     Raises:
         ValueError: when no candidate is of a family that passed.
     """
     allowed = passed_families() if passed is None else passed
-    times = [(link.seconds(c.nbytes, c.rounds) + c.compute_s, c) for c in candidates]
-    ranked = sorted((entry for entry in times if entry[1].family in allowed), key=lambda entry: entry[0])
-    if not ranked:
+    fitting = sorted((c for c in candidates if c.family in allowed), key=lambda c: (c.seconds, c.family))
+    if not fitting:
         tried = ", ".join(c.family for c in candidates) or "nothing"
         raise ValueError(
             f"none of the families {tried} passed the loss bench ({', '.join(sorted(allowed))} did)"
         )
-    seconds, best = ranked[0]
-    said = f"{best.family} is predicted fastest on this link: {_timed(seconds, best)}"
-    others = [f"{c.family} {_timed(s, c)}" for s, c in ranked[1:]]
-    left_out = [
-        f"{c.family} ({s * 1e3:.3g} ms) is left out: its loss was not shown to match fp32's"
-        for s, c in times
+    best = fitting[0]
+    said = [f"{best.family} takes least time on this link, {_timed(best)}"]
+    said += [f"{c.family} {_timed(c)}" for c in fitting[1:]]
+    said += [
+        f"{c.family} {_timed(c)} is left out: its loss was not shown to match fp32's"
+        for c in candidates
         if c.family not in allowed
     ]
-    return FamilyChoice(family=best.family, seconds=seconds, reason="; ".join([said, *others, *left_out]))
+    return FamilyChoice(family=best.family, seconds=best.seconds, reason="; ".join(said))
 
 
-def _timed(seconds: float, candidate: Candidate) -> str:
-    return (
-        f"{seconds * 1e3:.3g} ms a step, {candidate.compute_s * 1e3:.3g} ms of it for the codec, "
-        f"{candidate.nbytes / 1e6:.3g} MB"
-    )
+def _predicted(family: str, nbytes: float, link: LinkCost, *, compute_s: float, rounds: int) -> Candidate:
+    seconds = rounds * link.latency_s + nbytes * link.s_per_byte + compute_s
+    how = f"predicted: {nbytes / 1e6:.3g} MB, {compute_s * 1e3:.3g} ms of computing"
+    return Candidate(family=family, seconds=seconds, how=how)
+
+
+def _timed(candidate: Candidate) -> str:
+    return f"{candidate.seconds * 1e3:.3g} ms a step ({candidate.how})"
