@@ -1,0 +1,116 @@
+"""Which units or columns a rank leaves out of its products for a window of steps. Pure functions.
+
+What has the lowest score is left out, and what has been left out longest comes back in turn, a few
+each window: so nothing is away for more than a bounded number of windows, and what matters most is never all
+pushed out at once by what returns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+RETURN = 16
+"""Windows after which at the latest what was left out comes back, while the number left out stays the same."""
+
+_CAP = 0.75
+"""Part of a layer that pooled scores may leave out, unless more is asked of all."""
+
+_STEPS = 32
+_WIDEST_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """The units or columns of one layer on this rank, from which some are left out."""
+
+    scores: NDArray[np.float64]
+    """How much each would be missed; NaN where it is not known yet, which is never left out before what is known."""
+
+    waited: NDArray[np.int64]
+    """For how many windows in a row each was left out so far."""
+
+    cost: float
+    """Work that one of them is, in any unit that all layers share."""
+
+
+def check_ratio(ratio: float) -> None:
+    """Refuse what is no part that can be left out."""
+    if not 0 <= ratio < 1:  # also what is no number
+        raise TrimtabError(
+            f"resize: ratio={ratio:g} is the part of the work to leave out; give one from 0 to below 1"
+        )
+
+
+def even_counts(pools: Mapping[str, Pool], ratio: float) -> dict[str, int]:
+    """How many to leave out of each layer, the same part of all."""
+    check_ratio(ratio)
+    return {name: _rounded(len(pool.scores), ratio * len(pool.scores)) for name, pool in pools.items()}
+
+
+def pooled_counts(pools: Mapping[str, Pool], ratio: float, cap: float = _CAP) -> dict[str, int]:
+    """How many to leave out of each layer, so that over all layers the lowest scores go.
+
+    Scores are compared after division by their layer's mean. No layer loses more than `cap` of its own, or
+    more than `ratio` if that is higher. Together they lose `ratio` of the work, up to rounding.
+    """
+    check_ratio(ratio)
+    names = list(pools)
+    scores = [_normalised(pools[name].scores) for name in names]
+    layer = np.repeat(np.arange(len(names)), [len(each) for each in scores])
+    order = np.argsort(np.concatenate([*scores, np.empty(0)]), kind="stable")
+    costs = np.array([pools[name].cost for name in names])
+    budget = ratio * sum(len(each) * cost for each, cost in zip(scores, costs, strict=True))
+    most = [math.floor(max(cap, ratio) * len(each)) for each in scores]
+    counts = [0] * len(names)
+    for index in layer[order]:
+        if counts[index] < most[index] and costs[index] <= budget:
+            counts[index] += 1
+            budget -= costs[index]
+    return {name: _rounded(len(each), count) for name, each, count in zip(names, scores, counts, strict=True)}
+
+
+def choose(pool: Pool, count: int, returns: int = RETURN) -> NDArray[np.bool_]:
+    """Which `count` to leave out: the lowest scores, except for the longest away, of which enough return.
+
+    With the same count each time, none is left out for more than `returns` windows in a row.
+    """
+    total = len(pool.scores)
+    assert 0 <= count < max(1, total), (count, total)
+    turn = min(math.ceil(count / returns), total - count)
+    away = np.flatnonzero(pool.waited > 0)
+    back = away[np.argsort(-pool.waited[away], kind="stable")][:turn]
+    score = np.where(np.isnan(pool.scores), np.inf, pool.scores)
+    score[back] = np.inf
+    # Among equals those already away stay away, so that what is kept goes on learning.
+    place = np.lexsort((np.where(pool.waited > 0, 0, 1), score))
+    place = place[~np.isin(place, back)][:count]
+    left = np.zeros(total, dtype=np.bool_)
+    left[place] = True
+    return left
+
+
+def _normalised(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    known = scores[~np.isnan(scores)]
+    mean = known.mean() if known.size and known.mean() > 0 else 1.0
+    divided: NDArray[Any] = np.where(np.isnan(scores), np.inf, scores / mean)
+    return divided
+
+
+def _rounded(total: int, left: float) -> int:
+    """A whole number to leave out, such that what is kept suits matrix hardware and is at least one."""
+    multiple = _WIDEST_MULTIPLE
+    while multiple > 1 and total < multiple * _STEPS:
+        multiple //= 2
+    kept = round((total - left) / multiple) * multiple
+    return total - min(total, max(1, kept)) if left > 0 else 0

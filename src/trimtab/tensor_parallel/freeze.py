@@ -1,0 +1,105 @@
+"""What is left out stays as it is: no decay, no momentum, no moment of it moves while its gradient is zero.
+
+Works with any elementwise optimiser of `torch.optim` and needs to be told of none: torch calls these hooks
+around every step of all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trimtab.tensor_parallel.projection import InProjection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from trimtab.tensor_parallel.block import Block, Elastic, UnitTensor
+
+_PARAMETER = None
+"""Key of a parameter's own data beside those of its states."""
+
+
+class StepHooks:
+    """Sees the optimiser steps of a converted model's units, as long as its blocks live.
+
+    Before a step it puts what is frozen aside, after the step it puts it back, and then calls `stepped`: once for
+    each step of the optimiser that came first, where there are several.
+    """
+
+    def __init__(self, elastic: Elastic, stepped: Callable[[], None]) -> None:
+        self._elastic, self._stepped = elastic, stepped
+        self._first: weakref.ref[Optimizer] | None = None
+        self._aside: dict[int, list[tuple[UnitTensor, Any, int | None, Tensor, Tensor]]] = {}
+        self._since: set[int] = set()
+        """Optimisers that stepped since the first one did."""
+        alive = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            hooks = alive()
+            if hooks is not None:
+                hooks._before(optimizer)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            hooks = alive()
+            if hooks is not None:
+                hooks._after(optimizer)
+
+        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer) -> None:
+        aside = []
+        for block, tensor in self._of(optimizer):
+            into = isinstance(tensor.module, InProjection)
+            frozen = None if block.learned is None else block.learned.frozen(tensor, into)
+            if frozen is None or tensor.parameter.grad is None:
+                continue
+            dim, index = frozen
+            values = {_PARAMETER: tensor.parameter.data, **_states(optimizer, tensor)}
+            for key, value in values.items():
+                seen = _seen(tensor, value, dim)
+                aside.append((tensor, key, dim, index, seen.index_select(dim or 0, index)))
+            if len(values) == 1:
+                # States that are made in this step must not take up the decay of weights that stay.
+                _seen(tensor, tensor.parameter.data, dim).index_fill_(dim or 0, index, 0)
+        self._aside[id(optimizer)] = aside
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer) -> None:
+        for tensor, key, dim, index, kept in self._aside.pop(id(optimizer), []):
+            value = tensor.parameter.data if key is _PARAMETER else optimizer.state[tensor.parameter][key]
+            _seen(tensor, value, dim).index_copy_(dim or 0, index, kept)
+        if not self._of(optimizer):
+            return
+        first = None if self._first is None else self._first()
+        if first is None or id(optimizer) in self._since:  # the first has gone, or steps no more
+            self._first, first = weakref.ref(optimizer), optimizer
+        self._since.add(id(optimizer))
+        if first is optimizer:
+            self._since.clear()
+            self._stepped()
+
+    def _of(self, optimizer: Optimizer) -> list[tuple[Block, UnitTensor]]:
+        """The tensors that this optimiser updates."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [pair for pair in self._elastic.tensors() if id(pair[1].parameter) in held]
+
+
+def _states(optimizer: Optimizer, tensor: UnitTensor) -> dict[Any, Tensor]:
+    shape = tensor.parameter.shape
+    states = optimizer.state.get(tensor.parameter, {})
+    return {key: value for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape}
+
+
+def _seen(tensor: UnitTensor, value: Tensor, dim: int | None) -> Tensor:
+    """Whole units as rows, or the tensor as it is."""
+    return tensor.by_unit(value) if dim is None else value
