@@ -9,8 +9,9 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     import torch
 
-# 2.13 renamed it and warns on the old name.
+# 2.13 renamed them and warns on the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_single(
@@ -19,3 +20,10 @@ def all_gather_single(
     """Every rank's `values`, one after another in rank order, in `output` on every rank."""
     work: dist.Work | None = _all_gather(output, values, group=group, async_op=async_op)
     return work
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any
+) -> None:
+    """This rank's chunk of the reduced `values`, in `output`."""
+    _reduce_scatter(output, values, op=op, group=group)

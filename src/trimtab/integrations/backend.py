@@ -17,7 +17,7 @@ from trimtab import environment
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES
 from trimtab.errors import TrimtabError
-from trimtab.integrations.backend_plain import plain_group, register_view
+from trimtab.integrations.backend_plain import adopt_backends, plain_group, register_view
 from trimtab.integrations.backend_reducer import Reducer
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ class TrimtabGroup(dist.ProcessGroup):
         self._plain = plain_group(
             store, rank, size, timeout, name=group_name, global_ranks=global_ranks, nccl_options=nccl_options
         )
-        # Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds the wrapped one.
-        for device in self._plain._device_types:
-            self._register_backend(device, _type_of(device), self._plain._get_backend(device))
-        self._set_default_backend(_type_of(self._plain._device_types[-1]))
+        adopt_backends(self, self._plain)
         self.options = options
         self.sequence = 0
         self.explanation = ""
@@ -98,20 +95,20 @@ class TrimtabGroup(dist.ProcessGroup):
         return NAME
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """The name under which torch finds this group; for the default group, that of an exact view of it.
 
         A DeviceMesh over all ranks takes the default group by this name, and functional collectives and compiled
         graphs find their groups by name: tensor-parallel activations travel there, and must stay exact.
         """
-        own = str(dist.ProcessGroup.group_name.fget(self))  # type: ignore[attr-defined]
+        own = dist.ProcessGroup.group_name.fget(self)  # type: ignore[attr-defined]
         if not self._is_default or self not in dist.distributed_c10d._world.pg_map:
             return own
         if self._view_name is None:
             self._view_name = register_view(self, self._plain, f"{own}-exact")
         return self._view_name
 
-    def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
         """Compressed when the group is and the tensor is large; otherwise the wrapped backend's.
 
         torch's short forms, with an operator in the place of the options, are exact.
@@ -234,8 +231,3 @@ def trimtab_group(group: dist.ProcessGroup | None) -> TrimtabGroup:
         else f"this process group is not of the backend {NAME!r}: make it by init_process_group({NAME!r}) or "
         f"new_group(..., backend={NAME!r})"
     )
-
-
-def _type_of(device: torch.device) -> Any:
-    kinds = dist.ProcessGroup.BackendType
-    return kinds.NCCL if device.type == "cuda" else kinds.GLOO

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,14 +19,14 @@ def plain_group(
     size: int,
     timeout: Any,
     *,
-    name: str,
+    name: Any,
     global_ranks: Sequence[int],
     nccl_options: Any = None,
 ) -> dist.ProcessGroup:
     """Gloo for CPU tensors and, where there is a GPU, NCCL for CUDA ones; torch knows nothing of it yet."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    gloo = c10d.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo = c10d.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
     gloo.options.global_ranks_in_group, gloo.options.group_name = list(global_ranks), name
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
@@ -34,14 +35,26 @@ def plain_group(
         options = nccl_options or dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group, options.group_name = list(global_ranks), name
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
         nccl._set_sequence_number_for_group()
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         group._set_default_backend(kinds.NCCL)
     return group
 
 
-def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: str) -> str:
+def adopt_backends(group: dist.ProcessGroup, plain: dist.ProcessGroup) -> None:
+    """Let `group` use the backends of `plain` for whatever it does not do itself.
+
+    Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds them too.
+    """
+    kinds = dist.ProcessGroup.BackendType
+    for device in plain._device_types:
+        kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
+        group._register_backend(device, kind, plain._get_backend(device))
+        group._set_default_backend(kind)
+
+
+def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: Any) -> str:
     """Let torch find `view` by `name`, as a group of the same ranks as `group`; gives the name.
 
     torch has no public way to add a group that it did not make itself: these are the tables that
@@ -57,4 +70,4 @@ def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: str) 
     world.pg_to_tag[view] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(view)
     c10d._register_process_group(name, view)
-    return name
+    return str(name)

@@ -13,6 +13,7 @@ from trimtab.codec import Block, Codec
 from trimtab.errors import TrimtabError
 from trimtab.integrations.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
 from trimtab.plan.compression import decide
+from trimtab.runtime.compress_fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
 from trimtab.runtime.exchange import measure_exchange
 from trimtab.runtime.layer_log import LayerLog
 
@@ -34,6 +35,7 @@ def compress(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool | None = None,
     seed: int = 0,
+    weight_bits: int | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
 ) -> DistributedDataParallel:
@@ -50,10 +52,24 @@ def compress(
         min_numel: parameters with fewer values, or with one axis, travel uncompressed.
         error_feedback: add what one step left out to the next; by default only for biased codecs.
         seed: of the stochastic rounding.
+        weight_bits: with FSDP2, gather the weights in so many bits too, rounded to the nearest.
         log: file for a JSON line per layer every `log_every` steps, with its bytes and error (rank 0's).
     """
     if environment.disabled():
         return _explained(model, "TRIMTAB_DISABLE is set: nothing is compressed")
+    if is_fsdp(model):
+        said = compress_fsdp(
+            model,
+            codec,
+            overrides=overrides,
+            min_numel=min_numel,
+            error_feedback=error_feedback,
+            seed=seed,
+            weight_bits=weight_bits,
+        )
+        return _explained(model, said, say=dist.get_rank() == 0)
+    if weight_bits is not None:
+        raise TrimtabError("compress: weight_bits is for FSDP2; DDP sends no weights")
     if not isinstance(model, DistributedDataParallel):
         raise TrimtabError(
             f"compress: {type(model).__name__} is not a DistributedDataParallel; wrap the model first: "
@@ -119,13 +135,13 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     Random streams are keyed by rank: save and load per rank when error feedback is on, otherwise
     rank 0's serves all.
     """
-    compression = compression_of(model)
+    compression: Any = fsdp_compression_of(model) or compression_of(model)
     return {} if compression is None else {"compression": compression.state_dict()}
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Continue from `state_dict`; a module that is not compressed ignores compression's part."""
-    compression = compression_of(model)
+    compression: Any = fsdp_compression_of(model) or compression_of(model)
     if compression is not None and "compression" in state:
         compression.load_state_dict(state["compression"])
 
