@@ -2,6 +2,7 @@
 
 from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank
 from trimtab.cluster.file import load_cluster, parse_cluster, save_cluster
+from trimtab.cluster.profile import Profile, check_profile, merge_profiles
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -9,8 +10,11 @@ __all__ = [
     "Device",
     "Host",
     "Link",
+    "Profile",
     "Rank",
+    "check_profile",
     "load_cluster",
+    "merge_profiles",
     "parse_cluster",
     "save_cluster",
 ]

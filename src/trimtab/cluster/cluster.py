@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic.dataclasses import dataclass
 
+from trimtab.cluster.profile import Profile  # noqa: TC001 - pydantic reads the annotations
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -93,6 +95,8 @@ class Cluster:
     devices: Annotated[dict[Name, Device], Field(min_length=1)]
     hosts: Annotated[tuple[Host, ...], Field(min_length=1, strict=False)]
     links: dict[Name, Link] = Field(default_factory=dict)
+    profile: Profile | None = None
+    """What was measured on it, if it was."""
 
     @model_validator(mode="after")
     def _refer_only_to_what_exists(self) -> Cluster:

@@ -86,7 +86,9 @@ def nominal(gbit_per_s: float, latency_us: float | None) -> Fit:
 def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit:
     """Least squares in relative error over (messages, volume, seconds); neither rate is negative."""
     if len(points) < 2:
-        raise TrimtabError(f"links: {len(points)} measurement(s) cannot tell latency from bandwidth; take two sizes")
+        raise TrimtabError(
+            f"links: {len(points)} measurement(s) cannot tell latency from bandwidth; take two sizes"
+        )
     # Weighted normal equations of two unknowns.
     a = sum((m / s) ** 2 for m, _, s in points)
     b = sum(m * v / s**2 for m, v, s in points)

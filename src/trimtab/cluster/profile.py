@@ -1,0 +1,173 @@
+"""What was measured on a cluster's devices and links: part of the cluster's file.
+
+Times are in seconds. A profile is of one trimtab and one torch: their operators differ between versions, so
+what another version measured is refused, by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROFILE_VERSION = 1
+
+LOCAL = "local"
+"""In the place of a link class: what joins ranks of one host."""
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OperatorTime:
+    """One call of an operator."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Line:
+    """Seconds as a·n + c for n elements."""
+
+    a: Seconds
+    c: Seconds
+
+    def seconds(self, elements: float) -> float:
+        return self.a * elements + self.c
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CodecTime:
+    """Turning values into codes and back."""
+
+    encode: Line
+    decode: Line
+    add: Line
+    """Decoding onto a sum."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CollectiveTime:
+    """per_message_s for each message after another, per_byte_s for each byte the busiest host sends."""
+
+    per_message_s: Seconds
+    per_byte_s: Seconds
+    drag: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """By device class: the part of the device that a transfer takes while it flows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DeviceProfile:
+    """What one device of a class takes."""
+
+    called: str
+    """What the driver or the operating system calls it."""
+
+    operators: dict[str, OperatorTime] = Field(default_factory=dict)
+    """By operator key: kind, shape, type and precision (see `trimtab.predict.costs.OperatorKey`)."""
+
+    casts: dict[str, Line] = Field(default_factory=dict)
+    """By direction, such as ``fp32>int8``."""
+
+    codec: dict[str, CodecTime] = Field(default_factory=dict)
+    """By bits."""
+
+    batches: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """By model: the batch sizes at which its operators were measured."""
+
+    optimiser: Line | None = None
+    """By elements of the parameters."""
+
+    launch_s: Seconds = 0.0
+    """What the host takes to start a kernel."""
+
+    estimated_from: str | None = None
+    """The measured class whose times were scaled by datasheet rates; None where it was measured itself."""
+
+    @property
+    def estimated(self) -> bool:
+        return self.estimated_from is not None
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Profile:
+    """Measurements of a cluster."""
+
+    version: int
+    trimtab: str
+    torch: str
+    devices: dict[str, DeviceProfile] = Field(default_factory=dict)
+    """By device class."""
+
+    links: dict[str, dict[str, CollectiveTime]] = Field(default_factory=dict)
+    """By link class (`LOCAL` inside a host), then by collective: all_reduce, all_gather, all_to_all."""
+
+    @model_validator(mode="after")
+    def _is_of_this_form(self) -> Profile:
+        if self.version != PROFILE_VERSION:
+            raise ValueError(
+                f"the profile has version {self.version}, and this trimtab reads version {PROFILE_VERSION}; "
+                "measure anew with `trimtab probe`"
+            )
+        return self
+
+
+def check_profile(profile: Profile, *, trimtab: str, torch: str | None = None) -> None:
+    """Refuse a profile that another trimtab or torch measured; without `torch`, only another trimtab."""
+    for what, measured, here in (("trimtab", profile.trimtab, trimtab), ("torch", profile.torch, torch)):
+        if here is not None and measured != here:
+            raise TrimtabError(
+                f"the profile was measured with {what} {measured}, and this is {what} {here}, whose operators may "
+                "take other times; measure anew with `trimtab probe`"
+            )
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """One profile of several hosts' measurements. Of two for the same thing the later counts, except that an
+    estimate never takes the place of a measurement."""
+    if not profiles:
+        raise TrimtabError("there is no profile to merge")
+    first = profiles[0]
+    devices: dict[str, DeviceProfile] = {}
+    links: dict[str, dict[str, CollectiveTime]] = {}
+    for profile in profiles:
+        check_profile(profile, trimtab=first.trimtab, torch=first.torch)
+        for name, theirs in profile.devices.items():
+            ours = devices.get(name)
+            if ours is None or (ours.estimated and not theirs.estimated):
+                devices[name] = theirs
+            elif ours.estimated == theirs.estimated:
+                devices[name] = _merged(ours, theirs, name)
+        for name, collectives in profile.links.items():
+            links[name] = {**links.get(name, {}), **collectives}
+    return Profile(
+        version=PROFILE_VERSION, trimtab=first.trimtab, torch=first.torch, devices=devices, links=links
+    )
+
+
+def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProfile:
+    if ours.called != theirs.called:
+        raise TrimtabError(
+            f"device class {name!r} is {ours.called!r} in one profile and {theirs.called!r} in another; "
+            "give unlike devices classes of their own"
+        )
+    batches = {model: ours.batches.get(model, ()) for model in {**ours.batches, **theirs.batches}}
+    return DeviceProfile(
+        called=ours.called,
+        operators={**ours.operators, **theirs.operators},
+        casts={**ours.casts, **theirs.casts},
+        codec={**ours.codec, **theirs.codec},
+        batches={m: tuple(sorted({*sizes, *theirs.batches.get(m, ())})) for m, sizes in batches.items()},
+        optimiser=theirs.optimiser or ours.optimiser,
+        launch_s=theirs.launch_s or ours.launch_s,
+        estimated_from=ours.estimated_from,
+    )

@@ -1,0 +1,141 @@
+"""From what operators, codec and link take to the roles and buckets that are replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.predict.links import Collective, Fit, Placement, payload, volume
+from trimtab.predict.replay import Bucket, Role, Segment, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.workload import Workload
+
+MIN_NUMEL = 2048
+"""Smaller parameters, and all with one axis, travel as they are (see `trimtab.compress`)."""
+
+TINY_BYTES = 16 * 1024
+"""Up to this payload, and between two ranks, one all-gather takes the place of scattering and gathering."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpeed:
+    """(seconds per value, seconds besides) of one device."""
+
+    encode: tuple[float, float]
+    decode: tuple[float, float]
+    add: tuple[float, float]
+    """Decoding onto a sum."""
+
+    def seconds(self, which: str, numel: float) -> float:
+        a, c = getattr(self, which)
+        return float(a * numel + c) if numel > 0 else 0.0
+
+
+def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:
+    """Bits of every trainable parameter under `trimtab.compress(ddp, Block(bits=bits))`; 0 for exact."""
+    return {
+        p.name: bits if bits and len(p.tensor.shape) > 1 and p.tensor.numel >= MIN_NUMEL else 0
+        for p in workload.parameters
+        if p.trainable
+    }
+
+
+def segments(workload: Workload, forward: Sequence[float], backward: Sequence[float]) -> tuple[Segment, ...]:
+    """The compute stream of a step: operators forward, then backward in reverse, with the buckets they complete."""
+    ready: dict[int, list[int]] = {}
+    for index, bucket in enumerate(workload.buckets):
+        ready.setdefault(max(bucket.ready, 0), []).append(index)
+    found = [Segment(name=o.name, seconds=forward[o.index], phase="forward") for o in workload.operators]
+    found += [
+        Segment(
+            name=o.name,
+            seconds=backward[o.index],
+            phase="backward",
+            buckets=tuple(ready.get(o.index, ())),
+        )
+        for o in reversed(workload.operators)
+    ]
+    return tuple(found)
+
+
+def plain_buckets(
+    workload: Workload, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
+) -> tuple[Bucket, ...]:
+    """Buckets that the backend's all-reduce carries; one fit for each role."""
+    return tuple(
+        Bucket(name=f"bucket {i}", transfers=(transfer("all_reduce", bucket.nbytes, placement, fits),))
+        for i, bucket in enumerate(workload.buckets)
+    )
+
+
+def transfer(
+    collective: Collective, nbytes: int, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
+) -> Transfer:
+    """One collective of so many bytes (see `volume`)."""
+    if collective not in fits or not fits[collective]:
+        raise TrimtabError(
+            f"links: {collective} was not measured on this link; run `trimtab probe` under torchrun on the hosts "
+            "it joins, or give the link class a rate in the cluster file"
+        )
+    of_roles = fits[collective]
+    messages, sent = volume(collective, nbytes, placement)
+    return Transfer(
+        latency_s=messages * of_roles[0].per_message_s,
+        seconds=sent * of_roles[0].per_byte_s,
+        drag=tuple(fit.drag for fit in of_roles),
+    )
+
+
+def compressed_buckets(
+    workload: Workload,
+    placement: Placement,
+    fits: Mapping[Collective, Sequence[Fit]],
+    bits: Mapping[str, int],
+    codecs: Sequence[CodecSpeed],
+) -> tuple[tuple[Bucket, ...], list[tuple[tuple[float, ...], ...]]]:
+    """Buckets in fewer bits, and for each role what its codec does before and after each transfer."""
+    world = placement.world
+    sizes = {p.name: p.tensor.numel for p in workload.parameters}
+    buckets: list[Bucket] = []
+    local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
+    for index, bucket in enumerate(workload.buckets):
+        numels = [sizes[name] for name in bucket.parameters]
+        numel = sum(numels)
+        nbytes = payload(numels, [bits[name] for name in bucket.parameters])
+        name = f"bucket {index}"
+        if world <= 2 or nbytes <= TINY_BYTES:
+            buckets.append(Bucket(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),)))
+            for role, codec in zip(local, codecs, strict=True):
+                after = codec.seconds("decode", numel) + (world - 1) * codec.seconds("add", numel)
+                role.append((codec.seconds("encode", numel), after))
+            continue
+        part = numel / world
+        away = nbytes * (world - 1) // world
+        buckets.append(
+            Bucket(
+                name=name,
+                transfers=(
+                    transfer("all_to_all", away, placement, fits),
+                    transfer("all_gather", -(-nbytes // world), placement, fits),
+                ),
+            )
+        )
+        for role, codec in zip(local, codecs, strict=True):
+            owner = (
+                (world - 1) * codec.seconds("add", part)
+                + codec.seconds("encode", part)
+                + codec.seconds("decode", part)
+            )
+            role.append(
+                (codec.seconds("encode", numel - part), owner, (world - 1) * codec.seconds("decode", part))
+            )
+    return tuple(buckets), [tuple(role) for role in local]
+
+
+def with_local(roles: Sequence[Role], local: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[Role, ...]:
+    """The roles, with what their codec does."""
+    return tuple(replace(role, local=work) for role, work in zip(roles, local, strict=True))

@@ -1,0 +1,181 @@
+"""How long one step of a job takes: a workload on a cluster, under a setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from trimtab.cluster.profile import LOCAL
+from trimtab.errors import TrimtabError
+from trimtab.predict.job import CodecSpeed, bits_of, compressed_buckets, plain_buckets, segments, with_local
+from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
+from trimtab.predict.replay import Role, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.cluster import Cluster
+    from trimtab.cluster.profile import CodecTime, Profile
+    from trimtab.predict.measured import Measured
+    from trimtab.predict.timeline import Timeline
+    from trimtab.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetting:
+    """What each rank of a device class does."""
+
+    samples: int
+    """Of every step's batch."""
+
+    precisions: Mapping[str, str]
+    """By pattern of operator names, as `trimtab.set_precision` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSetting:
+    """What a job does, beyond what its model and cluster are."""
+
+    ranks: Mapping[str, RankSetting]
+    """By device class."""
+
+    bits: int | None = None
+    """Of compressed gradients; None for the backend's own all-reduce."""
+
+
+def predict_step(
+    measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
+) -> Timeline:
+    """Replay one step.
+
+    Raises:
+        TrimtabError: an operator, a codec or a link without a measurement, by name.
+    """
+    workload, profile = measured.workload, measured.profile
+    counts: dict[str, int] = {}
+    for rank in cluster.ranks():
+        counts[rank.device] = counts.get(rank.device, 0) + 1
+    placement = Placement(per_host=tuple(sum(host.devices.values()) for _, host in cluster.machines()))
+    elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
+    roles = []
+    for name, count in counts.items():
+        own = setting.ranks.get(name)
+        if own is None:
+            raise TrimtabError(
+                f"the plan says nothing of device class {name!r}; it must name {', '.join(counts)}"
+            )
+        chosen = resolve(workload, own.precisions)
+        forward, backward = measured.step(name, chosen, own.samples, naive=naive)
+        optimiser = measured.device(name).optimiser
+        if optimiser is None:
+            raise TrimtabError(
+                f"the optimiser step was not measured on device class {name!r}; run `trimtab probe`"
+            )
+        roles.append(
+            Role(
+                name=name,
+                segments=segments(workload, forward, backward),
+                optimiser_s=optimiser.seconds(elements),
+                ranks=count,
+            )
+        )
+    if placement.world == 1:
+        return replay([_alone(roles[0])], [])
+    fits = link_fits(cluster, profile, list(counts))
+    if setting.bits is None:
+        return replay(roles, plain_buckets(workload, placement, fits))
+    codecs = [codec_speed(profile, name, setting.bits) for name in counts]
+    buckets, local = compressed_buckets(workload, placement, fits, bits_of(workload, setting.bits), codecs)
+    return replay(with_local(roles, local), buckets)
+
+
+def resolve(workload: Workload, patterns: Mapping[str, str]) -> dict[str, str]:
+    """The precision of every operator that a pattern names, first match first; as `set_precision` does it."""
+    found: dict[str, str] = {}
+    for name, indices in workload.settings.items():
+        kind = workload.operators[indices[0]].kind
+        for pattern, precision in patterns.items():
+            if not fnmatchcase(name, pattern) or name.endswith("/attention") != pattern.endswith(
+                "/attention"
+            ):
+                continue
+            if kind in ("embedding", "attention") and precision not in ("fp32", "bf16", "fp16"):
+                continue
+            found[name] = precision
+            break
+    unused = [p for p in patterns if not any(fnmatchcase(name, p) for name in workload.settings)]
+    if unused:
+        some = ", ".join(list(workload.settings)[:6])
+        raise TrimtabError(
+            f"{unused[0]!r} matches no operator of {workload.model}; its operators are {some}, ..."
+        )
+    return found
+
+
+def link_fits(
+    cluster: Cluster, profile: Profile, devices: Sequence[str]
+) -> dict[Collective, tuple[Fit, ...]]:
+    """For each collective what the slowest link of the job takes, with each device class's drag."""
+    hosts = list(cluster.machines())
+    names = {host.link or LOCAL for _, host in hosts} if len(hosts) > 1 else {LOCAL}
+    found: dict[Collective, tuple[Fit, ...]] = {}
+    for collective in COLLECTIVES:
+        candidates = [
+            _fits(cluster, profile, name, collective, devices, len(hosts)) for name in sorted(names)
+        ]
+        present = [c for c in candidates if c is not None]
+        if present:
+            found[collective] = max(present, key=lambda fits: fits[0].per_byte_s)
+    return found
+
+
+def _fits(
+    cluster: Cluster, profile: Profile, link: str, collective: Collective, devices: Sequence[str], hosts: int
+) -> tuple[Fit, ...] | None:
+    measured = profile.links.get(link, {}).get(collective)
+    if measured is not None:
+        return tuple(
+            Fit(
+                per_message_s=measured.per_message_s,
+                per_byte_s=measured.per_byte_s,
+                drag=measured.drag.get(device, 0.0),
+            )
+            for device in devices
+        )
+    if link in cluster.links:
+        given = cluster.links[link]
+        return (nominal(given.gbit_per_s, given.latency_us),) * len(devices)
+    if profile.links.get(link):
+        return None  # measured, but not this collective: named when it is asked for
+    where = "hosts without a `link`" if hosts > 1 else "the ranks of one host"
+    raise TrimtabError(
+        f"links: nothing is known of what joins {where}; give every host a link class with a rate in the cluster "
+        "file, or run `trimtab probe` under torchrun on all of its ranks"
+    )
+
+
+def codec_speed(profile: Profile, device: str, bits: int) -> CodecSpeed:
+    """The codec of a device class at so many bits."""
+    known = profile.devices[device].codec
+    found = known.get(str(bits))
+    if found is None:
+        raise TrimtabError(
+            f"the codec was not measured at {bits} bits on device class {device!r} (measured: "
+            f"{', '.join(sorted(known)) or 'none'}); run `trimtab probe --bits {bits}` there"
+        )
+    return _speed(found)
+
+
+def _speed(codec: CodecTime) -> CodecSpeed:
+    return CodecSpeed(
+        encode=(codec.encode.a, codec.encode.c),
+        decode=(codec.decode.a, codec.decode.c),
+        add=(codec.add.a, codec.add.c),
+    )
+
+
+def _alone(role: Role) -> Role:
+    from dataclasses import replace
+
+    return replace(role, segments=tuple(replace(s, buckets=()) for s in role.segments))
