@@ -19,7 +19,7 @@ PAD = 16
 HELD = 16384
 """Rows up to this long stay in registers between finding their scale and using it."""
 
-PER_WARP = 512
+PER_WARP = 2048
 """Values of a row that a warp quantises by rows."""
 
 TILE = (64, 128, 4)
