@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single, reduce_scatter_single
-from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.random import absorb
 from trimtab.collectives import Piece, Reduction, finish, reduction_for
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
+
+    from trimtab.codec import Block
 
 STATE_VERSION = 1
 WEIGHT_BLOCK = 256

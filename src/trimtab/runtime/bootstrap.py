@@ -1,5 +1,7 @@
 """What `trimtab run` starts on each rank: wraps DDP's constructor, then runs the script as it is.
 
+The backend "trimtab" is known there too, so that the script may ask for it by name.
+
 python -m trimtab.runtime.bootstrap SCRIPT ARGS
 python -m trimtab.runtime.bootstrap -m MODULE ARGS
 """
@@ -12,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trimtab import environment
+from trimtab import backend, environment
 
 
 def wrap_ddp() -> None:
@@ -41,6 +43,7 @@ def wrap_ddp() -> None:
 
 def main() -> None:
     """Run the script named on the command line as `__main__`."""
+    backend.register()
     if not environment.disabled():
         wrap_ddp()
     if sys.argv[1] == "-m":

@@ -42,7 +42,7 @@ def fsdp_compression_of(model: torch.nn.Module) -> FsdpCompression | None:
 
 def compress_fsdp(
     model: torch.nn.Module,
-    codec: Codec | None,
+    codec: object | None,
     *,
     overrides: Mapping[str, Codec | None] | None,
     min_numel: int,
@@ -60,7 +60,7 @@ def compress_fsdp(
     if fsdp_compression_of(model) is not None:
         raise TrimtabError("compress: this model is compressed already; call it once")
     if codec is not None and not isinstance(codec, Block):
-        raise TrimtabError(f"compress: {codec} does not shard; with fully_shard use Block(bits=...)")
+        raise TrimtabError(f"compress: {codec} is not offered with fully_shard; use Block(bits=...)")
     if error_feedback:
         raise TrimtabError(
             "compress: error feedback would hold a full copy of the model's gradients on every rank, which "
@@ -75,7 +75,7 @@ def compress_fsdp(
     groups = {axis: group for axis, group in axes.items() if group is not None and group.size() > 1}
     if not groups:
         return "one rank: there is nothing to send, so nothing to compress"
-    reasons = {axis: f"compressing with {codec}, as asked" for axis in groups}
+    reasons = dict.fromkeys(groups, f"compressing with {codec}, as asked")
     chosen = dict.fromkeys(groups, True)
     if codec is None:
         codec = Block()
