@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.cluster import Cluster as Cluster
     from trimtab.errors import TrimtabError as TrimtabError
+    from trimtab.runtime.adaptive import Adaptive as Adaptive
     from trimtab.runtime.compress import compress as compress
     from trimtab.runtime.compress import explain as explain
     from trimtab.runtime.compress import load_state_dict as load_state_dict
+    from trimtab.runtime.compress import observe_loss as observe_loss
     from trimtab.runtime.compress import state_dict as state_dict
     from trimtab.runtime.loader import loader as loader
     from trimtab.runtime.set_precision import set_precision as set_precision
@@ -23,16 +25,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adaptive": "trimtab.runtime.adaptive",
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
     "compress": "trimtab.runtime.compress",
     "explain": "trimtab.runtime.compress",
     "load_state_dict": "trimtab.runtime.compress",
     "loader": "trimtab.runtime.loader",
+    "observe_loss": "trimtab.runtime.compress",
     "set_precision": "trimtab.runtime.set_precision",
     "state_dict": "trimtab.runtime.compress",
 }
 __all__ = [
+    "Adaptive",
     "Cluster",
     "TrimtabError",
     "__version__",
@@ -40,6 +45,7 @@ __all__ = [
     "explain",
     "load_state_dict",
     "loader",
+    "observe_loss",
     "set_precision",
     "state_dict",
     "tensor_parallel",

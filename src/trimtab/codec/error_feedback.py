@@ -42,6 +42,10 @@ class ErrorFeedback:
         else:  # asking would make the host wait for the device
             residual.masked_fill_(~finite, 0.0)
 
+    def residual(self, name: str) -> torch.Tensor | None:
+        """What is owed to a parameter, flat; None before its first step."""
+        return self._residuals.get(name)
+
     def norm(self, name: str) -> float:
         """Euclidean norm of what is owed to a parameter."""
         residual = self._residuals.get(name)

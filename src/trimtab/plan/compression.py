@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trimtab.plan.family import choose_family, measured
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WORTH = 0.85
 """Compress when the exchange takes at most this fraction of the plain one: less gain than that is
@@ -60,3 +66,14 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
     else:
         reason = f"the link is not the bottleneck: {said}; compression would not pay, so it stays off"
     return Decision(compress=compress, gain=gain, reason=reason)
+
+
+def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tuple[str, Decision]:
+    """The family that takes least time, of those that were tried on this link, and whether even that pays."""
+    candidates = [measured(name, exchange, gradient_bytes) for name, exchange in exchanges.items()]
+    choice = choose_family(candidates, passed=exchanges.keys())
+    decision = decide(exchanges[choice.family], gradient_bytes)
+    if decision.compress:
+        reason = f"{decision.reason}; bits are chosen per layer while training runs: {choice.reason}"
+        decision = replace(decision, reason=reason)
+    return choice.family, decision

@@ -7,6 +7,7 @@ error feedback owes it, and the run itself (the loss, or gradients that are no l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, isfinite, log2, sqrt
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST_BITS = 8
+
+TARGET = 1.0
+"""A layer that is beyond its limit is raised until its error is about so many times its gradient."""
 
 OWED_LIMIT = 4.0
 """Error feedback may owe a layer so many times its gradient; settled, it owes about one at 2 bits."""
@@ -72,7 +76,7 @@ def guard(layers: Sequence[Health], *, limit: float, losses: Sequence[float] = (
             raises[layer.name] = Raise(name=layer.name, bits=MOST_BITS, reason=reason)
         elif layer.error > limit:
             # A bit halves the error.
-            bits = min(layer.bits + ceil(log2(layer.error / limit)), MOST_BITS)
+            bits = min(layer.bits + max(ceil(log2(layer.error / min(limit, TARGET))), 1), MOST_BITS)
             reason = f"its error is {layer.error:.2g} of its gradient, above {limit:.2g}"
             raises[layer.name] = Raise(name=layer.name, bits=bits, reason=reason)
         elif not layer.owed <= OWED_LIMIT:
@@ -96,7 +100,7 @@ def loss_trouble(losses: Sequence[float]) -> str:
     if not before:
         return ""
     best = min(before)
-    steps = [b - a for a, b in zip(before, before[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(before)]
     scatter = sqrt(sum(step * step for step in steps) / len(steps)) if steps else 0.0
     bound = best + max(WORSE_BY * abs(best), 3 * scatter)
     if all(not loss <= bound for loss in losses[-PATIENCE:]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,10 +13,13 @@ from trimtab import environment
 from trimtab.codec import Block, Codec
 from trimtab.errors import TrimtabError
 from trimtab.integrations.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
-from trimtab.plan.compression import decide
+from trimtab.plan.compression import Decision, decide_family
+from trimtab.plan.family import passed_families
+from trimtab.runtime.adaptive import Adaptive, Controller
 from trimtab.runtime.compress_fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
-from trimtab.runtime.exchange import measure_exchange
+from trimtab.runtime.exchange import measure_exchanges
 from trimtab.runtime.layer_log import LayerLog
+from trimtab.runtime.planner import FAMILIES, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
     import torch
 
 _ATTRIBUTE = "_trimtab_compression"
+_ADAPTIVE = "_trimtab_adaptive"
 _EXPLANATION = "_trimtab_explanation"
 
 
 def compress(
     model: DistributedDataParallel,
-    codec: Codec | None = None,
+    codec: Codec | Adaptive | None = None,
     *,
     overrides: Mapping[str, Codec | None] | None = None,
     min_numel: int = MIN_NUMEL,
@@ -45,9 +50,9 @@ def compress(
     backward pass. In a script under `trimtab run` it takes the place of what that chose.
 
     Args:
-        codec: how to encode. Without it trimtab measures the link and the codec, and either
-            sends 4 bits a value or, where that would not pay, leaves the module exactly as it is.
-            With it (for example ``Block(bits=8)``, ``PowerSGD(rank=4)``) there is no such choice.
+        codec: how to encode. Without it trimtab measures the link and either chooses the bits of every
+            layer while training runs (`Adaptive`) or, where that would not pay, leaves the module exactly
+            as it is. With it (for example ``Block(bits=8)``, ``PowerSGD(rank=4)``) there is no such choice.
         overrides: codecs by parameter-name pattern, first match first; None leaves uncompressed.
         min_numel: parameters with fewer values, or with one axis, travel uncompressed.
         error_feedback: add what one step left out to the next; by default only for biased codecs.
@@ -85,20 +90,20 @@ def compress(
     rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world == 1:
         return _explained(model, "one rank: there is nothing to send, so nothing to compress")
-    if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
-        return _explained(model, "no parameter is large enough to be worth compressing", say=rank == 0)
-    if codec is None:
-        codec = Block()
-        groups = stage_groups(model.process_group, parameters[0].device)
-        numel = sum(p.numel() for p in parameters)
-        exchange = measure_exchange(codec, groups, parameters[0].device, numel)
-        decision = decide(exchange, sum(p.numel() * p.element_size() for p in parameters))
-        if not decision.compress:
-            return _explained(model, decision.reason, say=rank == 0)
-        reason = decision.reason
-    else:
-        groups = None
-        reason = f"compressing with {codec}, as asked"
+    chosen = None
+    reason = f"compressing with {codec}, as asked"
+    if codec is None or isinstance(codec, Adaptive):
+        if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
+            return _explained(model, "no parameter is large enough to be worth compressing", say=rank == 0)
+        chosen = _choose(model, codec or Adaptive(), error_feedback)
+        reason = chosen.decision.reason
+        if codec is None and not chosen.decision.compress:
+            return _explained(model, reason, say=rank == 0)
+        codec, error_feedback = chosen.codec, chosen.settings.family.error_feedback
+        overrides = {
+            pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
+            for pattern, own in (overrides or {}).items()
+        }
     observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
     compression = DdpCompression(
         model,
@@ -108,13 +113,58 @@ def compress(
         error_feedback=error_feedback,
         seed=seed,
         observe=observe,
-        groups=groups,
+        groups=None if chosen is None else chosen.groups,
     )
+    model.__dict__.pop(_ADAPTIVE, None)  # of what `trimtab run` chose
+    if chosen is not None:
+        controller = Controller(compression, chosen.config, chosen.settings, group=chosen.groups[0])
+        compression.watcher = model.__dict__[_ADAPTIVE] = controller
+        weakref.finalize(model, controller.close).atexit = False
     model.register_comm_hook(None, compression.reduce)
     model.__dict__[_ATTRIBUTE] = compression
     # With the module gone its threads have no work left. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
     return _explained(model, f"{reason}; {_coverage(compression)}", say=rank == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """What measuring the job's own link led to."""
+
+    config: Adaptive
+    settings: Settings
+    decision: Decision
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def codec(self) -> Block:
+        return Block(bits=self.config.start_bits, stochastic=self.settings.family.stochastic)
+
+
+def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None) -> _Chosen:
+    """Measure every family that may serve, and take the fastest. Collective."""
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    names = [
+        name
+        for name, family in FAMILIES.items()
+        if (config.family == name or (config.family is None and name in passed_families()))
+        and error_feedback in (None, family.error_feedback)
+    ]
+    if not names:
+        raise TrimtabError(
+            f"compress: there is no family {config.family!r} with error_feedback={error_feedback}; "
+            f"choose among {', '.join(FAMILIES)}"
+        )
+    groups = stage_groups(model.process_group, parameters[0].device)
+    exchanges = measure_exchanges(
+        {name: FAMILIES[name].typical for name in names},
+        groups,
+        parameters[0].device,
+        sum(p.numel() for p in parameters),
+    )
+    name, decision = decide_family(exchanges, sum(p.numel() * p.element_size() for p in parameters))
+    settings = Settings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
+    return _Chosen(config=config, settings=settings, decision=decision, groups=groups)
 
 
 def compression_of(model: torch.nn.Module) -> DdpCompression | None:
@@ -124,9 +174,32 @@ def compression_of(model: torch.nn.Module) -> DdpCompression | None:
     return compression
 
 
+def adaptive_of(model: torch.nn.Module) -> Controller | None:
+    """What chooses the bits of a module while it trains, if anything does: its history, its cost."""
+    controller = model.__dict__.get(_ADAPTIVE)
+    assert controller is None or isinstance(controller, Controller)
+    return controller
+
+
+def observe_loss(model: torch.nn.Module, loss: torch.Tensor | float) -> None:
+    """Tell trimtab the loss of a step, so that its guard sees when fewer bits do harm. Optional.
+
+    Costs nothing: the value is read later, beside the training. A module without adaptive
+    compression ignores it.
+    """
+    controller = adaptive_of(model)
+    if controller is not None:
+        controller.observe_loss(loss)
+
+
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module, and why."""
-    return str(model.__dict__.get(_EXPLANATION, "trimtab has not been asked to adjust this module"))
+    text = str(model.__dict__.get(_EXPLANATION, "trimtab has not been asked to adjust this module"))
+    controller = adaptive_of(model)
+    if controller is None or not controller.history:
+        return text
+    last = controller.history[-1]
+    return f"{text}; since step {last.step}: {last.reasons[0]}"
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -135,13 +208,18 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     Random streams are keyed by rank: save and load per rank when error feedback is on, otherwise
     rank 0's serves all.
     """
-    compression: Any = fsdp_compression_of(model) or compression_of(model)
-    return {} if compression is None else {"compression": compression.state_dict()}
+    compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
+    state = {} if compression is None else {"compression": compression.state_dict()}
+    if controller is not None:
+        state["adaptive"] = controller.state_dict()
+    return state
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Continue from `state_dict`; a module that is not compressed ignores compression's part."""
-    compression: Any = fsdp_compression_of(model) or compression_of(model)
+    compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
+    if controller is not None and "adaptive" in state:
+        controller.load_state_dict(state["adaptive"])
     if compression is not None and "compression" in state:
         compression.load_state_dict(state["compression"])
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trimtab.codec import ErrorFeedback
 from trimtab.collectives import Piece, finish, reduction_for
 from trimtab.plan.compression import Exchange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trimtab.codec import Block
 
@@ -27,37 +28,65 @@ REPEATS = 5
 def measure_exchange(
     codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int = LARGEST
 ) -> Exchange:
-    """Time a plain and a compressed exchange of a trial buffer, alternating; every rank gets the same figures.
+    """Time a plain and a compressed exchange of a trial buffer: `measure_exchanges` of one codec."""
+    return measure_exchanges({"": (codec, False)}, groups, device, numel)[""]
+
+
+def measure_exchanges(
+    ways: Mapping[str, tuple[Block, bool]],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    numel: int = LARGEST,
+) -> dict[str, Exchange]:
+    """Time a plain exchange of a trial buffer and one for each way, in turn; every rank gets the same figures.
 
     Collective: every rank of the groups calls it at the same point. Takes about half a second at
     100 Mbit/s and less on faster links. The trial never has more elements than the `numel` of the
     job's gradients: a small model's exchange is all latency.
+
+    Args:
+        ways: by name, a codec and whether error feedback goes with it.
     """
     largest = min(numel, LARGEST)
     numel = min(numel, SMALLEST)
     while True:
         flat = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(numel))
-        piece = Piece(name="", offset=0, numel=numel, bits=codec.bits, block=codec.block)
-        reduction = reduction_for([(piece, flat.shape)], flat.dtype, device, groups, codec, seed=0)
+        runs = {name: _run(codec, feedback, flat, groups) for name, (codec, feedback) in ways.items()}
 
         def plain(flat: torch.Tensor = flat) -> None:
             dist.all_reduce(flat, group=groups[0])
+            flat.mul_(1 / dist.get_world_size(groups[0]))
 
-        def compressed(flat: torch.Tensor = flat, reduction=reduction) -> None:  # type: ignore[no-untyped-def]
-            finish(reduction.steps(flat, step=0, scale=1.0))
-
-        _timed(compressed, groups, device)  # the first call of each opens connections and fills caches
+        for run in runs.values():
+            _timed(run, groups, device)  # the first call of each opens connections and fills caches
         first = _timed(plain, groups, device)
         if first >= LONG_ENOUGH_S or numel >= largest:
             break
         numel = min(numel * 4, largest)
-    times = [(_timed(plain, groups, device), _timed(compressed, groups, device)) for _ in range(REPEATS)]
-    return Exchange(
-        nbytes=numel * 4,
-        plain_s=median(t for t, _ in times),
-        compressed_s=median(t for _, t in times),
-        bits=codec.bits,
-    )
+    times = [
+        (_timed(plain, groups, device), [_timed(run, groups, device) for run in runs.values()])
+        for _ in range(REPEATS)
+    ]
+    return {
+        name: Exchange(
+            nbytes=numel * 4,
+            plain_s=median(plain_s for plain_s, _ in times),
+            compressed_s=median(each[i] for _, each in times),
+            bits=ways[name][0].bits,
+        )
+        for i, name in enumerate(ways)
+    }
+
+
+def _run(
+    codec: Block, feedback: bool, flat: torch.Tensor, groups: Sequence[dist.ProcessGroup]
+) -> Callable[[], None]:
+    piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
+    memory = ErrorFeedback() if feedback else None
+    pieces = [(piece, flat.shape)]
+    reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, memory=memory)
+    scale = 1 / dist.get_world_size(groups[0])
+    return lambda: finish(reduction.steps(flat, step=0, scale=scale))
 
 
 def _timed(run: Callable[[], None], groups: Sequence[dist.ProcessGroup], device: torch.device) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from trimtab.codec.random import stream
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from trimtab.codec import ErrorFeedback
     from trimtab.collectives import Piece
 
 MOST_VALUES = 1 << 14
@@ -31,6 +33,7 @@ MEMORY = 0.1
 """Weight of the newest of many gradients in the running average; the first few weigh alike."""
 
 ALL_BITS = tuple(range(1, 9))
+_MOST_STRAIN = 8.0
 _MEASURED = 0x7AB1E
 """Stands for the step in the random streams of error tables, which no gradient's encoding uses."""
 
@@ -80,6 +83,9 @@ class Layer:
     latest: float
     """Norm of the whole layer when last looked at; NaN or Inf if it was."""
 
+    owed: float = 0.0
+    """Norm of what this rank's error feedback holds back for the whole layer."""
+
 
 class Statistics:
     """Running averages by layer name, on the gradients' own device."""
@@ -91,86 +97,100 @@ class Statistics:
         self.averages = {
             name: torch.zeros(s.shape, dtype=torch.float32, device=device) for name, s in self.samples.items()
         }
-        self._squares = {name: torch.zeros((), device=device) for name in layers}
-        self._latest = {name: torch.zeros((), device=device) for name in layers}
         self.counts = dict.fromkeys(layers, 0)
+        self._places = {name: place for place, name in enumerate(layers)}
+        self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
+        shares = torch.tensor([sample.share for sample in self.samples.values()])
+        self._scale = shares.rsqrt().to(device)
 
     def add(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
         """Take a reduced bucket into the averages. Layers that are not finite there are not taken in."""
-        mine = [piece for piece in pieces if piece.name in self.samples]
+        mine = [piece.name for piece in pieces if piece.name in self.samples]
         if not mine:
             return
-        views = [self.samples[piece.name].of(flat, piece.offset).float() for piece in mine]
-        for piece, values, norm in zip(mine, views, torch._foreach_norm(views), strict=True):
-            name = piece.name
-            weight = max(1 / (self.counts[name] + 1), MEMORY)
+        values = [
+            self.samples[piece.name].of(flat, piece.offset).float()
+            for piece in pieces
+            if piece.name in self.samples
+        ]
+        weights = [max(1 / (self.counts[name] + 1), MEMORY) for name in mine]
+        places = torch.tensor([self._places[name] for name in mine], device=flat.device)
+        norms = torch.stack(torch._foreach_norm(values)) * self._scale[places]
+        finite = torch.isfinite(norms)
+        self._latest[places] = norms
+        before = self._squares[places]
+        after = before.lerp(norms.square(), torch.tensor(weights, device=flat.device))
+        self._squares[places] = torch.where(finite, after, before)
+        on_host = flat.device.type == "cpu"
+        sound = finite.tolist() if on_host else finite.unbind()
+        for name, new, weight, good in zip(mine, values, weights, sound, strict=True):
             self.counts[name] += 1
-            scaled = norm / math.sqrt(self.samples[name].share)
-            self._latest[name].copy_(scaled)
-            if flat.device.type == "cpu":
-                if math.isfinite(float(norm)):
-                    self.averages[name].lerp_(values, weight)
-                    self._squares[name].lerp_(scaled.square(), weight)
-            else:  # asking would make the host wait for the device
-                finite = torch.isfinite(norm)
-                taken = torch.where(finite, values, self.averages[name])
-                self.averages[name].lerp_(taken, weight)
-                self._squares[name].lerp_(torch.where(finite, scaled.square(), self._squares[name]), weight)
+            average = self.averages[name]
+            if not on_host:  # asking would make the host wait for the device
+                average.lerp_(torch.where(good, new, average), weight)
+            elif good:
+                average.lerp_(new, weight)
 
-    def snapshot(self) -> Snapshot:
-        """The averages as they are now, on their way to the host."""
-        return Snapshot(self)
+    def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
+        """The averages, and what the memory holds back, as they are now, on their way to the host."""
+        names = [name for name, count in self.counts.items() if count]
+        places = torch.tensor([self._places[name] for name in names], device=self._latest.device).long()
+        owed = torch.zeros(len(names), device=self._latest.device)
+        residuals = [None if memory is None else memory.residual(name) for name in names]
+        if names and all(residual is not None for residual in residuals):
+            held = [self.samples[n].of(r, 0) for n, r in zip(names, residuals, strict=True) if r is not None]
+            owed = torch.stack(torch._foreach_norm(held)) * self._scale[places]
+        averages = [self.averages[name].view(-1) for name in names]
+        numbers = torch.cat([self._squares[places], self._latest[places], owed])
+        return Snapshot({name: self.samples[name] for name in names}, torch.cat([*averages, numbers]))
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "averages": {name: value.cpu().clone() for name, value in self.averages.items()},
-            "squares": {name: value.cpu().clone() for name, value in self._squares.items()},
-            "latest": {name: value.cpu().clone() for name, value in self._latest.items()},
+            "squares": self._squares.cpu().clone(),
+            "latest": self._latest.cpu().clone(),
             "counts": dict(self.counts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, count in state["counts"].items():
-            self.averages[name].copy_(state["averages"][name])
-            self._squares[name].copy_(state["squares"][name])
-            self._latest[name].copy_(state["latest"][name])
-            self.counts[name] = count
+        for name, average in self.averages.items():
+            average.copy_(state["averages"][name])
+        self._squares.copy_(state["squares"])
+        self._latest.copy_(state["latest"])
+        self.counts.update(state["counts"])
 
 
 class Snapshot:
     """A copy of the averages that the training no longer touches."""
 
-    def __init__(self, statistics: Statistics) -> None:
-        names = [name for name, count in statistics.counts.items() if count]
-        self._samples = {name: statistics.samples[name] for name in names}
-        every = [statistics.averages[name].view(-1) for name in names]
-        numbers = [table[name] for table in (statistics._squares, statistics._latest) for name in names]
+    def __init__(self, samples: dict[str, Sample], values: torch.Tensor) -> None:
+        self._samples, self._values = samples, values
         self._ready: torch.cuda.Event | None = None
-        device = numbers[0].device if numbers else torch.device("cpu")
-        joined = torch.cat([*every, torch.stack(numbers)]) if numbers else torch.zeros(0)
-        if device.type == "cuda":
-            self._values = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-            self._values.copy_(joined, non_blocking=True)
+        if values.device.type == "cuda":
+            self._source = values  # must outlive the copy
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
             self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(device))
-            self._keep = joined  # until the copy has been made
-        else:
-            self._values = joined
+            self._ready.record(torch.cuda.current_stream(values.device))
 
     def layers(self) -> list[Layer]:
         """Waits for the copy where it comes from a device."""
         if self._ready is not None:
             self._ready.synchronize()
+        count = len(self._samples)
         sizes = [math.prod(sample.shape) for sample in self._samples.values()]
-        parts = self._values.split([*sizes, len(sizes), len(sizes)]) if sizes else ()
-        if not parts:
-            return []
-        squares, latest = parts[-2].tolist(), parts[-1].tolist()
+        *averages, numbers = self._values.split([*sizes, 3 * count])
+        squares, latest, owed = numbers.view(3, count).tolist()
         return [
-            Layer(name=name, sample=sample, average=average, norm=math.sqrt(square), latest=last)
-            for (name, sample), average, square, last in zip(
-                self._samples.items(), parts[:-2], squares, latest, strict=True
+            Layer(
+                name=name,
+                sample=sample,
+                average=averages[i],
+                norm=math.sqrt(squares[i]),
+                latest=latest[i],
+                owed=owed[i],
             )
+            for i, (name, sample) in enumerate(self._samples.items())
         ]
 
 
@@ -200,3 +220,23 @@ def relative_errors(layer: Layer, bits: Iterable[int], *, stochastic: bool, seed
         kernels.decode(payload, packing, difference, add=True)
         found[b] = float(difference.norm()) / norm
     return found
+
+
+def strain(layer: Layer) -> float:
+    """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
+
+    A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
+    projection's parts), they drown in the rounding although the error is small against the norm, and an
+    optimiser that scales every value by its own size, as Adam does, turns that into noise. Half of the
+    blocks that are not flat have at least this strain.
+    """
+    blocks = layer.average.view(layer.sample.shape)
+    span = blocks.amax(1) - blocks.amin(1)
+    typical = blocks.abs().median(1).values
+    normal = NormalDist()
+    expected = 2 * normal.inv_cdf(1 - 1 / (blocks.shape[1] + 1)) / normal.inv_cdf(0.75)
+    uneven = span > 0
+    if not bool(uneven.any()) or not bool(torch.isfinite(span).all()):
+        return 0.0
+    beyond = (span[uneven] / (expected * typical[uneven])).log2().clamp(0.0, _MOST_STRAIN)
+    return float(beyond.median())

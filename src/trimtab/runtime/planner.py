@@ -1,0 +1,232 @@
+"""Rank 0's mind: from statistics to bits for every layer, with the reasons in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trimtab.codec import Block
+from trimtab.plan.bits import Assignment, LayerOptions, block_cost, choose_bits, total_error
+from trimtab.plan.family import BITS, BITS_FEEDBACK
+from trimtab.plan.guard import PATIENCE, Health, guard
+from trimtab.runtime.statistics import ALL_BITS, relative_errors, strain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.runtime.statistics import Layer
+
+DRIFTED = 1.25
+"""A plan whose error has grown to so many times what it may be is made again before its time."""
+
+WORTH = 0.02
+"""A plan that saves less than this share of the cost is not worth a switch."""
+
+KEPT_LOSSES = 50
+
+LEAST_BITS, MOST_LEAST_BITS = 2, 5
+"""What a layer is sent in at least: the first, and with its strain added no more than the second."""
+
+SLACK = 1.25
+"""The guard steps in at so many times the limit that plans keep to, so that the two do not quarrel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Settings whose errors are of one kind, and so share one budget."""
+
+    stochastic: bool
+    error_feedback: bool
+    reference: int
+    """The budget is the error of these bits for every layer."""
+
+    limit: float
+    """The most that a layer's error may be, over its own gradient."""
+
+    expected: int
+    """About the mean bits that plans come to: what its exchange is timed with."""
+
+    @property
+    def typical(self) -> tuple[Block, bool]:
+        """The codec that stands for the family when exchanges are timed, and whether feedback goes with it."""
+        return Block(bits=self.expected, stochastic=self.stochastic), self.error_feedback
+
+
+FAMILIES = {
+    BITS: Family(stochastic=True, error_feedback=False, reference=4, limit=2.0, expected=3),
+    # What one step leaves out the next one sends, so rounding to nearest does least and 2 bits serve. At 1
+    # bit the error is several times the values, and what is owed would never be paid back.
+    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What stays for a run, and goes into its checkpoint."""
+
+    name: str
+    """Of the family."""
+
+    gbit_per_s: float
+    """Of the link; 0 where it is not known, and bytes are counted instead of seconds."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.name]
+
+
+class Planner:
+    """Guard and plan, with what they must remember from look to look."""
+
+    def __init__(self, policy: str, settings: Settings, *, guard: bool, seed: int) -> None:
+        self._policy, self._guard, self._seed = policy, guard, seed
+        self.settings = settings
+        self._planned_at: int | None = None
+        self._relative: dict[str, dict[int, float]] = {}
+        self._floors: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
+        self._losses: list[float] = []
+
+    def decide(
+        self,
+        step: int,
+        layers: Sequence[Layer],
+        current: Mapping[str, int],
+        *,
+        loss: float | None,
+        may_plan: bool,
+        period: int,
+    ) -> dict[str, Any]:
+        """The bits that change, and why: what is published."""
+        if loss is not None:
+            self._losses = [*self._losses, loss][-KEPT_LOSSES:]
+        why = self._due(step, layers, current, period) if may_plan else ""
+        stochastic = self.settings.family.stochastic
+        tables = {
+            layer.name: relative_errors(
+                layer,
+                ALL_BITS if why else (current[layer.name],),
+                stochastic=stochastic,
+                seed=self._seed,
+            )
+            for layer in layers
+        }
+        reasons: list[str] = []
+        new = dict(current)
+        if self._guard:
+            for raised in guard(
+                [self._health(layer, current[layer.name], tables) for layer in layers],
+                limit=SLACK * self.settings.family.limit,
+                losses=self._losses,
+            ):
+                reasons.append(
+                    f"{raised.name} from {current[raised.name]} to {raised.bits} bits: {raised.reason}"
+                )
+                new[raised.name] = self._floors[raised.name] = raised.bits
+                if "loss" in raised.reason:
+                    del self._losses[:-PATIENCE]  # give the new bits time to show
+        if why:
+            self._relative = tables
+            self._planned_at = step
+            plan, said = self._plan(layers, new)
+            new.update(plan)
+            if said:
+                reasons.insert(0, f"planned {said}; {why}")
+        changed = {name: bits for name, bits in new.items() if bits != current[name]}
+        return {"bits": changed, "reasons": reasons if changed else [], "planned": bool(why)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "planned_at": self._planned_at,
+            "relative": {name: dict(table) for name, table in self._relative.items()},
+            "floors": dict(self._floors),
+            "broken": dict(self._broken),
+            "losses": list(self._losses),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._planned_at = state["planned_at"]
+        self._relative = {name: dict(table) for name, table in state["relative"].items()}
+        self._floors = dict(state["floors"])
+        self._broken = dict(state["broken"])
+        self._losses = list(state["losses"])
+
+    def _due(self, step: int, layers: Sequence[Layer], current: Mapping[str, int], period: int) -> str:
+        """Why a plan is due; empty when none is."""
+        if self._planned_at is None:
+            return "the warm-up is over" if layers else ""
+        if step - self._planned_at >= period:
+            return f"{period} steps after the last"
+        known = [layer for layer in layers if layer.name in self._relative]
+        now = total_error(self._relative[x.name][current[x.name]] * x.norm for x in known)
+        allowed = total_error(self._relative[x.name][self.settings.family.reference] * x.norm for x in known)
+        if now > DRIFTED * allowed:
+            return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
+        return ""
+
+    def _health(self, layer: Layer, bits: int, tables: Mapping[str, Mapping[int, float]]) -> Health:
+        name = layer.name
+        self._broken[name] = 0 if math.isfinite(layer.latest) else self._broken.get(name, 0) + 1
+        return Health(
+            name=name,
+            bits=bits,
+            norm=layer.norm,
+            error=tables[name][bits],
+            owed=layer.owed / layer.norm if layer.norm else 0.0,
+            broken=self._broken[name],
+        )
+
+    def _plan(self, layers: Sequence[Layer], current: Mapping[str, int]) -> tuple[dict[str, int], str]:
+        """New bits within the budget, and what they do; or nothing, where they would gain next to nothing."""
+        family = self.settings.family
+        options = [self._options(layer) for layer in layers]
+        budget = total_error(self._relative[x.name][family.reference] * x.norm for x in layers)
+        assignment = choose_bits(options, budget=budget, policy=self._policy)
+        before = self._as_is(layers, current)
+        over_budget = before.error > budget * (1 + 1e-9)
+        if assignment.options == before.options or (
+            not over_budget and assignment.cost > (1 - WORTH) * before.cost
+        ):
+            return {}, ""
+        numel = sum(layer.sample.numel for layer in layers)
+        mean = sum(assignment.options[x.name] * x.sample.numel for x in layers) / numel
+        was = sum(current[x.name] * x.sample.numel for x in layers) / numel
+        said = (
+            f"{mean:.2f} bits a value where it was {was:.2f}, {assignment.cost / before.cost:.2f} of the "
+            f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {assignment.error / budget:.2f} of the error "
+            f"of {family.reference} bits for all"
+        )
+        return dict(assignment.options), said
+
+    def _options(self, layer: Layer) -> LayerOptions:
+        """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
+        table = self._relative[layer.name]
+        family = self.settings.family
+        least = min(LEAST_BITS + int(strain(layer)), MOST_LEAST_BITS)
+        floor = max(self._floors.get(layer.name, 0), least)
+        allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
+            ALL_BITS[-1]
+        ]
+        return LayerOptions(
+            name=layer.name,
+            numel=layer.sample.numel,
+            norm=layer.norm,
+            options=tuple(allowed),
+            errors=tuple(table[bits] * layer.norm for bits in allowed),
+            costs=tuple(self._cost(layer, bits) for bits in allowed),
+        )
+
+    def _as_is(self, layers: Sequence[Layer], current: Mapping[str, int]) -> Assignment:
+        return Assignment(
+            options={layer.name: current[layer.name] for layer in layers},
+            cost=math.fsum(self._cost(layer, current[layer.name]) for layer in layers),
+            error=total_error(self._relative[x.name][current[x.name]] * x.norm for x in layers),
+            policy="as it is",
+            met=True,
+        )
+
+    def _cost(self, layer: Layer, bits: int) -> float:
+        nbytes = block_cost(layer.sample.numel, bits, layer.sample.block)
+        rate = self.settings.gbit_per_s
+        return nbytes * 8 / (rate * 1e9) if rate else float(nbytes)
