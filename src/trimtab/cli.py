@@ -88,6 +88,28 @@ def emulate(
 
 
 @app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.yaml", help="Settings file.")],
+    second: Annotated[Path, typer.Argument(metavar="B.yaml", help="Settings file.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Train the same model and seed under two settings: losses, bytes and time side by side.
+
+    Example: [bold]trimtab compare examples/compare-fp32.yaml examples/compare-4bits.yaml[/bold]
+    """
+    from trimtab.report.terminal import print_table, progress_bar
+    from trimtab.runtime.compare import compare as measure
+
+    with progress_bar("training both") as progress:
+        result = measure(first, second, progress)
+    if json:
+        typer.echo(result.to_json())
+        return
+    print_table("trimtab compare", result.rows, caption="wire MB and seconds are sums up to that step")
+    print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
+
+
+@app.command()
 def demo() -> None:
     """All of it, in about two minutes, on the machine at hand."""
     from trimtab.runtime.demo import demo as show
