@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trimtab.collectives.layout import Layout
 
 
-class _BlockReduction:
-    """What both reductions of a bucket share: its layout, the groups, and how values are encoded."""
+class BlockReduction:
+    """What the reductions of a bucket share: its layout, the groups, and how values are encoded."""
 
     def __init__(
         self,
@@ -50,8 +50,38 @@ class _BlockReduction:
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
+    def _encode_sum(
+        self,
+        flat: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        packing: Packing,
+        out: torch.Tensor,
+        *,
+        stream: int,
+        scale: float,
+        meant: torch.Tensor | None,
+    ) -> None:
+        """Add `payloads` to `scale` × `flat`, encode the sums, and leave them decoded in `flat`.
 
-class ScatterReduceAllGather(_BlockReduction):
+        With `meant`, where error feedback needs it, the sums themselves are kept there.
+        """
+        kernels, stochastic = self._kernels, self._stochastic
+        if meant is None:
+            kernels.reduce_encode(
+                flat, payloads, packing, out, stream=stream, scale=scale, stochastic=stochastic
+            )
+            return
+        assert scale == 1.0, "what is owed was added to values that were scaled before"
+        for payload in payloads:
+            kernels.decode(payload, packing, flat, add=True)
+        for segment in packing.segments:
+            part = slice(segment.offset, segment.offset + segment.numel)
+            meant[part] = flat[part]
+        kernels.encode(flat, packing, out, stream=stream, stochastic=stochastic)
+        kernels.decode(out, packing, flat)
+
+
+class ScatterReduceAllGather(BlockReduction):
     """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
 
     Every value is quantised exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
@@ -76,7 +106,7 @@ class ScatterReduceAllGather(_BlockReduction):
         """
         kernels, stochastic = self._kernels, self._stochastic
         if self._memory is not None:
-            _restore(self._memory, self._layout, flat, scale)
+            restore(self._memory, self._layout, flat, scale)
             scale = 1.0
         first = stream(self._seed, step, self._rank, OWN)
         kernels.encode(flat, self._others, self._sent, stream=first, scale=scale, stochastic=stochastic)
@@ -93,7 +123,7 @@ class ScatterReduceAllGather(_BlockReduction):
                 async_op=True,
             )
         )
-        payloads = _rows(self._received, self._mine.nbytes)
+        payloads = rows(self._received, self._mine.nbytes)
         sums = self._sums[: self._mine.nbytes]
         second = stream(self._seed, step, self._rank, REDUCED)
         if self._memory is not None:
@@ -106,19 +136,19 @@ class ScatterReduceAllGather(_BlockReduction):
             for segment in self._mine.segments:
                 own = slice(segment.offset, segment.offset + segment.numel)
                 owed[own] = flat[own]
-            _keep(self._memory, self._layout, meant, owed)
+            keep(self._memory, self._layout, meant, owed)
         else:
             kernels.reduce_encode(
                 flat, payloads, self._mine, sums, stream=second, scale=scale, stochastic=stochastic
             )
         yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
-        for rank, row in enumerate(_rows(self._gathered, self._sums.numel())):
+        for rank, row in enumerate(rows(self._gathered, self._sums.numel())):
             chunk = self._layout.chunks[rank]
             if rank != self._rank and chunk.nbytes:
                 kernels.decode(row[: chunk.nbytes], chunk, flat)
 
 
-class AllGather(_BlockReduction):
+class AllGather(BlockReduction):
     """Each rank sends its whole bucket, encoded, to all others; everyone adds them up.
 
     Every value is quantised once and one collective's latency is paid; payload sent per rank:
@@ -135,7 +165,7 @@ class AllGather(_BlockReduction):
         2. decode and add all ranks' codes, in rank order.
         """
         if self._memory is not None:
-            _restore(self._memory, self._layout, flat, scale)
+            restore(self._memory, self._layout, flat, scale)
             scale = 1.0
         key = stream(self._seed, step, self._rank, OWN)
         self._kernels.encode(
@@ -144,17 +174,19 @@ class AllGather(_BlockReduction):
         if self._memory is not None:
             sent = torch.empty_like(flat)
             self._kernels.decode(self._mine, self._whole, sent)
-            _keep(self._memory, self._layout, flat, sent)
+            keep(self._memory, self._layout, flat, sent)
         yield started(all_gather_single(self._gathered, self._mine, self._groups[0], async_op=True))
-        for rank, payload in enumerate(_rows(self._gathered, self._whole.nbytes)):
+        for rank, payload in enumerate(rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
 
 
-def _rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+def rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """A buffer of payloads of one size, cut into them."""
     return list(buffer.view(-1, size).unbind()) if size else []
 
 
-def _restore(memory: ErrorFeedback, layout: Layout, flat: torch.Tensor, scale: float) -> None:
+def restore(memory: ErrorFeedback, layout: Layout, flat: torch.Tensor, scale: float) -> None:
+    """Scale the bucket, and add what earlier steps left out."""
     if scale != 1.0:
         flat.mul_(scale)
     for piece in layout.pieces:
@@ -162,7 +194,8 @@ def _restore(memory: ErrorFeedback, layout: Layout, flat: torch.Tensor, scale: f
             memory.restore(piece.name, flat[piece.offset : piece.offset + piece.numel])
 
 
-def _keep(memory: ErrorFeedback, layout: Layout, meant: torch.Tensor, sent: torch.Tensor) -> None:
+def keep(memory: ErrorFeedback, layout: Layout, meant: torch.Tensor, sent: torch.Tensor) -> None:
+    """Remember what this step left out."""
     for piece in layout.pieces:
         if piece.bits != RAW:
             part = slice(piece.offset, piece.offset + piece.numel)

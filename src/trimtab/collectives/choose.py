@@ -14,12 +14,23 @@ from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.powersgd import PowerSGD
 from trimtab.collectives.block import AllGather, ScatterReduceAllGather
 from trimtab.collectives.codec_gather import CodecAllGather
+from trimtab.collectives.hierarchy import HierarchicalReduction, Hierarchy, PlainShard, ShardFeedback
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.low_rank import LowRankReduction
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
+from trimtab.collectives.ring import Ring
+from trimtab.collectives.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
+_KINDS: dict[Method, type[AllGather | ScatterReduceAllGather | Ring | Tree]] = {
+    "all_gather": AllGather,
+    "scatter_reduce": ScatterReduceAllGather,
+    "ring": Ring,
+    "tree": Tree,
+}
 
 TINY_BYTES = 16 * 1024
 """Up to this payload, a second round of latency costs more than the bytes that scattering saves."""
@@ -36,6 +47,8 @@ def reduction_for(
     memory: ErrorFeedback | None = None,
     rights: dict[str, torch.Tensor] | None = None,
     kernels: Kernels | None = None,
+    hierarchy: Hierarchy | None = None,
+    method: Method | None = None,
 ) -> Reduction:
     """The reduction of a bucket that holds these pieces (each with its tensor's shape).
 
@@ -43,7 +56,10 @@ def reduction_for(
     keyed by parameter name.
 
     Types that the codec does not carry (float64, complex) take the backend's own all-reduce.
-    Two ranks, and tiny fp32 buckets, take one all-gather; all else scatter-reduce-allgather.
+    With a `hierarchy`, `Block` and `Uncompressed` reduce exactly inside each host first, and only one shard a rank
+    travels between hosts; PowerSGD and top-k look at whole parameters, and stay flat.
+    `method` chooses how block-quantised values are reduced (between hosts, with a hierarchy); without it, two
+    ranks, and tiny fp32 buckets, take one all-gather, all else scatter-reduce-allgather.
     """
     if dtype not in DTYPES:
         return PlainReduction(tuple(groups))
@@ -51,14 +67,45 @@ def reduction_for(
         memory = ErrorFeedback() if memory is None else memory
         rights = {} if rights is None else rights
         return LowRankReduction(pieces, groups, codec, seed=seed, memory=memory, rights=rights)
+    whole = [piece for piece, _ in pieces]
+    if hierarchy is not None and isinstance(codec, (Block, Uncompressed)):
+        shard = hierarchy.shard(whole, dtype)
+        between: Reduction | None = None
+        owed: ShardFeedback | None = None
+        if isinstance(codec, Uncompressed):
+            memory = None
+        if hierarchy.between and shard.pieces and isinstance(codec, Block):
+            owed = None if memory is None else ShardFeedback()
+            between = _block_reduction(
+                shard.pieces, dtype, device, hierarchy.between, codec, seed, owed, kernels, method
+            )
+        elif hierarchy.between and shard.pieces:
+            start, end = shard.cuts[hierarchy.index : hierarchy.index + 2]
+            between = PlainShard(hierarchy.between, start, end)
+        return HierarchicalReduction(hierarchy.inside, shard, between, pieces=whole, memory=memory, owed=owed)
     if not isinstance(codec, Block):
         return CodecAllGather(pieces, groups, codec, seed=seed, memory=memory)
-    flat_pieces = [piece for piece, _ in pieces]
+    return _block_reduction(whole, dtype, device, groups, codec, seed, memory, kernels, method)
+
+
+def _block_reduction(
+    pieces: Sequence[Piece],
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    codec: Block,
+    seed: int,
+    memory: ErrorFeedback | None,
+    kernels: Kernels | None,
+    method: Method | None,
+) -> Reduction:
     world = dist.get_world_size(groups[0])
-    whole = plan_layout(flat_pieces, dtype, 1)
-    tiny = dtype == torch.float32 and whole.chunks[0].nbytes <= TINY_BYTES
-    kind = AllGather if world <= 2 or tiny else ScatterReduceAllGather
-    layout = whole if kind is AllGather else plan_layout(flat_pieces, dtype, world)
+    whole = plan_layout(pieces, dtype, 1)
+    if method is None:
+        tiny = dtype == torch.float32 and whole.chunks[0].nbytes <= TINY_BYTES
+        method = "all_gather" if world <= 2 or tiny else "scatter_reduce"
+    kind = _KINDS[method]
+    layout = whole if kind in (AllGather, Tree) else plan_layout(pieces, dtype, world)
     return kind(
         layout,
         groups,
@@ -80,12 +127,15 @@ def all_reduce(
     step: int = 0,
     seed: int = 0,
     groups: Sequence[dist.ProcessGroup] | None = None,
+    hierarchy: Hierarchy | None = None,
+    method: Method | None = None,
 ) -> None:
     """Reduce a tensor over the ranks in place, compressed, to the same bits everywhere.
 
     With `weight`, each rank giving its own, the result is the weighted average
     Σ weight·tensor / Σ weight, whatever `op` says. `groups` gives one process group for each
-    stage; by default both stages run on the default group, one after the other.
+    stage; by default both stages run on the default group, one after the other. `hierarchy` and `method` are
+    those of `reduction_for`.
     """
     groups = groups or (dist.group.WORLD,) * 2  # type: ignore[assignment]
     assert groups is not None
@@ -99,7 +149,16 @@ def all_reduce(
     bits = RAW if isinstance(codec, Uncompressed) else getattr(codec, "bits", 1)
     block = getattr(codec, "block", 1024)
     piece = Piece(name=name, offset=0, numel=flat.numel(), bits=bits, block=block)
-    reduction = reduction_for([(piece, tensor.shape)], flat.dtype, flat.device, groups, codec, seed=seed)
+    reduction = reduction_for(
+        [(piece, tensor.shape)],
+        flat.dtype,
+        flat.device,
+        groups,
+        codec,
+        seed=seed,
+        hierarchy=hierarchy,
+        method=method,
+    )
     finish(reduction.steps(flat, step=step, scale=scale))
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view_as(tensor))

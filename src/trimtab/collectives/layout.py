@@ -29,6 +29,8 @@ class Piece:
     """1 to 8, or 0 (`RAW`) to send the values as they are."""
 
     block: int
+    first_block: int = 0
+    """Index, within the parameter, of the first block: not 0 where only a part of it is in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,5 +86,5 @@ def _segment(piece: Piece, first_block: int, numel: int) -> Segment:
         bits=piece.bits,
         block=piece.block,
         name_hash=name_hash(piece.name),
-        first_block=first_block,
+        first_block=piece.first_block + first_block,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from trimtab.collectives.reduction import MAX_STAGES
+from trimtab.collectives.reduction import MOST_STAGES
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ThreadPipeline:
     """A FIFO thread for each stage, for CPU process groups."""
 
     def __init__(self) -> None:
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(MAX_STAGES + 1)]
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(MOST_STAGES + 1)]
         self._broken: Exception | None = None
         self._threads = [
             threading.Thread(target=self._serve, args=(stage,), name=f"trimtab-stage-{stage}", daemon=True)
@@ -100,7 +100,7 @@ class StreamRunner:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MOST_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="trimtab-launch", daemon=True)
         self._thread.start()

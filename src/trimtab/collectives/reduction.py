@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
 MAX_STAGES = 2
-"""The most collectives any reduction starts; each stage has a process group of its own."""
+"""The most collectives a reduction starts on the groups it is given; each stage has a group of its own."""
+
+MOST_STAGES = MAX_STAGES + 2
+"""The most any reduction starts: a hierarchy has one inside each host before those, and one after."""
 
 
 class Reduction(Protocol):
@@ -45,6 +48,22 @@ class PlainReduction:
         if scale != 1.0:
             flat.mul_(scale)
         yield started(dist.all_reduce(flat, group=self._group, async_op=True))
+
+
+class Works:
+    """Several operations, or none, waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def together(works: Sequence[dist.Work] = ()) -> dist.Work:
+    """Several operations, or none, as one `dist.Work`; whoever runs a reduction only waits for it."""
+    return cast("dist.Work", Works(works))
 
 
 def started(work: dist.Work | None) -> dist.Work:

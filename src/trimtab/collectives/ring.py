@@ -1,0 +1,74 @@
+"""Reduction around a ring: each rank talks to its two neighbours only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab._compat import all_gather_single
+from trimtab.codec.random import OWN, REDUCED, stream
+from trimtab.collectives.block import BlockReduction, keep, restore, rows
+from trimtab.collectives.reduction import started, together
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Ring(BlockReduction):
+    """Chunk c starts at rank c + 1 and goes round; each rank adds its values; rank c owns the sum.
+
+    Every value is encoded once by every rank on the way, so the error grows with W; least memory, and a host's
+    link carries each chunk once however many ranks the host has. Payload sent per rank: 2 (W - 1) / W of the
+    bucket's.
+    """
+
+    def _allocate(self) -> None:
+        chunks = self._layout.chunks
+        assert self._world == len(chunks)
+        row = max(chunk.nbytes for chunk in chunks)
+        self._leaving, self._arriving = self._bytes(row), self._bytes(row)
+        self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. W - 1 hops: add my values to the chunk that came, encode, send it on.
+        2. my own chunk has come round: add, encode the sums, keep their decoded form; all-gather.
+        3. decode the other owners' sums.
+        """
+        chunks, world, rank = self._layout.chunks, self._world, self._rank
+        meant: torch.Tensor | None = None
+        if self._memory is not None:
+            restore(self._memory, self._layout, flat, scale)
+            scale, meant = 1.0, flat.clone()
+        # Each rank encodes each chunk once, so one stream serves all hops.
+        key = stream(self._seed, step, rank, OWN)
+        came: list[torch.Tensor] = []
+        last = together()
+        for hop in range(world - 1):
+            last.wait()
+            chunk, coming = chunks[(rank - 1 - hop) % world], chunks[(rank - 2 - hop) % world]
+            leaving, arriving = self._leaving[: chunk.nbytes], self._arriving[: coming.nbytes]
+            self._encode_sum(flat, came, chunk, leaving, stream=key, scale=scale, meant=meant)
+            last = self._pass_on(leaving, arriving)
+            came = [arriving]
+        yield last
+        own = chunks[rank]
+        sums = self._sums[: own.nbytes]
+        key = stream(self._seed, step, rank, REDUCED)
+        self._encode_sum(flat, came, own, sums, stream=key, scale=scale, meant=meant)
+        if self._memory is not None and meant is not None:
+            keep(self._memory, self._layout, meant, flat)
+        yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
+        for owner, row in enumerate(rows(self._gathered, self._sums.numel())):
+            if owner != rank and chunks[owner].nbytes:
+                self._kernels.decode(row[: chunks[owner].nbytes], chunks[owner], flat)
+
+    def _pass_on(self, leaving: torch.Tensor, arriving: torch.Tensor) -> dist.Work:
+        group, following, before = self._groups[0], (self._rank + 1) % self._world, self._rank - 1
+        operations = []
+        if leaving.numel():
+            operations.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=following))
+        if arriving.numel():
+            operations.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=before % self._world))
+        return together(dist.batch_isend_irecv(operations) if operations else ())

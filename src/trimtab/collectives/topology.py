@@ -1,0 +1,98 @@
+"""Which ranks share a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab._compat import all_gather_single
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TEXT = 512
+"""Bytes of what a rank tells the others; the rest is cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The ranks of a process group, by host. Hosts are in the order of their first ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Ranks as the group counts them, ascending on each host."""
+
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on the first host: on every host, where `flat_reason` is None."""
+        return len(self.ranks[0])
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """Index of the rank's host, and the rank's index on it."""
+        for host, members in enumerate(self.ranks):
+            if rank in members:
+                return host, members.index(rank)
+        raise ValueError(f"rank {rank} is on none of the hosts {self.ranks}")
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same index on every host, this one included; ascending, as c10d sorts a group's."""
+        _, index = self.seat(rank)
+        return tuple(sorted(members[index] for members in self.ranks))
+
+    def flat_reason(self) -> str | None:
+        """Why these ranks have no hierarchy, in words; None when they have one."""
+        sizes = [len(members) for members in self.ranks]
+        if max(sizes) == 1:
+            return "every host has one rank: there is nothing to reduce inside a host"
+        if len(set(sizes)) > 1:
+            shown = ", ".join(map(str, sizes))
+            return (
+                f"the hosts have {shown} ranks: a hierarchy needs as many on each, "
+                "so that every shard has a peer on every host"
+            )
+        return None
+
+
+def hosts_of(names: Sequence[str]) -> Hosts:
+    """The hosts, given what each rank calls its own."""
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return Hosts(ranks=tuple(tuple(members) for members in found.values()))
+
+
+def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
+    """Ask every rank of the group for its host. Collective: all of them call it at the same point."""
+    return hosts_of(tell(own_host(), group, device))
+
+
+def own_host() -> str:
+    """A name that the ranks of one host, and no others, have in common.
+
+    Under torchrun the number of its agent: emulated hosts share a machine's name. Elsewhere the machine's
+    name with the id of its boot: names alone are often the same on machines of one image.
+    """
+    agent = os.environ.get("GROUP_RANK")
+    if agent is not None:
+        return f"agent {agent} of {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def tell(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Every rank's text, by rank. Collective."""
+    data = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = torch.empty(dist.get_world_size(group) * _TEXT, dtype=torch.uint8, device=device)
+    all_gather_single(everyone, mine, group)
+    rows = everyone.cpu().view(-1, _TEXT)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
