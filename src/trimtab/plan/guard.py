@@ -23,10 +23,13 @@ OWED_LIMIT = 4.0
 """Error feedback may owe a layer so many times its gradient; settled, it owes about one at 2 bits."""
 
 WORSE_BY = 0.05
-"""A mean loss so much above the best counts as a sign, and so does one of three times its own scatter."""
+"""A mean loss so much above the best counts as a sign, if that is also three times what it rose by before."""
 
 PATIENCE = 2
 """Signs in a row before the loss counts as trouble: one bad stretch happens in any run."""
+
+BEFORE = 3
+"""Mean losses that must have come before, to know how a run's own scatter."""
 
 BROKEN_PATIENCE = 3
 """Looks in a row without finite gradients before that counts: a loss scaler begins with a few overflows."""
@@ -94,14 +97,12 @@ def loss_trouble(losses: Sequence[float]) -> str:
     """In words, what is wrong with a row of mean losses; empty when nothing is."""
     if losses and not isfinite(losses[-1]):
         return "the loss is not finite"
-    if len(losses) <= PATIENCE:
-        return ""
     before = [loss for loss in losses[:-PATIENCE] if isfinite(loss)]
-    if not before:
+    if len(before) < BEFORE:
         return ""
     best = min(before)
-    steps = [b - a for a, b in pairwise(before)]
-    scatter = sqrt(sum(step * step for step in steps) / len(steps)) if steps else 0.0
+    rises = [b - a for a, b in pairwise(before) if b > a]  # falling is what a loss should do
+    scatter = sqrt(sum(rise * rise for rise in rises) / len(rises)) if rises else 0.0
     bound = best + max(WORSE_BY * abs(best), 3 * scatter)
     if all(not loss <= bound for loss in losses[-PATIENCE:]):
         return f"the loss rose from {best:.4g} to {losses[-1]:.4g}"
