@@ -11,7 +11,7 @@ from tests.support.requirements import requires
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.emulate import Emulation
 from trimtab.emulate.layout import lay_out, nodes
-from trimtab.emulate.mps import PROCESSES, share_out
+from trimtab.emulate.mps import PARTS, PROCESSES, _parts, check_products, share_out
 from trimtab.errors import TrimtabError
 
 
@@ -29,14 +29,36 @@ def _cards(memory_gib: float | None = None) -> Cluster:
 
 def test_one_gpu_is_shared_out_by_speed() -> None:
     shares = share_out(lay_out(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 80.0)])
-    assert [shares[rank].percentage for rank in range(3)] == pytest.approx([40.0, 20.0, 40.0])
+    assert [shares[rank].percentage for rank in range(3)] == pytest.approx([26.2, 14.0, 26.2], abs=2)
     assert [shares[rank].memory_fraction for rank in range(3)] == [0.25] * 3
 
 
 def test_speeds_keep_their_proportion_over_several_gpus() -> None:
     shares = share_out(lay_out(_cards(), [0, 1, 2]), [("x", 80.0), ("y", 80.0)])
     assert [shares[rank].gpu for rank in range(3)] == ["x", "y", "x"]
-    assert [shares[rank].percentage for rank in range(3)] == pytest.approx([50.0, 25.0, 50.0])
+    assert [shares[rank].percentage for rank in range(3)] == pytest.approx([50.4, 26.2, 50.4], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "speeds", [[1.0], [1.0, 1.0], [0.7, 0.3], [1.0, 0.5], [1.0, 0.25], [1.0, 0.75], [1.0] * 4]
+)
+def test_parts_are_near_the_speeds_and_fit_one_gpu(speeds: list[float]) -> None:
+    parts = _parts(speeds, [0] * len(speeds))
+    assert sum(parts) <= 1
+    assert set(parts) <= set(PARTS)
+    assert [part / max(parts) for part in parts] == pytest.approx(
+        [speed / max(speeds) for speed in speeds], rel=0.07
+    )
+
+
+def test_more_ranks_than_a_gpu_has_parts_for_are_refused() -> None:
+    with pytest.raises(TrimtabError, match="do not fit"):
+        _parts([1.0] * 10, [0] * 10)
+
+
+@requires(cuda=1)
+def test_a_whole_gpu_multiplies_rightly() -> None:
+    check_products()
 
 
 def test_refuses_more_memory_than_there_is() -> None:

@@ -76,7 +76,10 @@ def main() -> None:
     module, name = task["function"].split(":")
     device = task["spec"].get("device", "cpu")
     if device == "cuda":
+        from trimtab.emulate.mps import check_products
+
         torch.cuda.set_device(0)
+        check_products()
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
 

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
+from math import log
 from typing import TYPE_CHECKING
 
+from trimtab import environment
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 PROCESSES = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 _GIB = 1024  # in the MiB that nvidia-smi speaks
 
+PARTS = tuple(count / 132 for count in (132, 128, 124, 120, 66, 64, 62, 34, 32, 30, 22, 18, 16, 14))
+"""The parts of a GPU that a rank may have.
+
+On other parts of an H200 (132 multiprocessors) cuBLAS leaves out tiles of its products: silently, and in every
+type. `check_products` finds it out.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -29,6 +38,10 @@ class Share:
     gpu: str
     percentage: float
     memory_fraction: float | None
+
+
+_NEAR = log(1.07)
+"""Speeds this near to those asked are as good as any: larger parts measure better."""
 
 
 def require() -> None:
@@ -42,16 +55,14 @@ def require() -> None:
 
 
 def share_out(seats: Sequence[Seat], gpus: Sequence[tuple[str, float]]) -> dict[int, Share]:
-    """Divide the GPUs, given by id and GiB, among the CUDA ranks: parts in proportion to speed.
+    """Divide the GPUs, given by id and GiB, among the CUDA ranks: parts as near as `PARTS` has them to the speeds.
 
-    Ranks take the GPUs in turn; the fullest GPU sets the scale, so that speeds keep their
-    proportion from one GPU to another.
+    Ranks take the GPUs in turn; speeds keep their proportion from one GPU to another.
     """
     takers = [seat for seat in seats if seat.kind == "cuda"]
     placed = {seat.rank: index % len(gpus) for index, seat in enumerate(takers)}
-    loads, memory = [0.0] * len(gpus), [0.0] * len(gpus)
+    memory = [0.0] * len(gpus)
     for seat in takers:
-        loads[placed[seat.rank]] += seat.speed
         memory[placed[seat.rank]] += seat.memory_gib or 0.0
     for (gpu, size), asked in zip(gpus, memory, strict=True):
         if asked > size:
@@ -59,14 +70,69 @@ def share_out(seats: Sequence[Seat], gpus: Sequence[tuple[str, float]]) -> dict[
                 f"emulate: the ranks on GPU {gpu} ask for {asked:g} GiB in all and it has {size:.1f}; "
                 "lower memory_gib or take fewer ranks"
             )
+    parts = _parts([seat.speed for seat in takers], [placed[seat.rank] for seat in takers])
     return {
         seat.rank: Share(
             gpu=gpus[placed[seat.rank]][0],
-            percentage=min(100.0, 100 * seat.speed / max(loads)),
+            # A little more than the part: the service rounds down to whole pairs of multiprocessors.
+            percentage=min(100.0, 100 * part + 0.4),
             memory_fraction=None if seat.memory_gib is None else seat.memory_gib / gpus[placed[seat.rank]][1],
         )
-        for seat in takers
+        for seat, part in zip(takers, parts, strict=True)
     }
+
+
+def _parts(speeds: Sequence[float], placed: Sequence[int]) -> list[float]:
+    """A part for each speed, no GPU given away more than once: the largest that are near in proportion."""
+    fastest = max(speeds)
+    best: tuple[float, float, list[float]] | None = None
+    for largest in PARTS:
+        wanted = [largest * speed / fastest for speed in speeds]
+        parts = [min(PARTS, key=lambda part, want=want: abs(log(part / want))) for want in wanted]  # type: ignore[misc]
+        if max(sum(p for p, gpu in zip(parts, placed, strict=True) if gpu == one) for one in placed) > 1:
+            continue
+        off = max(abs(log(part / want)) for part, want in zip(parts, wanted, strict=True))
+        rank = max(off, _NEAR), -sum(parts)
+        if best is None or rank < best[:2]:
+            best = *rank, parts
+    if best is None:
+        raise TrimtabError(
+            f"emulate: speeds {', '.join(f'{speed:g}' for speed in speeds)} do not fit on this machine's GPUs: "
+            f"a rank needs at least {min(PARTS):.0%} of one; take fewer ranks or less uneven speeds"
+        )
+    if best[0] > _NEAR:
+        given = ", ".join(f"{part / max(best[2]):.2f}" for part in best[2])
+        environment.logger().warning(
+            "emulate: parts of a GPU cannot have any size (see docs/emulate.md): speeds %s, relative to the fastest, "
+            "stand for those asked",
+            given,
+        )
+    return best[2]
+
+
+def check_products() -> None:
+    """Refuse to go on where the part of the GPU that this process has multiplies wrongly."""
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(0)
+    for rows, inner, columns in ((512, 768, 2304), (2048, 768, 768), (8192, 768, 3072), (512, 4096, 4096)):
+        a, b = (
+            torch.randint(-2, 3, shape, generator=generator, device=device).float()
+            for shape in ((rows, inner), (inner, columns))
+        )
+        # Small whole numbers: every type has the same sums, and each row of ones gives the sum of a column.
+        total = a.double().sum(0) @ b.double()
+        for dtype in (torch.bfloat16, torch.float32):
+            for left, right, want in ((a, b, total), (b.t(), a.t(), (b.double().sum(1) @ a.double().t()))):
+                made = (left.to(dtype).contiguous() @ right.to(dtype).contiguous()).double()
+                if not torch.allclose(made.sum(0), want, rtol=0.05, atol=float(want.abs().max()) * 0.05):
+                    count = torch.cuda.get_device_properties(device).multi_processor_count
+                    raise TrimtabError(
+                        f"emulate: on this part of the GPU ({count} multiprocessors) the product of "
+                        f"{tuple(left.shape)} and {tuple(right.shape)} in {dtype} is wrong; "
+                        "choose other speeds (docs/emulate.md)"
+                    )
 
 
 def visible_gpus() -> list[tuple[str, float]]:
