@@ -8,7 +8,7 @@ from trimtab.workload.blocks import repeated_blocks
 from trimtab.workload.buckets import ddp_buckets
 from trimtab.workload.tensor import Tensor
 from trimtab.workload.trace import DTYPES, Call, Meta
-from trimtab.workload.workload import SCHEMA_VERSION, Operator, Parameter, Saved, Workload
+from trimtab.workload.workload import OUTSIDE, SCHEMA_VERSION, Operator, Parameter, Saved, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ def _operator(index: int, one: Call, two: Call, writers: dict[int, int]) -> Oper
 def _saved(index: int, call: Call, number: int, role: Any, tensor: Tensor, writers: dict[int, int]) -> Saved:
     if role == "other" and number in call.output_storages:
         role = "output"
-    inside = index if role in ("weight", "other") else -1
+    inside = OUTSIDE if number in call.input_storages else index
     return Saved(role=role, producer=writers.get(number, inside), storage=number, tensor=tensor)
 
 

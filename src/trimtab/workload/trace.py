@@ -44,6 +44,12 @@ DTYPES = {
     torch.complex128: "complex128",
 }
 
+KEEP_OUTPUT = frozenset(
+    {"softmax", "log_softmax", "safe_softmax", "logsumexp", "tanh", "sigmoid", "relu", "exp", "sqrt", "rsqrt"}
+    | {"reciprocal", "elu", "threshold", "hardtanh"}
+)
+"""Operators whose derivative torch computes from their result."""
+
 Meta = tuple[tuple[int, ...], str]
 """Shape and type."""
 
@@ -70,6 +76,8 @@ class Call:
 
     differentiable: bool = False
     views: int = 0
+    keeps_output: bool = False
+    """Whether backward is computed from the result."""
 
 
 @dataclass
@@ -209,15 +217,8 @@ class Tracer:
         index = len(self.calls)
         call.arguments = self._arguments(call, func._schema.arguments, args, kwargs)
         call.differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        own = {self._of(tensor).number for tensor in given}
-        for tensor in self._pending:
-            # Inputs are kept before the kernel runs; whatever it does not take was kept by the one before.
-            number = self._of(tensor).number
-            if number in own:
-                self._keep(call, index, tensor)
-            elif self.calls:
-                self._keep(self.calls[-1], index - 1, tensor)
-        self._pending.clear()
+        call.keeps_output = packet.strip("_") in KEEP_OUTPUT
+        self._attribute(call, index, given)
         self.calls.append(call)
         for tensor in results:
             memory = self._of(tensor)
@@ -294,6 +295,20 @@ class Tracer:
         else:
             self._pending.append(tensor)
         return tensor
+
+    def _attribute(self, call: Call, index: int, given: list[torch.Tensor]) -> None:
+        """Inputs are kept before their kernel runs, outputs after it: who kept what, between two kernels?"""
+        before = self.calls[-1] if self.calls else None
+        own = {self._of(tensor).number for tensor in given}
+        results = set(before.output_storages) if before is not None and before.keeps_output else set()
+        for tensor in self._pending:
+            number = self._of(tensor).number
+            if before is not None and (number not in own or number in results):
+                results.discard(number)  # a second time, it is this one's input
+                self._keep(before, index - 1, tensor)
+            else:
+                self._keep(call, index, tensor)
+        self._pending.clear()
 
     def _settle(self) -> None:
         """At the end of a call, what is still pending was kept by its last kernel."""

@@ -1,0 +1,226 @@
+"""How `trimtab.precision` runs an operator in a precision: what it casts, what it saves, what it needs meanwhile.
+
+Facts about the implementation, as plain arithmetic on shapes; tests hold them against the implementation.
+
+- Values leave in the type they arrived in (autocast's, where that is on). So under `set_precision` no
+  neighbour ever changes its type.
+- The operands of x and w are made inside: int8 and fp8 by a fused quantise, half types by a cast; the
+  product of codes is scaled back in its epilogue, that of half types is cast back.
+- Backward turns the arriving gradient into operands (int8 once for each of its two products), makes the
+  weight's operand anew unless it was saved, and gives the weight's gradient in fp32.
+- x is saved in the low precision. The weight's operand is saved by 8-bit linear layers on a GPU only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from trimtab.workload.tensor import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.workload import Operator, Tensor
+
+DeviceKind = Literal["cpu", "cuda"]
+
+CODES = ("int8", "fp8")
+HALVES = ("bf16", "fp16")
+PAD = 16
+"""A GPU's 8-bit operands are padded to multiples of this."""
+
+
+class Cast(NamedTuple):
+    """So many elements from one type to another."""
+
+    source: str
+    target: str
+    elements: int
+
+
+def passes(precision: str) -> tuple[str, str, str]:
+    """The precisions of forward, input gradient and weight gradient: ``int8`` or ``int8/int8/bf16``."""
+    parts = precision.split("/")
+    if len(parts) == 1:
+        return precision, precision, precision
+    forward, grad_input, grad_weight = parts
+    return forward, grad_input, grad_weight
+
+
+def memory_type(precision: str) -> str:
+    """The type that a precision's operands have: tf32 is fp32 in memory."""
+    return "fp32" if precision == "tf32" else precision
+
+
+def values_of(operator: Operator) -> tuple[Tensor, ...]:
+    """The inputs that a product reads: floating ones."""
+    return tuple(t for t in operator.input_tensors if t.floating)
+
+
+def weight_of(operator: Operator) -> Tensor | None:
+    """The matrix or kernel that a linear layer or a convolution multiplies with."""
+    if operator.kind not in ("linear", "conv"):
+        return None
+    return next((t for t in operator.parameter_tensors if len(t.shape) >= 2), None)
+
+
+def saves_weight_operand(operator: Operator, precision: str, device: DeviceKind) -> bool:
+    return operator.kind == "linear" and device == "cuda" and passes(precision)[1] in CODES
+
+
+def forward_casts(operator: Operator, precision: str, arriving: str, leaving: str) -> Iterator[Cast]:
+    """What the forward pass casts, in a precision that was set."""
+    name, _, for_weight = map(memory_type, passes(precision))
+    out = operator.outputs[0].numel
+    if operator.kind == "embedding":
+        if name != leaving:
+            yield Cast(leaving, name, out)
+            yield Cast(name, leaving, out)
+        return
+    elements = sum(t.numel for t in values_of(operator))
+    if arriving != name:
+        yield Cast(arriving, name, elements)
+    weight = weight_of(operator)
+    if weight is not None:
+        if weight.dtype != name:
+            yield Cast(weight.dtype, name, weight.numel)
+        if for_weight != name and arriving != for_weight:
+            yield Cast(arriving, for_weight, elements)  # what the weight's gradient will need of x
+    if name not in CODES and name != leaving:
+        yield Cast(name, leaving, out)
+
+
+def backward_casts(
+    operator: Operator, precision: str, arriving: str, leaving: str, device: DeviceKind
+) -> Iterator[Cast]:
+    """What the backward pass casts; the gradient comes in the type the values left in."""
+    if operator.kind == "embedding" or not operator.differentiable:
+        return
+    _, for_input, for_weight = map(memory_type, passes(precision))
+    out = operator.outputs[0].numel
+    weight = weight_of(operator)
+    wanted = [for_input] if weight is None else [for_input, for_weight]
+    if len(set(wanted)) == 1 and for_input != "int8":
+        wanted = wanted[:1]  # int8 folds another scale into each
+    for name in wanted:
+        if leaving != name:
+            yield Cast(leaving, name, out)
+    if (
+        weight is not None
+        and weight.dtype != for_input
+        and not saves_weight_operand(operator, precision, device)
+    ):
+        yield Cast(weight.dtype, for_input, weight.numel)
+    if for_input not in CODES and for_input != arriving:
+        yield Cast(for_input, arriving, sum(t.numel for t in values_of(operator)))
+    if weight is not None and for_weight in HALVES and device == "cpu" and weight.dtype != for_weight:
+        yield Cast(for_weight, weight.dtype, weight.numel)
+
+
+def saved_bytes(operator: Operator, precision: str, arriving: str, device: DeviceKind) -> int:
+    """What an operator in a set precision keeps in memory of its own, beside what it shares with others."""
+    _, for_input, for_weight = map(memory_type, passes(precision))
+    if operator.kind == "embedding":
+        return 0
+    if operator.kind in ("attention", "matmul"):
+        if for_input == arriving:
+            return 0
+        kept = sum(t.numel for t in values_of(operator))
+        if operator.kind == "attention":
+            kept += operator.outputs[0].numel
+        return kept * BYTES[for_input]
+    total = 0
+    x, weight = operator.input_tensors[0], weight_of(operator)
+    assert weight is not None
+    if for_weight != arriving:
+        total += _operand_bytes(x, operator, for_weight, device)
+    if saves_weight_operand(operator, precision, device):
+        rows, columns = weight.shape[0], weight.numel // weight.shape[0]
+        total += _padded(rows, device) * _padded(columns, device) + 4 * (rows if for_input == "int8" else 1)
+    return total
+
+
+def shares_input(operator: Operator, precision: str, arriving: str) -> bool:
+    """Whether backward keeps the very tensor that arrived."""
+    return memory_type(passes(precision)[2]) == arriving
+
+
+def forward_workspace(operator: Operator, precision: str, arriving: str, device: DeviceKind) -> int:
+    """Bytes that live only while the forward pass of a set precision runs."""
+    name = memory_type(passes(precision)[0])
+    weight = weight_of(operator)
+    out = operator.outputs[0].numel
+    if operator.kind == "embedding":
+        return out * BYTES[name]
+    total = 0
+    if weight is not None and weight.dtype != name:
+        # fp8 makes each operand in both orders, of which one is saved.
+        saved = saves_weight_operand(operator, precision, device) and name != "fp8"
+        total += 0 if saved else weight.numel * BYTES[name]
+    if name in CODES:
+        total += operator.input_tensors[0].numel if name == "fp8" else 0
+        total += out * 4 if name == "int8" else 0  # sums of codes, before they are scaled back
+        return total + _gathered(operator)
+    if name != arriving:
+        total += out * BYTES[name]
+    return total + plain_workspace(operator, "forward", device) * BYTES[name] // 4
+
+
+def backward_workspace(operator: Operator, precision: str, leaving: str, device: DeviceKind) -> int:
+    """Bytes that live only while the backward pass of a set precision runs, its results left out."""
+    name = memory_type(passes(precision)[1])
+    if operator.kind == "embedding":
+        return 0
+    out = operator.outputs[0].numel
+    weight = weight_of(operator)
+    values = sum(t.numel for t in values_of(operator))
+    weights = 0 if weight is None else weight.numel
+    if name == "fp8":
+        return 2 * out + 4 * _gathered(operator)
+    if name == "int8" and device == "cpu":
+        # Codes of g and w, and sums: of the input's gradient while the weight's does not exist yet, then its own.
+        return out + weights + 4 * max(values - weights, weights) + 4 * _gathered(operator)
+    if name == "int8":
+        first = out + weights + 4 * (values - weights)
+        # g with x's scales folded in, its codes, x's codes turned, sums.
+        return max(first, 5 * out + values + 4 * weights) + 4 * _gathered(operator)
+    total = plain_workspace(operator, "backward", device) * BYTES[name] // 4
+    if name != leaving:
+        total += (out + values) * BYTES[name]
+    if weight is not None and weight.dtype != name:
+        total += weights * BYTES[name]
+    return total
+
+
+def _gathered(operator: Operator) -> int:
+    """A convolution of codes multiplies rows of what lies under its kernel: their elements."""
+    weight = weight_of(operator)
+    if operator.kind != "conv" or weight is None:
+        return 0
+    outputs = weight.shape[0]
+    return operator.outputs[0].numel // outputs * (weight.numel // outputs)
+
+
+def plain_workspace(operator: Operator, phase: Literal["forward", "backward"], device: DeviceKind) -> int:
+    """As the two above, for an operator that was left as it is."""
+    if operator.kind != "conv" or device != "cpu":
+        return 0
+    # oneDNN computes in a layout of its own, and copies there and back.
+    values = sum(t.nbytes for t in values_of(operator))
+    return 2 * values if phase == "backward" else values + operator.outputs[0].nbytes
+
+
+def _operand_bytes(x: Tensor, operator: Operator, name: str, device: DeviceKind) -> int:
+    if name not in CODES:
+        return x.numel * BYTES[name]
+    if operator.kind == "conv":
+        return x.numel + 4 * x.shape[0]
+    columns = x.shape[-1]
+    rows = x.numel // columns
+    if name == "fp8":
+        return _padded(rows, device) * _padded(columns, device) + 4
+    return _padded(rows, device) * _padded(columns, device) + 4 * rows
+
+
+def _padded(size: int, device: DeviceKind) -> int:
+    return -(-size // PAD) * PAD if device == "cuda" else size

@@ -1,0 +1,71 @@
+"""Precisions by pattern, applied to a workload as `trimtab.set_precision` applies them to the model."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.precision import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.workload import Workload
+
+ATTENTION = "/attention"
+
+
+def settable(kind: str) -> tuple[str, ...]:
+    """The precisions that a kind of operator can have on some device."""
+    from trimtab.precision.devices import EVER
+
+    return EVER["attention" if kind == "matmul" else kind]  # type: ignore[index]
+
+
+def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict[str, str]:
+    """The precision of every operator that a pattern sets, by the operator's name.
+
+    First match first. A pattern with a wildcard passes over operators that cannot have its precision.
+
+    Raises:
+        TrimtabError: a precision that does not exist, or a pattern that matches nothing.
+    """
+    wanted = {pattern: _precision(pattern, value) for pattern, value in patterns.items()}
+    found: dict[str, str] = {}
+    unused = set(patterns)
+    for name, indices in workload.settings.items():
+        offered = settable(workload.operators[indices[0]].kind)
+        for candidate in _candidates(name):
+            for pattern, precision in wanted.items():
+                if name.endswith(ATTENTION) != pattern.endswith(ATTENTION) or not fnmatchcase(
+                    candidate, pattern
+                ):
+                    continue
+                unused.discard(pattern)
+                if candidate != pattern and not set(precision.names) <= set(offered):
+                    continue
+                found.setdefault(name, str(precision))
+                break
+    if unused:
+        some = ", ".join(list(workload.settings)[:8]) or "none"
+        raise TrimtabError(
+            f"{', '.join(map(repr, sorted(unused)))} matches no operator of {workload.model}, or only ones that an "
+            f"earlier pattern sets; its operators are {some}{', ...' if len(workload.settings) > 8 else ''}"
+        )
+    return found
+
+
+def _candidates(name: str) -> list[str]:
+    """The names under which an operator may be set: attention also under any module around it, outermost first."""
+    if not name.endswith(ATTENTION):
+        return [name]
+    parts = name.removesuffix(ATTENTION).split(".")
+    return [".".join(parts[: i + 1]) + ATTENTION for i in range(len(parts))]
+
+
+def _precision(pattern: str, value: Precision | str) -> Precision:
+    try:
+        return Precision.of(value)
+    except ValueError as error:
+        raise TrimtabError(f"{pattern!r}: {error}") from error
