@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from trimtab import environment
 from trimtab.errors import TrimtabError
+from trimtab.plan.balance import Rules
 from trimtab.plan.tensor_shares import BlockSize, share_blocks
 from trimtab.tensor_parallel.convert import convert
 from trimtab.tensor_parallel.group import TensorGroup
@@ -45,6 +46,8 @@ def tensor_parallel(
     kinds: Mapping[type[nn.Module], Kind | Sequence[Kind]] | None = None,
     replicate: Sequence[str] = (),
     seed: int = 0,
+    balance: Literal["auto"] | None = None,
+    gamma_max: float = 0.0,
 ) -> nn.Module:
     """Spread the hidden units and heads of a model over the ranks of a mesh; in place, and returns the model.
 
@@ -62,7 +65,15 @@ def tensor_parallel(
         kinds: how modules of own types are made of units: `Mlp`, `Attention`, or several.
         replicate: patterns of module names to leave whole on every rank.
         seed: of dropout, which is keyed by unit and needs no agreement with torch's random state.
+        balance: ``"auto"`` watches the ranks while the job runs, and when one is slow moves part of its work to the
+            others where that pays; see `trimtab.runtime.balance`. Training stays exact.
+        gamma_max: with ``balance="auto"``, the most of a slow rank's work that may be left out for a while instead,
+            which changes the training.
     """
+    if balance not in (None, "auto"):
+        raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; the one word is 'auto'")
+    if gamma_max and balance is None:
+        raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} is for balance='auto'; give both")
     group, replica = _group(mesh)
     if headroom < 0:
         raise TrimtabError(
@@ -81,6 +92,10 @@ def tensor_parallel(
         seed=seed,
         replica=replica,
     )
+    if balance is not None and not environment.disabled():
+        from trimtab.runtime.balance import balance as keep_even
+
+        keep_even(model, Rules(gamma_max=gamma_max))
     return model
 
 

@@ -107,6 +107,18 @@ def move(
     return Moved(units=units, sent_bytes=sent, received_bytes=received)
 
 
+def can_move(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether `move` would take these optimisers: their states can be cut by units, and none is missing."""
+    optimizers = _optimizers(optimizer)
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    try:
+        for _, tensor in elastic_of(model, "can_move").tensors():
+            _states(tensor, optimizers, held)
+    except TrimtabError:
+        return False
+    return bool(optimizers)
+
+
 def _block(elastic: Elastic, name: str) -> Block:
     block = elastic.blocks.get(name)
     if block is None:
