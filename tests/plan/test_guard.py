@@ -33,6 +33,13 @@ def test_what_feedback_owes_counts() -> None:
     assert raised.bits == 3
 
 
+def test_a_gradient_that_runs_away_counts() -> None:
+    assert guard([layer(growth=5.0)], limit=2.0) == []
+    (raised,) = guard([layer(growth=50.0)], limit=2.0)
+    assert raised.bits == 3
+    assert "grown 50-fold" in raised.reason
+
+
 def test_overflows_of_a_loss_scaler_are_no_trouble_until_they_stay() -> None:
     assert guard([layer(broken=BROKEN_PATIENCE - 1)], limit=2.0) == []
     (raised,) = guard([layer(broken=BROKEN_PATIENCE)], limit=2.0)

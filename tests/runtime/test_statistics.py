@@ -123,6 +123,19 @@ def test_a_table_of_values_that_went_through_the_codec_is_not_fooled() -> None:
         assert table[bits] == pytest.approx(exact[bits], rel=0.35), bits
 
 
+def test_a_ranks_own_values_are_told_once() -> None:
+    statistics = Statistics({"a": (4096, 1024), "b": (4096, 1024)}, CPU)
+    pieces = [piece(4096, name="a"), piece(4096, offset=4096, name="b")]
+    statistics.add(pieces, torch.ones(8192))
+    statistics.keep(pieces[1:], normal(8192))
+    a, b = statistics.snapshot().layers()
+    assert a.own.numel() == 0
+    assert torch.equal(b.own, normal(8192)[4096:])
+    assert relative_errors(a, (1,), stochastic=True, seed=0, own=True) == {1: 0.0}
+    assert relative_errors(b, (1,), stochastic=True, seed=0, own=True)[1] > 2.5
+    assert statistics.snapshot().layers()[1].own.numel() == 0
+
+
 def test_what_is_owed_is_told() -> None:
     memory = ErrorFeedback()
     statistics = Statistics({"w": (300_000, 1024)}, CPU)

@@ -45,6 +45,9 @@ class Watcher(Protocol):
         The last moment for `set_bits(..., at_step=step)`.
         """
 
+    def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called with each bucket's values on this rank, before they are encoded; must not change them."""
+
     def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
         """Called with each bucket's average over the ranks, before DDP gets it; must not change it."""
 
@@ -78,6 +81,8 @@ class DdpCompression:
         self.seed = seed
         self.pieces: dict[str, tuple[int, int, int]] = {}
         """Per parameter name: its numel, bits (0: uncompressed) and block."""
+        self.fixed: set[str] = set()
+        """Parameters that an override speaks of."""
         if error_feedback is None:
             error_feedback = not isinstance(codec, Block)
         self.memory = ErrorFeedback() if error_feedback else None
@@ -193,6 +198,7 @@ class DdpCompression:
             for pattern, choice in overrides.items():
                 if fnmatchcase(name, pattern):
                     unused.discard(pattern)
+                    self.fixed.add(name)
                     codec = choice
                     break
             bits, block = _bits_and_block(self.codec, codec, name)
@@ -218,6 +224,8 @@ class DdpCompression:
         reduction, pieces = self._reductions[key]
         if self._observe is not None:
             self._observe(step, pieces, flat)
+        if self.watcher is not None:
+            self.watcher.local(step, pieces, flat)
         yield from reduction.steps(flat, step=step, scale=self.scale)
         if self.watcher is not None:
             self.watcher.reduced(step, pieces, flat)

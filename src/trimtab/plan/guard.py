@@ -1,7 +1,7 @@
 """When fewer bits do harm: which layers to send in more, a pure function of what a run shows.
 
-Three signs, from the surest to the vaguest: a layer's compression error against its own gradient, what
-error feedback owes it, and the run itself (the loss, or gradients that are no longer numbers).
+Signs, from the surest to the vaguest: a layer's compression error against its own gradient, what error
+feedback owes it, and the run itself (gradients that run away or are no longer numbers, the loss).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ TARGET = 1.0
 
 OWED_LIMIT = 4.0
 """Error feedback may owe a layer so many times its gradient; settled, it owes about one at 2 bits."""
+
+GROWTH_LIMIT = 10.0
+"""A gradient so many times what it was at the looks before is running away."""
 
 WORSE_BY = 0.05
 """A mean loss so much above the best counts as a sign, if that is also three times what it rose by before."""
@@ -49,6 +52,9 @@ class Health:
 
     owed: float = 0.0
     """What error feedback holds back, over the gradient's norm."""
+
+    growth: float = 1.0
+    """Its norm over what that was at the looks before."""
 
     broken: int = 0
     """How many looks in a row its gradient was not finite."""
@@ -84,6 +90,9 @@ def guard(layers: Sequence[Health], *, limit: float, losses: Sequence[float] = (
             raises[layer.name] = Raise(name=layer.name, bits=bits, reason=reason)
         elif not layer.owed <= OWED_LIMIT:
             reason = f"error feedback owes it {layer.owed:.2g} of its gradient, above {OWED_LIMIT:.2g}"
+            raises[layer.name] = Raise(name=layer.name, bits=layer.bits + 1, reason=reason)
+        elif layer.growth > GROWTH_LIMIT:
+            reason = f"its gradient has grown {layer.growth:.3g}-fold"
             raises[layer.name] = Raise(name=layer.name, bits=layer.bits + 1, reason=reason)
     trouble = loss_trouble(losses)
     if trouble:

@@ -135,6 +135,13 @@ class Controller:
             self._pending = (step + self._config.delay, self._look(step))
             self._own_cpu += time.thread_time() - start
 
+    def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called by the compression with every bucket before it is encoded."""
+        if self._statistics is not None and self._config.guard and (step + 1) % self._config.look == 0:
+            start = time.thread_time()
+            self._statistics.keep(pieces, flat)
+            self._own_cpu += time.thread_time() - start
+
     def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
         """Called by the compression with every reduced bucket."""
         every = SAMPLE_EVERY if step >= self._config.warmup else SAMPLE_EVERY_EARLY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trimtab.codec import Block
@@ -23,7 +24,8 @@ DRIFTED = 1.25
 WORTH = 0.02
 """A plan that saves less than this share of the cost is not worth a switch."""
 
-KEPT_LOSSES = 50
+KEPT_LOSSES, KEPT_NORMS = 50, 5
+"""Looks whose mean loss, and whose norms, are remembered."""
 
 LEAST_BITS, MOST_LEAST_BITS = 2, 5
 """What a layer is sent in at least: the first, and with its strain added no more than the second."""
@@ -86,6 +88,7 @@ class Planner:
         self._relative: dict[str, dict[int, float]] = {}
         self._floors: dict[str, int] = {}
         self._broken: dict[str, int] = {}
+        self._norms: dict[str, list[float]] = {}
         self._losses: list[float] = []
 
     def decide(
@@ -102,21 +105,11 @@ class Planner:
         if loss is not None:
             self._losses = [*self._losses, loss][-KEPT_LOSSES:]
         why = self._due(step, layers, current, period) if may_plan else ""
-        stochastic = self.settings.family.stochastic
-        tables = {
-            layer.name: relative_errors(
-                layer,
-                ALL_BITS if why else (current[layer.name],),
-                stochastic=stochastic,
-                seed=self._seed,
-            )
-            for layer in layers
-        }
         reasons: list[str] = []
         new = dict(current)
         if self._guard:
             for raised in guard(
-                [self._health(layer, current[layer.name], tables) for layer in layers],
+                [self._health(layer, current[layer.name]) for layer in layers],
                 limit=SLACK * self.settings.family.limit,
                 losses=self._losses,
             ):
@@ -127,7 +120,7 @@ class Planner:
                 if "loss" in raised.reason:
                     del self._losses[:-PATIENCE]  # give the new bits time to show
         if why:
-            self._relative = tables
+            self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in layers}
             self._planned_at = step
             plan, said = self._plan(layers, new)
             new.update(plan)
@@ -142,6 +135,7 @@ class Planner:
             "relative": {name: dict(table) for name, table in self._relative.items()},
             "floors": dict(self._floors),
             "broken": dict(self._broken),
+            "norms": {name: list(norms) for name, norms in self._norms.items()},
             "losses": list(self._losses),
         }
 
@@ -150,6 +144,7 @@ class Planner:
         self._relative = {name: dict(table) for name, table in state["relative"].items()}
         self._floors = dict(state["floors"])
         self._broken = dict(state["broken"])
+        self._norms = {name: list(norms) for name, norms in state["norms"].items()}
         self._losses = list(state["losses"])
 
     def _due(self, step: int, layers: Sequence[Layer], current: Mapping[str, int], period: int) -> str:
@@ -165,15 +160,23 @@ class Planner:
             return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
         return ""
 
-    def _health(self, layer: Layer, bits: int, tables: Mapping[str, Mapping[int, float]]) -> Health:
+    def _errors(self, layer: Layer, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
+        stochastic = self.settings.family.stochastic
+        return relative_errors(layer, bits, stochastic=stochastic, seed=self._seed, own=own)
+
+    def _health(self, layer: Layer, bits: int) -> Health:
         name = layer.name
         self._broken[name] = 0 if math.isfinite(layer.latest) else self._broken.get(name, 0) + 1
+        before = self._norms.get(name, [])
+        self._norms[name] = [*before, layer.norm][-KEPT_NORMS:]
+        usual = median(before) if before else 0.0
         return Health(
             name=name,
             bits=bits,
             norm=layer.norm,
-            error=tables[name][bits],
+            error=self._errors(layer, (bits,), own=True)[bits],
             owed=layer.owed / layer.norm if layer.norm else 0.0,
+            growth=layer.norm / usual if usual else 1.0,
             broken=self._broken[name],
         )
 

@@ -1,7 +1,8 @@
 """What adaptive compression knows of every layer: running averages of its reduced gradient, and error tables.
 
 Memory is bounded: of a layer with more than `MOST_VALUES` values, whole codec blocks spread evenly over it
-are looked at, and no more than `MOST_IN_ALL` values of a model. Everything here is one rank's.
+are looked at, and no more than `MOST_IN_ALL` values of a model. So much is kept twice, of the averages and
+of one step's own gradient, and once more while a look is under way. Everything here is one rank's.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class Layer:
     latest: float
     """Norm of the whole layer when last looked at; NaN or Inf if it was."""
 
+    own: torch.Tensor
+    """The sampled values of this rank's own gradient in the step before the look, 1-D fp32; maybe empty."""
+
     owed: float = 0.0
     """Norm of what this rank's error feedback holds back for the whole layer."""
 
@@ -97,6 +101,7 @@ class Statistics:
         self.averages = {
             name: torch.zeros(s.shape, dtype=torch.float32, device=device) for name, s in self.samples.items()
         }
+        self._own: dict[str, torch.Tensor] = {}
         self.counts = dict.fromkeys(layers, 0)
         self._places = {name: place for place, name in enumerate(layers)}
         self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
@@ -131,8 +136,15 @@ class Statistics:
             elif good:
                 average.lerp_(new, weight)
 
+    def keep(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Remember this rank's own values of a bucket until the next snapshot."""
+        for piece in pieces:
+            if piece.name in self.samples:
+                values = self.samples[piece.name].of(flat, piece.offset)
+                self._own[piece.name] = values.to(torch.float32, copy=True).view(-1)
+
     def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
-        """The averages, and what the memory holds back, as they are now, on their way to the host."""
+        """All there is, and what the memory holds back, on its way to the host; own values are given away."""
         names = [name for name, count in self.counts.items() if count]
         places = torch.tensor([self._places[name] for name in names], device=self._latest.device).long()
         owed = torch.zeros(len(names), device=self._latest.device)
@@ -141,14 +153,18 @@ class Statistics:
             held = [self.samples[n].of(r, 0) for n, r in zip(names, residuals, strict=True) if r is not None]
             owed = torch.stack(torch._foreach_norm(held)) * self._scale[places]
         averages = [self.averages[name].view(-1) for name in names]
-        numbers = torch.cat([self._squares[places], self._latest[places], owed])
-        return Snapshot({name: self.samples[name] for name in names}, torch.cat([*averages, numbers]))
+        own, self._own = self._own, {}
+        kept = {name: self.samples[name] for name in names}
+        numbers = [self._squares[places], self._latest[places], owed]
+        joined = torch.cat([*averages, *numbers, *(own[name] for name in names if name in own)])
+        return Snapshot(kept, [name in own for name in names], joined)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "averages": {name: value.cpu().clone() for name, value in self.averages.items()},
             "squares": self._squares.cpu().clone(),
             "latest": self._latest.cpu().clone(),
+            "own": {name: value.cpu().clone() for name, value in self._own.items()},
             "counts": dict(self.counts),
         }
 
@@ -157,14 +173,15 @@ class Statistics:
             average.copy_(state["averages"][name])
         self._squares.copy_(state["squares"])
         self._latest.copy_(state["latest"])
+        self._own = {name: value.to(self._latest.device) for name, value in state["own"].items()}
         self.counts.update(state["counts"])
 
 
 class Snapshot:
     """A copy of the averages that the training no longer touches."""
 
-    def __init__(self, samples: dict[str, Sample], values: torch.Tensor) -> None:
-        self._samples, self._values = samples, values
+    def __init__(self, samples: dict[str, Sample], own: list[bool], values: torch.Tensor) -> None:
+        self._samples, self._own, self._values = samples, own, values
         self._ready: torch.cuda.Event | None = None
         if values.device.type == "cuda":
             self._source = values  # must outlive the copy
@@ -179,28 +196,33 @@ class Snapshot:
             self._ready.synchronize()
         count = len(self._samples)
         sizes = [math.prod(sample.shape) for sample in self._samples.values()]
-        *averages, numbers = self._values.split([*sizes, 3 * count])
-        squares, latest, owed = numbers.view(3, count).tolist()
+        own_sizes = [size if there else 0 for size, there in zip(sizes, self._own, strict=True)]
+        parts = self._values.split([*sizes, 3 * count, *own_sizes])
+        squares, latest, owed = parts[count].view(3, count).tolist()
         return [
             Layer(
                 name=name,
                 sample=sample,
-                average=averages[i],
+                average=parts[i],
                 norm=math.sqrt(squares[i]),
                 latest=latest[i],
+                own=parts[count + 1 + i],
                 owed=owed[i],
             )
             for i, (name, sample) in enumerate(self._samples.items())
         ]
 
 
-def relative_errors(layer: Layer, bits: Iterable[int], *, stochastic: bool, seed: int) -> dict[int, float]:
+def relative_errors(
+    layer: Layer, bits: Iterable[int], *, stochastic: bool, seed: int, own: bool = False
+) -> dict[int, float]:
     """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
 
-    Of averages, never of one step's reduced gradient: that has been through the codec already, and
-    encoding it once more at the same bits would find almost nothing to lose.
+    With `own` it is that of this rank's own gradient in one step: what compression really does there.
+    Never of one step's *reduced* gradient: that has been through the codec already, and encoding it
+    once more at the same bits would find almost nothing to lose.
     """
-    values = layer.average
+    values = layer.own if own else layer.average
     norm = float(values.norm())
     if not norm or not math.isfinite(norm):
         return dict.fromkeys(bits, 0.0)
