@@ -57,6 +57,8 @@ _FREE_FOR_UNITS = 0.5
 _NEARLY_NOTHING = 1e-3
 """Share of a rank that has no unit, so that its time for one can be spoken of."""
 _BYTES_IN_TRAINING = 4
+_SAME_PART = 0.02
+"""Parts left out that differ by less are taken as the same."""
 _NUMBERS = 5
 """What a rank tells the others after a window."""
 
@@ -260,7 +262,7 @@ class Balancer:
             steps=expected_steps(lasted, self._past, self.rules),
             returns=bool(self._past),
         )
-        if not changes(decision, ranks):
+        if not changes(decision, ranks) or not self._is_new(decision):
             return 0.0
         start = time.thread_time()
         self._apply(model, decision, times)
@@ -305,6 +307,23 @@ class Balancer:
             for rank in size
         ]
 
+    def _is_new(self, decision: Decision) -> bool:
+        """Whether it asks for other units or other parts left out than before: heads can be shared only so finely."""
+        asked = self.records[-1].decision.pruned if self.records else (0.0,) * self._group.size
+        if any(abs(a - b) > _SAME_PART for a, b in zip(decision.pruned, asked, strict=True)):
+            return True
+        counts, blocks = self._counts(decision), self._elastic.blocks.values()
+        if decision.mode == "lease":
+            return any(
+                counts[b.name] != (tuple(b.lease.counts) if b.lease else b.table.counts) for b in blocks
+            )
+        if any(block.lease is not None for block in blocks):
+            return True
+        return decision.mode == "own" and any(counts[b.name] != b.table.counts for b in blocks)
+
+    def _counts(self, decision: Decision) -> dict[str, tuple[int, ...]]:
+        return counts_for({b.name: b.units for b in self._elastic.blocks.values()}, decision.shares)
+
     def _costs(self) -> Costs:
         assert self.transfer is not None
         blocks = len(self._elastic.blocks)
@@ -317,7 +336,7 @@ class Balancer:
 
     def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:
         start = time.perf_counter()
-        counts = counts_for({b.name: b.units for b in self._elastic.blocks.values()}, decision.shares)
+        counts = self._counts(decision)
         if decision.mode != "lease":
             end_leases(model)
         if decision.mode == "own":
