@@ -113,6 +113,11 @@ class Controller:
         self._last_at: tuple[int, float] | None = None
 
     @property
+    def steps(self) -> int:
+        """Steps made so far."""
+        return self._compression.step
+
+    @property
     def cpu_seconds(self) -> float:
         """CPU time of everything here so far: sampling, looking, planning."""
         return self._own_cpu + self._background.cpu_seconds
