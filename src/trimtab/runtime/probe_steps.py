@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
     from trimtab.workload import Operator, Workload
 
@@ -149,6 +150,17 @@ class StepClock:
         whole = sum(weights)
         for operator, weight in zip(inside, weights, strict=True):
             into[operator.index] += taken * weight / whole
+
+
+def without_communication(ddp: DistributedDataParallel) -> None:
+    """Let DDP gather its buckets and hand them back, and send nothing: what is left is a rank's own work."""
+    ddp.register_comm_hook(None, _hand_back)
+
+
+def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def operator_times(
