@@ -10,13 +10,16 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.predict.costs import OperatorKey, key_of
+from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Line, OperatorKey, Times, key_of
+from trimtab.predict.mapper import CostMapper
+from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trimtab.cluster.profile import DeviceProfile, Profile
-    from trimtab.workload import Operator, Workload
+    from trimtab.predict.backend import DeviceKind
+    from trimtab.workload import Workload
 
 
 class Measured:
@@ -26,7 +29,7 @@ class Measured:
         self.workload, self.profile = workload, profile
         self._sized: dict[int, Workload] = {workload.batch_size: workload}
         self._keys: dict[tuple[int, str | None, int], OperatorKey] = {}
-        self._times: dict[tuple[str, int, str | None, int], tuple[float, float]] = {}
+        self._mappers: dict[object, CostMapper] = {}
 
     def device(self, name: str) -> DeviceProfile:
         found = self.profile.devices.get(name)
@@ -44,41 +47,47 @@ class Measured:
             self._sized[samples] = self.workload.at_batch(samples)
         return self._sized[samples]
 
-    def times(self, device: str, index: int, precision: str | None, samples: int) -> tuple[float, float]:
-        """(forward, backward) seconds of an operator; `precision` None for what nobody set.
+    def mapper(
+        self,
+        device: str,
+        kind: DeviceKind,
+        samples: int,
+        precisions: Mapping[str, str] | None = None,
+        *,
+        naive: bool = False,
+    ) -> CostMapper:
+        """The times of all operators, with some set to a precision by pattern.
 
         Raises:
             TrimtabError: naming the operator that was not measured.
         """
-        key = (device, index, precision, samples)
-        if key not in self._times:
-            self._times[key] = self._find(device, index, precision, samples)
-        return self._times[key]
+        chosen = matched(self.workload, precisions) if precisions else {}
+        asked = (device, kind, samples, tuple(sorted(chosen.items())), naive)
+        if asked not in self._mappers:
+            table = self.table(device, samples, chosen)
+            self._mappers[asked] = CostMapper(
+                self.at(samples), table, device, kind=kind, precisions=chosen, naive=naive
+            )
+        return self._mappers[asked]
 
-    def step(
-        self, device: str, precisions: Mapping[str, str], samples: int, *, naive: bool = False
-    ) -> tuple[list[float], list[float]]:
-        """(forward, backward) seconds of all operators, with some set to a precision by their names.
-
-        `naive` leaves out what a changed operator does beside its products: the casts of its operands.
-        """
-        forward, backward = [], []
+    def table(self, device: str, samples: int, precisions: Mapping[str, str]) -> CostTable:
+        """Costs of every operator: in its precision of `precisions` (by name), or as it is."""
+        profile = self.device(device)
+        operators: dict[str, Times] = {}
         for operator in self.workload.operators:
-            precision = precisions.get(operator.setting) if operator.setting is not None else None
-            f, b = self.times(device, operator.index, precision, samples)
-            if naive and precision is not None:
-                f, b = self._without_casts(
-                    device, self.at(samples).operators[operator.index], precision, f, b
-                )
-            forward.append(f)
-            backward.append(b)
-        return forward, backward
+            precision = None if operator.setting is None else precisions.get(operator.setting)
+            key = str(self._key(operator.index, precision, samples))
+            if key not in operators:
+                operators[key] = self._find(device, operator.index, precision, samples)
+        casts = {direction: Line(a=line.a, c=line.c) for direction, line in profile.casts.items()}
+        costs = DeviceCosts(operators=operators, casts=casts, estimated=profile.estimated)
+        return CostTable(version=COSTS_VERSION, devices={device: costs})
 
-    def _find(self, device: str, index: int, precision: str | None, samples: int) -> tuple[float, float]:
+    def _find(self, device: str, index: int, precision: str | None, samples: int) -> Times:
         profile = self.device(device)
         exact = profile.operators.get(str(self._key(index, precision, samples)))
         if exact is not None:
-            return exact.forward_s, exact.backward_s
+            return Times(forward_s=exact.forward_s, backward_s=exact.backward_s)
         known = []
         for size in sorted(profile.batches.get(self.workload.model, ())):
             found = profile.operators.get(str(self._key(index, precision, size)))
@@ -89,9 +98,9 @@ class Measured:
         place = min(max(1, bisect_left([size for size, _ in known], samples)), len(known) - 1)
         (low, a), (high, b) = known[place - 1], known[place]
         part = (samples - low) / (high - low)
-        return (
-            max(0.0, a.forward_s + part * (b.forward_s - a.forward_s)),
-            max(0.0, a.backward_s + part * (b.backward_s - a.backward_s)),
+        return Times(
+            forward_s=max(0.0, a.forward_s + part * (b.forward_s - a.forward_s)),
+            backward_s=max(0.0, a.backward_s + part * (b.backward_s - a.backward_s)),
         )
 
     def _key(self, index: int, precision: str | None, samples: int) -> OperatorKey:
@@ -110,16 +119,3 @@ class Measured:
             f"{operator.name}: {key.kind} ({key.shape}) in {key.precision} was not measured on device class "
             f"{device!r}{only}; run `trimtab probe` there with this model, this precision and batch {samples}"
         )
-
-    def _without_casts(
-        self, device: str, operator: Operator, precision: str, forward: float, backward: float
-    ) -> tuple[float, float]:
-        casts = self.device(device).casts
-        line = casts.get(f"{operator.dtype}>{precision.split('/')[0]}")
-        if line is None or not operator.parameter_tensors:
-            return forward, backward
-        x, w = operator.input_tensors[0].numel, operator.parameter_tensors[0].numel
-        y = operator.outputs[0].numel
-        before = line.seconds(x) + line.seconds(w)
-        after = 2 * line.seconds(y) + line.seconds(w)
-        return max(0.1 * forward, forward - before), max(0.1 * backward, backward - after)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 from trimtab.predict.job import CodecSpeed, bits_of, compressed_buckets, plain_buckets, segments, with_local
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
-from trimtab.predict.replay import Role, replay
+from trimtab.predict.memory import Memory, memory
+from trimtab.predict.replay import Bucket, Role, Segment, replay
+from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from trimtab.cluster.profile import CodecTime, Profile
     from trimtab.predict.measured import Measured
     from trimtab.predict.timeline import Timeline
-    from trimtab.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,70 +47,90 @@ class JobSetting:
 def predict_step(
     measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
 ) -> Timeline:
-    """Replay one step.
+    """Replay one step; see `build_step`."""
+    return replay(*build_step(measured, cluster, setting, naive=naive))
+
+
+def build_step(
+    measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
+) -> tuple[tuple[Role, ...], tuple[Bucket, ...]]:
+    """What `replay` takes: a role for each device class, and the gradient buckets.
+
+    Args:
+        naive: leave out the casts inside operators whose precision was set, as simpler predictors do.
 
     Raises:
         TrimtabError: an operator, a codec or a link without a measurement, by name.
     """
     workload, profile = measured.workload, measured.profile
-    counts: dict[str, int] = {}
-    for rank in cluster.ranks():
-        counts[rank.device] = counts.get(rank.device, 0) + 1
+    counts = rank_counts(cluster)
     placement = Placement(per_host=tuple(sum(host.devices.values()) for _, host in cluster.machines()))
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
     roles = []
     for name, count in counts.items():
-        own = setting.ranks.get(name)
-        if own is None:
-            raise TrimtabError(
-                f"the plan says nothing of device class {name!r}; it must name {', '.join(counts)}"
-            )
-        chosen = resolve(workload, own.precisions)
-        forward, backward = measured.step(name, chosen, own.samples, naive=naive)
+        own = _own(setting, name, counts)
+        kind = cluster.devices[name].kind
+        mapper = measured.mapper(name, kind, own.samples, own.precisions, naive=naive)
         optimiser = measured.device(name).optimiser
         if optimiser is None:
             raise TrimtabError(
-                f"the optimiser step was not measured on device class {name!r}; run `trimtab probe`"
+                f"the optimiser step was not measured on device class {name!r}; run `trimtab probe` there"
             )
         roles.append(
             Role(
                 name=name,
-                segments=segments(workload, forward, backward),
+                segments=segments(workload, mapper.forward_s, mapper.backward_s),
                 optimiser_s=optimiser.seconds(elements),
                 ranks=count,
             )
         )
     if placement.world == 1:
-        return replay([_alone(roles[0])], [])
+        return (replace(roles[0], segments=_without_buckets(roles[0])),), ()
     fits = link_fits(cluster, profile, list(counts))
     if setting.bits is None:
-        return replay(roles, plain_buckets(workload, placement, fits))
+        return tuple(roles), plain_buckets(workload, placement, fits)
     codecs = [codec_speed(profile, name, setting.bits) for name in counts]
     buckets, local = compressed_buckets(workload, placement, fits, bits_of(workload, setting.bits), codecs)
-    return replay(with_local(roles, local), buckets)
+    return with_local(roles, local), buckets
 
 
-def resolve(workload: Workload, patterns: Mapping[str, str]) -> dict[str, str]:
-    """The precision of every operator that a pattern names, first match first; as `set_precision` does it."""
-    found: dict[str, str] = {}
-    for name, indices in workload.settings.items():
-        kind = workload.operators[indices[0]].kind
-        for pattern, precision in patterns.items():
-            if not fnmatchcase(name, pattern) or name.endswith("/attention") != pattern.endswith(
-                "/attention"
-            ):
-                continue
-            if kind in ("embedding", "attention") and precision not in ("fp32", "bf16", "fp16"):
-                continue
-            found[name] = precision
-            break
-    unused = [p for p in patterns if not any(fnmatchcase(name, p) for name in workload.settings)]
-    if unused:
-        some = ", ".join(list(workload.settings)[:6])
-        raise TrimtabError(
-            f"{unused[0]!r} matches no operator of {workload.model}; its operators are {some}, ..."
+def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) -> dict[str, Memory]:
+    """The memory of one rank of each device class."""
+    counts = rank_counts(cluster)
+    found = {}
+    for name in counts:
+        own = _own(setting, name, counts)
+        found[name] = memory(
+            measured.at(own.samples),
+            matched(measured.workload, own.precisions) if own.precisions else None,
+            kind=cluster.devices[name].kind,
+            data_parallel=cluster.world_size > 1,
+            bits=setting.bits,
+            world=cluster.world_size,
         )
     return found
+
+
+def rank_counts(cluster: Cluster) -> dict[str, int]:
+    """How many ranks of each device class a cluster has, in rank order."""
+    counts: dict[str, int] = {}
+    for host in cluster.hosts:
+        for device, count in host.devices.items():
+            counts[device] = counts.get(device, 0) + count * host.count
+    return counts
+
+
+def _own(setting: JobSetting, name: str, counts: Mapping[str, int]) -> RankSetting:
+    own = setting.ranks.get(name)
+    if own is None:
+        raise TrimtabError(
+            f"the plan says nothing of device class {name!r}; it must name {', '.join(counts)}"
+        )
+    return own
+
+
+def _without_buckets(role: Role) -> tuple[Segment, ...]:
+    return tuple(replace(segment, buckets=()) for segment in role.segments)
 
 
 def link_fits(
@@ -173,9 +193,3 @@ def _speed(codec: CodecTime) -> CodecSpeed:
         decode=(codec.decode.a, codec.decode.c),
         add=(codec.add.a, codec.add.c),
     )
-
-
-def _alone(role: Role) -> Role:
-    from dataclasses import replace
-
-    return replace(role, segments=tuple(replace(s, buckets=()) for s in role.segments))
