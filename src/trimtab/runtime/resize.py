@@ -196,18 +196,18 @@ class _Resizing:
             self.turn()
 
     def _learn(self, block: Block) -> None:
-        """How much everything changed in a step of this window; what was frozen keeps what was known of it."""
-        steps = self._steps - self._looked[block.name]
-        if steps == 0:
+        """How much everything changed in this window; what was frozen keeps what was known of it."""
+        if self._steps == self._looked[block.name]:
             return
         since = self._changes[block.name].since()
         for axis, known, numbers in self._axes(block):
-            values = _numpy(getattr(since, axis)) / steps
+            moved = np.ones(len(numbers), dtype=np.bool_)
             if block.cut is not None and block.cut.impute == "zero":
                 slices = getattr(block.cut, axis)
-                stayed = list(range(len(numbers))) if slices is None else slices.left.tolist()
-                values[stayed] = known.changed[numbers[stayed]]
-            known.changed[numbers] = values
+                moved[slice(None) if slices is None else slices.left.tolist()] = False
+            values = _numpy(getattr(since, axis))[moved]
+            # In proportion to the others: what was measured while the learning rate was another must compare.
+            known.changed[numbers[moved]] = values / (values.mean() if values.any() else 1.0)
         self._look(block)
 
     def _look(self, block: Block) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trimtab.tensor_parallel.block import Block, Elastic, UnitTensor
+    from trimtab.tensor_parallel.resize import Cut
 
 _PARAMETER = None
 """Key of a parameter's own data beside those of its states."""
@@ -36,7 +37,7 @@ class StepHooks:
     def __init__(self, elastic: Elastic, stepped: Callable[[], None]) -> None:
         self._elastic, self._stepped = elastic, stepped
         self._first: weakref.ref[Optimizer] | None = None
-        self._aside: dict[int, list[tuple[UnitTensor, Any, int | None, Tensor, Tensor]]] = {}
+        self._aside: dict[int, list[tuple[Cut, UnitTensor, Any, Tensor]]] = {}
         self._since: set[int] = set()
         """Optimisers that stepped since the first one did."""
         alive = weakref.ref(self)
@@ -59,25 +60,28 @@ class StepHooks:
     def _before(self, optimizer: Optimizer) -> None:
         aside = []
         for block, tensor in self._of(optimizer):
-            into = isinstance(tensor.module, InProjection)
-            frozen = None if block.learned is None else block.learned.frozen(tensor, into)
-            if frozen is None or tensor.parameter.grad is None:
+            cut, parameter = block.learned, tensor.parameter.data
+            frozen = None if cut is None else _frozen(cut, tensor, parameter)
+            if cut is None or frozen is None or tensor.parameter.grad is None:
                 continue
-            dim, index = frozen
-            values = {_PARAMETER: tensor.parameter.data, **_states(optimizer, tensor)}
-            for key, value in values.items():
-                seen = _seen(tensor, value, dim)
-                aside.append((tensor, key, dim, index, seen.index_select(dim or 0, index)))
-            if len(values) == 1:
+            states = _states(optimizer, tensor)
+            for key, value in [(_PARAMETER, parameter), *states.items()]:
+                view, dim, index = _frozen(cut, tensor, value) or frozen
+                aside.append((cut, tensor, key, view.index_select(dim, index)))
+            if not states:
                 # States that are made in this step must not take up the decay of weights that stay.
-                _seen(tensor, tensor.parameter.data, dim).index_fill_(dim or 0, index, 0)
+                view, dim, index = frozen
+                view.index_fill_(dim, index, 0)
         self._aside[id(optimizer)] = aside
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
-        for tensor, key, dim, index, kept in self._aside.pop(id(optimizer), []):
+        for cut, tensor, key, kept in self._aside.pop(id(optimizer), []):
             value = tensor.parameter.data if key is _PARAMETER else optimizer.state[tensor.parameter][key]
-            _seen(tensor, value, dim).index_copy_(dim or 0, index, kept)
+            frozen = _frozen(cut, tensor, value)
+            assert frozen is not None
+            view, dim, index = frozen
+            view.index_copy_(dim, index, kept)
         if not self._of(optimizer):
             return
         first = None if self._first is None else self._first()
@@ -100,6 +104,5 @@ def _states(optimizer: Optimizer, tensor: UnitTensor) -> dict[Any, Tensor]:
     return {key: value for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape}
 
 
-def _seen(tensor: UnitTensor, value: Tensor, dim: int | None) -> Tensor:
-    """Whole units as rows, or the tensor as it is."""
-    return tensor.by_unit(value) if dim is None else value
+def _frozen(cut: Cut, tensor: UnitTensor, value: Tensor) -> tuple[Tensor, int, Tensor] | None:
+    return cut.frozen(tensor, value, into=isinstance(tensor.module, InProjection))

@@ -62,17 +62,19 @@ class Cut:
     last: dict[int, Tensor] = field(default_factory=dict)
     """Last computed gradients by parameter, for imputing the same; handed on from one cut to the next."""
 
-    def frozen(self, tensor: UnitTensor, into: bool) -> tuple[int | None, Tensor] | None:
-        """What the optimiser must not touch: (dimension, indices), or (None, slots) for whole units."""
+    def frozen(self, tensor: UnitTensor, value: Tensor, *, into: bool) -> tuple[Tensor, int, Tensor] | None:
+        """What the optimiser must not touch of a value shaped like the parameter: (a view of it, dimension, indices)."""
         if self.impute != "zero":
             return None
         if self.units is not None:
-            return None, self.units.left
+            return tensor.by_unit(value), 0, self.units.left
         if not into:
             assert self.outs is not None
-            return 0, self.outs.left
+            return value, 0, self.outs.left
         assert self.ins is not None
-        return (1, self.ins.left) if tensor.attribute == "weight" else None
+        # What others compute for this rank is whole.
+        rows = value[: self.places[0] * tensor.axis.width]
+        return (rows, 1, self.ins.left) if value.ndim > 1 else None
 
     def weight(self, held: Tensor, parameter: int, width: int, *, into: bool) -> Tensor:
         """The part of a weight or bias that takes part, of which a unit has `width` rows."""
