@@ -46,7 +46,7 @@ def run_cases(
             # Some cases change the environment, and with it how much torch checks, for good.
             os.environ.clear()
             os.environ.update({**before, **ready})
-            dist.set_debug_level_from_env()
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(before)
     return outcomes

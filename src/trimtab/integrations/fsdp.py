@@ -72,7 +72,7 @@ class FsdpCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the same bits; the same on every rank."""
-        steps = {name: group.step for group in self.groups for name in group.names}
+        steps = {name: group.steps for group in self.groups for name in group.names}
         return {"version": STATE_VERSION, "seed": self.seed, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,8 @@ class FsdpCompression:
             raise TrimtabError(f"the compression state is of another model: see {', '.join(other[:3])}")
         self.seed = state["seed"]
         for group in self.groups:
-            group.step = max(state["steps"][name] for name in group.names)
+            scattered, reduced = state["steps"][group.names[0]]
+            group.steps = scattered, reduced
             group.forget()
 
     def close(self) -> None:
@@ -99,8 +100,8 @@ class ShardedGroup:
     def __init__(
         self, owner: FsdpCompression, module: Any, param_group: Any, names: Mapping[int, str]
     ) -> None:
-        self.step = 0
-        """Gradient reductions so far: what keys the random numbers."""
+        self.steps = 0, 0
+        """Reduce-scatters and all-reduces of gradients so far: what keys the random numbers."""
         self._owner, self._module, self._param_group = owner, module, param_group
         self._params = {parameter_name(p, names): p for p in param_group.fsdp_params}
         self._layouts: dict[Any, ShardLayout | None] = {}
@@ -136,8 +137,9 @@ class ShardedGroup:
             reduce_scatter_single(output, values, group, op)
             return
         codec = self._owner.codec
-        key = gradient_key(self._owner.seed, self.step)
-        self.step += 1
+        step, reduced = self.steps
+        self.steps = step + 1, reduced
+        key = gradient_key(self._owner.seed, step)
         scale = self._scale(op, group.size())
         reduce_scatter(output, values, layout, group, key=key, scale=scale, stochastic=codec.stochastic)
 
@@ -158,15 +160,14 @@ class ShardedGroup:
             return False
         if flat.dtype not in self._reductions:
             self._reductions[flat.dtype] = self._plan_replicas(shards, flat, group)
-        # One less: this follows the reduce-scatter of the same gradients.
-        steps = self._reductions[flat.dtype].steps(
-            flat, step=self.step - 1, scale=self._scale(op, group.size())
-        )
-        finish(steps)
+        scattered, step = self.steps
+        self.steps = scattered, step + 1
+        scale = self._scale(op, group.size())
+        finish(self._reductions[flat.dtype].steps(flat, step=step, scale=scale))
         return True
 
     def _plan_replicas(self, shards: list[Shard], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
-        shard_rank = self._param_group.mesh_info.shard_mesh_rank
+        shard_rank = getattr(self._param_group.mesh_info, "shard_mesh_rank", 0)
         pieces, offset = [], 0
         for shard in shards:
             # Each shard draws its own numbers: the ranks of the replicas' groups are the same for all.
