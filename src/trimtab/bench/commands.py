@@ -68,6 +68,22 @@ def bench_ddp(
     _show("ddp", json, lambda progress: ddp(link, device, model, repeats, progress))
 
 
+@bench.command("fsdp")
+def bench_fsdp(
+    link: Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")] = "1gbit",
+    device: Device = "cpu",
+    model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
+    repeats: Repeats = 5,
+    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run for the losses.")] = 200,
+    seeds: Annotated[int, typer.Option(min=2)] = 3,
+    json: Json = False,
+) -> None:
+    """FSDP2 with gradients, and gradients and weights, in fewer bits: step times, bytes and losses."""
+    from trimtab.bench.fsdp import fsdp
+
+    _show("fsdp", json, lambda progress: fsdp(link, device, model, repeats, steps, seeds, progress))
+
+
 @bench.command("loss")
 def bench_loss(
     steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
@@ -116,6 +132,7 @@ def bench_all() -> None:
         ("codec", bench_codec),
         ("allreduce", bench_allreduce),
         ("ddp", bench_ddp),
+        ("fsdp", bench_fsdp),
         ("loss", bench_loss),
         ("precision", bench_precision),
         ("shares", bench_shares),

@@ -1,0 +1,190 @@
+"""Error tables of real gradients, and what policies and families make of them. One process, no ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.codec import Block, ErrorFeedback
+from trimtab.codec.random import OWN, stream
+from trimtab.integrations.ddp import MIN_NUMEL
+from trimtab.plan.bit_policies import POLICIES
+from trimtab.plan.bits import LayerOptions, block_cost, choose_bits, total_error, uniform_cost, uniform_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from trimtab.bench.adaptive_tasks import Task
+
+BITS = tuple(range(1, 9))
+SOLVES = 5
+WINDOW = 50
+"""Steps over which errors are added up: noise grows as their square root, what feedback owes does not grow."""
+
+MEMORY = 0.1
+"""Weight of the newest gradient in the running mean that the tables are made of."""
+
+
+class Gradients:
+    """A task trained on one process, step by step; its compressible gradients, and their running mean."""
+
+    def __init__(self, task: Task) -> None:
+        torch.manual_seed(0)
+        self._task = task
+        self._model = task.build()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=task.lr, momentum=0.9)
+        self._step = 0
+        self.mean: dict[str, torch.Tensor] = {}
+
+    def steps(self, count: int) -> Iterator[dict[str, torch.Tensor]]:
+        for _ in range(count):
+            self._optimizer.zero_grad()
+            self._model(*self._task.inputs(0, self._step, 0)).backward()
+            now = {
+                name: parameter.grad.clone()
+                for name, parameter in self._model.named_parameters()
+                if parameter.grad is not None and parameter.dim() > 1 and parameter.numel() >= MIN_NUMEL
+            }
+            for name, gradient in now.items():
+                self.mean[name] = torch.lerp(self.mean.get(name, gradient), gradient, MEMORY)
+            self._optimizer.step()
+            self._step += 1
+            yield now
+
+
+def error_table(
+    gradients: Mapping[str, torch.Tensor], *, stochastic: bool, least: int = 1
+) -> list[LayerOptions]:
+    """Every layer's error and bytes at each number of bits from `least` up, made with the real codec."""
+    layers = []
+    for name, gradient in gradients.items():
+        options = tuple(bits for bits in BITS if bits >= least)
+        decoded = [_through(Block(bits=bits, stochastic=stochastic), name, gradient, 0) for bits in options]
+        layers.append(
+            LayerOptions(
+                name=name,
+                numel=gradient.numel(),
+                norm=float(gradient.norm()),
+                options=options,
+                errors=tuple(float((values - gradient).norm()) for values in decoded),
+                costs=tuple(float(block_cost(gradient.numel(), bits)) for bits in options),
+            )
+        )
+    return layers
+
+
+def policy_rows(model: str, layers: Sequence[LayerOptions]) -> list[dict[str, Any]]:
+    """Every policy at the error of uniform 4 bits: what it saves, how long it takes, how far from exact it is."""
+    budget, bytes4 = uniform_error(layers, 4), uniform_cost(layers, 4)
+    exact = choose_bits(layers, budget=budget)
+    rows = []
+    for policy in POLICIES:
+        taken = []
+        for _ in range(SOLVES):
+            start = time.perf_counter()
+            found = choose_bits(layers, budget=budget, policy=policy)
+            taken.append(time.perf_counter() - start)
+        rows.append(
+            {
+                "part": "policy",
+                "model": model,
+                "method": policy,
+                "bytes_over_uniform4": found.cost / bytes4,
+                "error_over_uniform4": found.error / budget,
+                "solve_ms": median(taken) * 1e3,
+                "gap_to_exact": found.cost / exact.cost - 1,
+            }
+        )
+    return rows
+
+
+def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerOptions]:
+    """As many layers, made of real ones over and over, each time with gradients of another size."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.randn(count, generator=generator).exp().tolist()
+    made = []
+    for index, scale in enumerate(scales):
+        one = layers[index % len(layers)]
+        made.append(
+            LayerOptions(
+                name=f"{index}",
+                numel=one.numel,
+                norm=one.norm * scale,
+                options=one.options,
+                errors=tuple(error * scale for error in one.errors),
+                costs=one.costs,
+            )
+        )
+    return made
+
+
+@dataclass
+class Plan:
+    """Bits for every layer as one family sends them, and the errors of its steps added up."""
+
+    bits: Mapping[str, int]
+    stochastic: bool
+    memory: ErrorFeedback | None = None
+    owed: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def send(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
+        for name, gradient in gradients.items():
+            meant = gradient.clone()
+            if self.memory is not None:
+                self.memory.restore(name, meant)
+            sent = _through(Block(bits=self.bits[name], stochastic=self.stochastic), name, meant, step)
+            if self.memory is not None:
+                self.memory.keep(name, meant, sent)
+            self.owed[name] = self.owed.get(name, torch.zeros_like(gradient)) + sent - gradient
+
+    @property
+    def error(self) -> float:
+        return total_error(float(error.norm()) for error in self.owed.values())
+
+
+def family_rows(model: str, source: Gradients) -> list[dict[str, Any]]:
+    """Plans of each family beside uniform bits: bytes, and errors of one step and of many steps added up."""
+    noisy = error_table(source.mean, stochastic=True)
+    # One bit is not offered: rounded to the nearest of two values it owes more with every step.
+    nearest = error_table(source.mean, stochastic=False, least=2)
+    names = [layer.name for layer in noisy]
+    plans = {
+        "uniform 4": Plan(dict.fromkeys(names, 4), True),
+        "uniform 3": Plan(dict.fromkeys(names, 3), True),
+        "uniform 2": Plan(dict.fromkeys(names, 2), True),
+        "uniform 2, feedback": Plan(dict.fromkeys(names, 2), False, ErrorFeedback()),
+        "dynamic": Plan(choose_bits(noisy, budget=uniform_error(noisy, 4)).options, True),
+        "dynamic, feedback": Plan(
+            choose_bits(nearest, budget=uniform_error(nearest, 2)).options, False, ErrorFeedback()
+        ),
+        "dynamic, feedback, error of uniform 4": Plan(
+            choose_bits(nearest, budget=uniform_error(noisy, 4)).options, False, ErrorFeedback()
+        ),
+    }
+    first: dict[str, float] = {}
+    for step, gradients in enumerate(source.steps(WINDOW)):
+        for name, plan in plans.items():
+            plan.send(gradients, step)
+            first.setdefault(name, plan.error)
+    sizes = {layer.name: layer.numel for layer in noisy}
+    cost = {name: sum(block_cost(sizes[n], b) for n, b in plan.bits.items()) for name, plan in plans.items()}
+    return [
+        {
+            "part": "family",
+            "model": model,
+            "method": name,
+            "bytes_over_uniform4": cost[name] / cost["uniform 4"],
+            "error_over_uniform4": first[name] / first["uniform 4"],
+            f"error_over_uniform4_{WINDOW}_steps": plan.error / plans["uniform 4"].error,
+        }
+        for name, plan in plans.items()
+    ]
+
+
+def _through(codec: Block, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
+    payload = codec.encode(values, name=name, stream=stream(0, step, 0, OWN))
+    return codec.decode(payload, values.shape, values.dtype)
