@@ -28,7 +28,8 @@ from trimtab.bench.harness import AA
 from trimtab.bench.loss import CANARY, DIVERGED, compare
 from trimtab.bench.ranks import run_on_ranks, two_hosts
 from trimtab.bench.result import Result
-from trimtab.codec import Block, PowerSGD
+from trimtab.codec import Block, Codec, PowerSGD
+from trimtab.integrations.ddp import MIN_NUMEL
 from trimtab.plan.bits import block_cost
 from trimtab.runtime.adaptive import Adaptive
 from trimtab.runtime.compress import compression_of
@@ -43,6 +44,9 @@ LEARNT = 40
 DEFAULT = "adaptive, bits-feedback"
 """What `trimtab.compress(ddp)` does where the link is slow."""
 
+SMALL_TOO = DEFAULT + ", small in 8"
+"""And what otherwise travels as it is (biases, norms, small matrices) in 8 bits, with feedback as the rest."""
+
 UNIFORM = ("uniform 4", "uniform 3", "uniform 2", "uniform 2, feedback")
 METHODS: dict[str, dict[str, Any] | None] = {
     "fp32": None,
@@ -53,6 +57,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "uniform 2, feedback": {"codec": Block(bits=2, stochastic=False), "error_feedback": True},
     "adaptive, bits": {"codec": Adaptive(family="bits")},
     DEFAULT: {"codec": Adaptive(family="bits-feedback")},
+    SMALL_TOO: {"codec": Adaptive(family="bits-feedback")},
     "powersgd 4": {"codec": PowerSGD(rank=4)},
     CANARY: {"codec": Block(bits=1, stochastic=False)},
 }
@@ -112,7 +117,8 @@ def _train(method: str, seed: int, steps: int) -> tuple[float, list[int]]:
     ddp = DistributedDataParallel(gpt.build())
     settings = METHODS[method]
     if settings is not None:
-        trimtab.compress(ddp, seed=seed, **settings)
+        overrides = _in_eight_bits(ddp) if method == SMALL_TOO else None
+        trimtab.compress(ddp, seed=seed, overrides=overrides, **settings)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=gpt.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, gpt.lr, total_steps=steps, cycle_momentum=False)
     draw = seed + 1000 if method == "fp32" + AA else seed
@@ -128,6 +134,14 @@ def _train(method: str, seed: int, steps: int) -> tuple[float, list[int]]:
     with torch.no_grad():
         final = float(torch.stack([ddp.module(*inputs) for inputs in gpt.held_out()]).mean())
     return final if isfinite(final) else DIVERGED, payloads
+
+
+def _in_eight_bits(ddp: DistributedDataParallel) -> dict[str, Codec | None]:
+    return {
+        name: Block(bits=8, stochastic=False)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.dim() < 2 or parameter.numel() < MIN_NUMEL
+    }
 
 
 def _payload(ddp: DistributedDataParallel) -> int:

@@ -96,6 +96,18 @@ def bench_loss(
     _show("loss", json, lambda progress: loss(steps, seeds, progress))
 
 
+@bench.command("adaptive")
+def bench_adaptive(
+    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
+    seeds: Annotated[int, typer.Option(min=2)] = 3,
+    json: Json = False,
+) -> None:
+    """Bits chosen per layer: each policy against the exact one, each family against uniform bits, and losses."""
+    from trimtab.bench.adaptive import adaptive
+
+    _show("adaptive", json, lambda progress: adaptive(steps, seeds, progress))
+
+
 @bench.command("tp")
 def bench_tp(
     speed: Annotated[str, typer.Option(help="Speeds of the second rank, comma-separated.")] = "0.5,0.25",
@@ -125,6 +137,23 @@ def bench_shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = Fals
     _show("batch shares", json, lambda progress: shares(device, repeats, progress))
 
 
+@bench.command("straggler")
+def bench_straggler(
+    device: Device = "cpu",
+    repeats: Repeats = 8,
+    only: Annotated[
+        str,
+        typer.Option(help="Settings to run, comma-separated: gpt-half, contention, ...; all when absent."),
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Slow ranks in a running tensor-parallel job: left alone, resized, migrated, and by the controller."""
+    from trimtab.bench.straggler import straggler
+
+    chosen = [name for name in only.split(",") if name]
+    _show("stragglers", json, lambda progress: straggler(device, repeats, chosen, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -134,9 +163,11 @@ def bench_all() -> None:
         ("ddp", bench_ddp),
         ("fsdp", bench_fsdp),
         ("loss", bench_loss),
+        ("adaptive", bench_adaptive),
         ("precision", bench_precision),
         ("shares", bench_shares),
         ("tp", bench_tp),
+        ("straggler", bench_straggler),
     ):
         try:
             measure()
