@@ -178,9 +178,9 @@ struct Fp16 {
 // ---- the rounds -------------------------------------------------------------------------------------
 
 template <class Type>
-void copy_scaled(typename Type::Stored* out, const typename Type::Stored* in, int64_t n, float scale) {
+void copy_scaled(typename Type::Stored* out, const typename Type::Stored* in, int64_t n, double scale) {
   using Sum = typename Type::Sum;
-  if (scale == 1.0f) {
+  if (scale == 1.0) {
     std::memcpy(out, in, size_t(n) * sizeof(*in));
     return;
   }
@@ -190,7 +190,7 @@ void copy_scaled(typename Type::Stored* out, const typename Type::Stored* in, in
 // out[i] = sum over ranks of what is theirs, in rank order; `own` (not scaled yet) may be `out`.
 template <class Type>
 void sum(const trimtab_channel* c, int64_t turn, const typename Type::Stored* own,
-         typename Type::Stored* out, int64_t n, float scale) {
+         typename Type::Stored* out, int64_t n, double scale) {
   using Stored = typename Type::Stored;
   using Sum = typename Type::Sum;
   constexpr int64_t kPart = 1024;  // of the sums, kept in the first cache
@@ -216,7 +216,7 @@ void sum(const trimtab_channel* c, int64_t turn, const typename Type::Stored* ow
 }
 
 template <class Type>
-int64_t exchange(trimtab_channel* c, int64_t what, void* values, const int64_t* cuts, float scale,
+int64_t exchange(trimtab_channel* c, int64_t what, void* values, const int64_t* cuts, double scale,
                  uint64_t tag) {
   using Stored = typename Type::Stored;
   constexpr int64_t kItem = sizeof(Stored);
@@ -276,7 +276,7 @@ int64_t trimtab_shared_barrier(trimtab_channel* c, uint64_t tag) {
 }
 
 int64_t trimtab_shared_exchange(trimtab_channel* c, int64_t what, int64_t type, void* values,
-                                const int64_t* cuts, float scale) {
+                                const int64_t* cuts, double scale) {
   if (!sound(c) || what < TRIMTAB_REDUCE_SCATTER || what > TRIMTAB_ALL_REDUCE || cuts == nullptr ||
       cuts[0] < 0 || (values == nullptr && cuts[c->world] > 0)) {
     return TRIMTAB_SHARED_BAD_CALL;

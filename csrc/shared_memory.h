@@ -62,7 +62,7 @@ TRIMTAB_API int64_t trimtab_shared_barrier(trimtab_channel* channel, uint64_t ta
 // once after the sum; what others own is left as it was. All-gather copies what each rank owns to all. All-reduce
 // is one after the other, round by round.
 TRIMTAB_API int64_t trimtab_shared_exchange(trimtab_channel* channel, int64_t exchange, int64_t type,
-                                            void* values, const int64_t* cuts, float scale);
+                                            void* values, const int64_t* cuts, double scale);
 
 #ifdef __cplusplus
 }

@@ -110,12 +110,14 @@ METHODS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def local_sum(values: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-    """Scaled values added in rank order, in fp32, rounded once to the type."""
-    scaled = [v * scale for v in values]
-    total = scaled[0].float()
+    """Scaled values added in rank order, in fp32 (fp64 for fp64), rounded once to the type."""
+    dtype = values[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scaled = [(v * scale).to(wide) for v in values]
+    total = scaled[0]
     for other in scaled[1:]:
-        total = total + other.float()
-    return total.to(values[0].dtype)
+        total = total + other
+    return total.to(dtype)
 
 
 def hierarchy(

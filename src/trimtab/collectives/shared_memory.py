@@ -211,7 +211,7 @@ def _library() -> ctypes.CDLL:
             integer,
             ctypes.c_void_p,
             ctypes.POINTER(integer),
-            ctypes.c_float,
+            ctypes.c_double,
         ],
     }
     for name, arguments in signatures.items():
