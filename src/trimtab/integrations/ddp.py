@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from trimtab.codec.kernels import Kernels
+    from trimtab.collectives import Hierarchy, Method
 
     Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
 
@@ -67,12 +68,15 @@ class DdpCompression:
         kernels: Kernels | None = None,
         observe: Observer | None = None,
         groups: tuple[dist.ProcessGroup, ...] | None = None,
+        hierarchy: Hierarchy | None = None,
+        method: Method | None = None,
     ) -> None:
         """`overrides` maps name patterns (as in shell) to a codec, or to None: leave uncompressed.
 
         `error_feedback` defaults to on for biased codecs and off for stochastic `Block`.
         `observe` is called with (step, pieces, values) before each bucket is reduced.
         `groups` are those of `stage_groups`, made here when absent.
+        `hierarchy` (of the same ranks) and `method` are those of `trimtab.collectives.reduction_for`.
         """
         self.codec = codec
         self.automatic = False
@@ -92,6 +96,7 @@ class DdpCompression:
         self._begun = -1
         self._changes: dict[int, dict[str, int]] = {}
         self._kernels, self._observe = kernels, observe
+        self._hierarchy, self._method = hierarchy, method
         self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._choose(ddp, overrides or {}, min_numel)
@@ -269,6 +274,8 @@ class DdpCompression:
             memory=self.memory,
             rights=self._rights,
             kernels=self._kernels,
+            hierarchy=self._hierarchy,
+            method=self._method,
         )
         return reduction, pieces
 
