@@ -111,12 +111,12 @@ def wire_bytes() -> int:
     raise TrimtabError(f"bench: there is no network interface {name!r} here")
 
 
-def two_hosts(link: str | None) -> Cluster:
-    """Two hosts of one rank each, at a given link rate (`parse_rate`), or unshaped."""
+def two_hosts(link: str | None, per_host: int = 1) -> Cluster:
+    """Two hosts of one rank each, or more, at a given link rate (`parse_rate`), or unshaped."""
     from trimtab.cluster import Cluster, Device, Host, Link
 
     rate = parse_rate(link) if link else None
-    hosts = tuple(Host(name=name, devices={"cpu": 1}, link="link" if rate else None) for name in "ab")
+    hosts = tuple(Host(name=name, devices={"cpu": per_host}, link="link" if rate else None) for name in "ab")
     return Cluster(
         version=1,
         devices={"cpu": Device(kind="cpu", speed=1.0)},
