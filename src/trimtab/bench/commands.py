@@ -84,6 +84,20 @@ def bench_fsdp(
     _show("fsdp", json, lambda progress: fsdp(link, device, model, repeats, steps, seeds, progress))
 
 
+@bench.command("hierarchy")
+def bench_hierarchy(
+    link: Annotated[str, typer.Option(help="Link rate between the hosts: 1gbit, 100mbit, ..., none.")] = "1gbit",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of 3.2 million parameters.")] = 8,
+    inside_mb: Annotated[int, typer.Option(min=1, help="Megabytes of the all-reduce inside a host.")] = 64,
+    repeats: Repeats = 7,
+    json: Json = False,
+) -> None:
+    """Two hosts of two ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
+    from trimtab.bench.hierarchy import hierarchy
+
+    _show("hierarchy", json, lambda progress: hierarchy(link, layers, inside_mb, repeats, progress))
+
+
 @bench.command("loss")
 def bench_loss(
     steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
@@ -162,6 +176,7 @@ def bench_all() -> None:
         ("allreduce", bench_allreduce),
         ("ddp", bench_ddp),
         ("fsdp", bench_fsdp),
+        ("hierarchy", bench_hierarchy),
         ("loss", bench_loss),
         ("adaptive", bench_adaptive),
         ("precision", bench_precision),

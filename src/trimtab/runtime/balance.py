@@ -131,7 +131,7 @@ class Balancer:
             measure_transfer(self._group, self._device) if self._group.size > 1 else None
         )
         self._clock = StepClock(self._device) if clock is None else clock
-        self._every = 1 if clock is not None else _SAMPLE_EVERY.get(self._device.type, 1)
+        self.every = 1 if clock is not None else _SAMPLE_EVERY.get(self._device.type, 1)
         self._known: list[weakref.ref[Optimizer]] = []
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._step = self._counted = 0
@@ -167,7 +167,7 @@ class Balancer:
             self._between(module)
         if not self._open:
             self._open = True
-            sampled = self._step % self._every == 0
+            sampled = self._step % self.every == 0
             self._group.clock = self._clock if sampled else None
             if sampled:
                 self._clock.begin()
@@ -181,6 +181,10 @@ class Balancer:
         self._group.clock = None
         self._clock.end()
         self._stepped, self._open = True, False
+
+    def fresh_clock(self) -> StepClock:
+        """One like that at work, to see what it costs."""
+        return StepClock(self._device)
 
     @property
     def _optimizers(self) -> list[Optimizer]:
