@@ -43,8 +43,8 @@ _DECAY = 0.1
 def resize_loss(steps: int, seeds: int, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """Rows of every method's loss on held-out text after training with each seed, on two ranks.
 
-    Keys: as of `trimtab bench loss`, with the seeds' losses as `losses`. A row more, `priority over random`, has the mean
-    difference of the two (below 0: priority is better), its spread and in how many seeds priority was better.
+    Keys: as of `trimtab bench loss`, with the seeds' losses as `losses`. A row more, `priority over random`,
+    has the mean difference of the two (below 0: priority is better), its spread, and the seeds in which it was.
     """
     from trimtab.emulate import Emulation
 

@@ -63,7 +63,7 @@ class Cut:
     """Last computed gradients by parameter, for imputing the same; handed on from one cut to the next."""
 
     def frozen(self, tensor: UnitTensor, value: Tensor, *, into: bool) -> tuple[Tensor, int, Tensor] | None:
-        """What the optimiser must not touch of a value shaped like the parameter: (a view of it, dimension, indices)."""
+        """What the optimiser must not touch of a value shaped like the parameter: (view of it, dimension, indices)."""
         if self.impute != "zero":
             return None
         if self.units is not None:
