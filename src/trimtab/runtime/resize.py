@@ -116,13 +116,13 @@ def clear_resize(model: nn.Module | Elastic) -> None:
 
 
 def resized(model: nn.Module | Elastic) -> float:
-    """The part of this rank's products of units that is left out now, after rounding; 0 if nothing is."""
+    """The part of what this rank would compute of its blocks that is left out now, after rounding; 0 if nothing is."""
     left = whole = 0.0
     for block in _elastic(model, "resized").blocks.values():
         for axis in ("units", "ins", "outs"):
             slices = None if block.cut is None else getattr(block.cut, axis)
             left += 0.0 if slices is None else len(slices.left) * _cost(block, axis)
-        whole += block.count * _cost(block, "units")
+        whole += block.places[1] * _cost(block, "units")
     return left / whole if whole else 0.0
 
 
@@ -316,7 +316,7 @@ def _cost(block: Block, axis: str) -> float:
             if axis == "units":
                 cost += tensor.axis.width * row
             elif axis == "ins" and into:
-                cost += block.count * tensor.axis.width
+                cost += block.places[1] * tensor.axis.width
             elif axis == "outs" and not into:
                 cost += row
     return float(cost)
