@@ -90,6 +90,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
             for _ in range(min(_BLOCK, spec["steps"] - begin)):
                 trainer.step()
         report(begin + _BLOCK, spec["steps"])
+    state.speed = 1.0
     rows = []
     for method, trainer in trainers.items():
         seconds = sum(trainer.taken[1:]) + extra[method]
