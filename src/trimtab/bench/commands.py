@@ -168,6 +168,14 @@ def bench_straggler(
     _show("stragglers", json, lambda progress: straggler(device, repeats, chosen, progress))
 
 
+@bench.command("predict")
+def bench_predict(device: Device = "cpu", rounds: Repeats = 5, json: Json = False) -> None:
+    """Predicted steps of plans beside measured ones: three models on two unequal ranks."""
+    from trimtab.bench.predict import predict
+
+    _show("predictor", json, lambda progress: predict(device, rounds, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -180,6 +188,7 @@ def bench_all() -> None:
         ("loss", bench_loss),
         ("adaptive", bench_adaptive),
         ("precision", bench_precision),
+        ("predict", bench_predict),
         ("shares", bench_shares),
         ("tp", bench_tp),
         ("straggler", bench_straggler),
