@@ -1,0 +1,160 @@
+"""How the ranks should reduce a bucket: flat or in two levels, and by which exchange. Pure arithmetic.
+
+A model of the time of each way, from the hosts, the bucket's size and what was measured of links and codec. It needs
+to rank the ways, not to predict a step: what all have in common is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
+
+WORTH = 0.85
+"""A way that rounds every value more often, or adds a level, must take at most this fraction of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """One kind of link, as measured: a message takes `latency_s`, then its bytes at the rate."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        return messages * self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What was measured of a job's links."""
+
+    between: Path
+    """Between hosts; the rate is that of one host's interface, which its ranks share."""
+
+    inside: Path
+    """Between ranks of one host, exact values; the rate at which one rank gives and takes them."""
+
+    codec_bytes_per_s: float
+    """Uncompressed bytes that a rank encodes, or decodes and adds, in a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The chosen way, and the reason in words."""
+
+    hierarchical: bool
+    method: Method
+    """Of all ranks, or with `hierarchical` of the hosts."""
+
+    seconds: float
+    """Modelled time of one bucket."""
+
+    reason: str
+    others: dict[str, float] = field(default_factory=dict)
+    """Modelled seconds of every way that was weighed, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    hierarchical: bool
+    method: Method
+    seconds: float
+    roundings: int
+    """How often a value is encoded on its way into the sum."""
+
+    @property
+    def name(self) -> str:
+        return f"{'two levels, ' if self.hierarchical else 'flat '}{self.method.replace('_', '-')}"
+
+
+def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int, links: Links) -> Route:
+    """The fastest way for a bucket of `nbytes` that is encoded in `payload_bytes`.
+
+    Hosts with unequal numbers of ranks have no second level. Of ways about as fast (`WORTH`) the one that rounds
+    least often wins, then the flat one.
+    """
+    if not ranks_per_host or min(ranks_per_host) < 1:
+        raise ValueError(f"every host has at least one rank; got {list(ranks_per_host)}")
+    if nbytes < 0 or payload_bytes < 0:
+        raise ValueError(f"sizes cannot be negative; got {nbytes} and {payload_bytes}")
+    world, local = sum(ranks_per_host), max(ranks_per_host)
+    hosts = len(ranks_per_host)
+    even = len(set(ranks_per_host)) == 1
+    ways = [_flat(method, world, local, hosts, nbytes, payload_bytes, links) for method in _METHODS]
+    if even and local > 1:
+        ways += [_levels(method, hosts, local, nbytes, payload_bytes, links) for method in _METHODS]
+    best = _pick(ways)
+    flat = _pick([way for way in ways if not way.hierarchical])
+    return Route(
+        hierarchical=best.hierarchical,
+        method=best.method,
+        seconds=best.seconds,
+        reason=_reason(best, flat, ranks_per_host, even, nbytes),
+        others={way.name: way.seconds for way in ways},
+    )
+
+
+_METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree")
+
+
+def _pick(ways: Sequence[_Way]) -> _Way:
+    fastest = min(way.seconds for way in ways)
+    close = [way for way in ways if way.seconds * WORTH <= fastest]
+    return min(close, key=lambda way: (way.roundings, way.hierarchical, way.seconds))
+
+
+def _flat(
+    method: Method, world: int, local: int, hosts: int, nbytes: float, payload: float, links: Links
+) -> _Way:
+    """All ranks as equals: `local` of them share their host's interface."""
+    messages, crossing, coded, roundings = _exchange(method, world, local, payload)
+    path = links.between if hosts > 1 else links.inside
+    seconds = path.seconds(messages, crossing) + coded * nbytes / links.codec_bytes_per_s
+    return _Way(hierarchical=False, method=method, seconds=seconds, roundings=roundings)
+
+
+def _levels(method: Method, hosts: int, local: int, nbytes: float, payload: float, links: Links) -> _Way:
+    """Exact inside; each of `local` ranks exchanges its shard, and they share the interface."""
+    inside = 2 * links.inside.seconds(1, nbytes * (local - 1) / local)
+    if hosts == 1:
+        return _Way(hierarchical=True, method=method, seconds=inside, roundings=0)
+    messages, crossing, coded, roundings = _exchange(method, hosts, 1, payload)
+    between = links.between.seconds(messages, crossing)
+    seconds = inside + between + coded * nbytes / local / links.codec_bytes_per_s
+    return _Way(hierarchical=True, method=method, seconds=seconds, roundings=roundings)
+
+
+def _exchange(method: Method, world: int, local: int, payload: float) -> tuple[float, float, float, int]:
+    """Messages one after another, bytes through the busiest interface, passes of the codec, and roundings.
+
+    `local` ranks share an interface; where that is all of them, it is memory, and each has its own.
+    """
+    away = world - local
+    if away <= 0:
+        away, local = world - 1, 1
+    levels = math.ceil(math.log2(world)) if world > 1 else 0
+    if method == "all_gather":
+        return 1, local * away * payload, 1 + world, 1
+    if method == "scatter_reduce":
+        return 2, 2 * local * away * payload / world, 3, 2
+    if method == "ring":
+        # One connection of a host leads out, however many ranks it has.
+        return 2 * (world - 1), 2 * (world - 1) * payload / world, 3, world
+    # The root's interface takes a payload from each level, and gives as many.
+    return 2 * levels, 2 * levels * payload, levels + 2, levels + 1
+
+
+def _reason(best: _Way, flat: _Way, ranks_per_host: Sequence[int], even: bool, nbytes: int) -> str:
+    shape = f"{len(ranks_per_host)} hosts of {ranks_per_host[0]} ranks"
+    if not even:
+        shape = f"hosts of {', '.join(map(str, ranks_per_host))} ranks (unequal: no second level)"
+    said = f"{shape}, {nbytes / 1e6:.3g} MB: {best.name} takes about {best.seconds * 1e3:.3g} ms"
+    if best.hierarchical:
+        return f"{said}, the best flat way ({flat.name}) {flat.seconds * 1e3:.3g} ms"
+    return said
