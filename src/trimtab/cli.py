@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -107,6 +107,75 @@ def compare(
         return
     print_table("trimtab compare", result.rows, caption="wire MB and seconds are sums up to that step")
     print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
+
+
+@app.command()
+def probe(
+    out: Annotated[Path, typer.Option(help="File to write (.json or .yaml).")] = Path("cluster.json"),
+    model: Annotated[
+        str, typer.Option(help="gpt, gpt2, bert, vit, resnet50, or module:function for your own.")
+    ] = "gpt",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Annotated[str, typer.Option(help="Samples a rank, comma-separated: two sizes or more.")] = "2,6",
+    precision: Annotated[
+        str | None, typer.Option(help="Beside the model's own, comma-separated; int8 where offered.")
+    ] = None,
+    bits: Annotated[str, typer.Option(help="Of compressed gradients, comma-separated.")] = "4,8",
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Begin no measurement after this.")] = 120.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache has.")] = False,
+    merge: Annotated[
+        list[Path] | None, typer.Option(help="Measure nothing: merge these probed files. Repeatable.")
+    ] = None,
+) -> None:
+    """What can this machine do? Devices, precisions, codec and links, measured inside real training steps.
+
+    Example: [bold]torchrun --nproc-per-node 2 -m trimtab.cli probe --model gpt2 --out cluster.json[/bold]
+    """
+    from trimtab.runtime.probe_command import command
+
+    command(
+        out,
+        merge or [],
+        fresh=fresh,
+        model=model,
+        device=device,
+        batches=batch,
+        precisions=precision,
+        bits=bits,
+        autocast=autocast,
+        seconds=seconds,
+    )
+
+
+@app.command()
+def simulate(
+    cluster: Annotated[
+        Path, typer.Option(help="Cluster file with its profile, as `trimtab probe` writes it.")
+    ],
+    model: Annotated[str, typer.Option(help="As `trimtab probe` takes it.")] = "gpt",
+    plan: Annotated[Path | None, typer.Option(help="Shares, precisions and bits (.json).")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank the plan does not name.")] = 4,
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="What if this host or class had one less?")] = None,
+    add: Annotated[list[str] | None, typer.Option(help="What if there were more: 2xT4.")] = None,
+    link_factor: Annotated[
+        float | None, typer.Option(help="What if links were so many times faster?")
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(min=1, max=8, help="What if gradients took so many bits?")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the step for ui.perfetto.dev.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """How long would a step take on this cluster, under this plan, with these cards?
+
+    Example: [bold]trimtab simulate --cluster cluster.json --model gpt2 --add 2xT4 --link-factor 10 --bits 4[/bold]
+    """
+    from trimtab.runtime.simulate_command import command
+
+    changes = {"remove": remove or [], "add": add or [], "link_factor": link_factor, "bits": bits}
+    command(cluster, model, plan, batch, autocast, changes, trace=trace, as_json=json)
 
 
 @app.command()

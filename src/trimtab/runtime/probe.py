@@ -1,0 +1,249 @@
+"""`trimtab probe`: what can this machine do? The answer is a cluster with its profile."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path  # noqa: TC003 - the command line reads it
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import trimtab
+from trimtab.cluster import Cluster, Device, Host, Link, load_cluster, save_cluster
+from trimtab.cluster.profile import (
+    LOCAL,
+    PROFILE_VERSION,
+    CollectiveTime,
+    DeviceProfile,
+    Profile,
+    check_profile,
+    merge_profiles,
+)
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+from trimtab.precision.devices import offers
+from trimtab.predict.links import Placement
+from trimtab.runtime.model_spec import load_model
+from trimtab.runtime.probe_device import DeviceProbe, Task, alone, cache_of, called
+from trimtab.runtime.probe_links import LinkProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ALIKE = 0.15
+"""Devices of one name whose speeds differ by less than this part are one class."""
+
+LINK = "link"
+"""What the class of the link between the probed hosts is called."""
+
+SPEED_SIDE = {"cpu": 384, "cuda": 4096}
+WAIT_S = 600
+
+
+def probe(
+    model: str = "gpt",
+    *,
+    device: str = "cpu",
+    batches: Sequence[int] = (2, 6),
+    precisions: Sequence[str] | None = None,
+    bits: Sequence[int] = (4, 8),
+    autocast: str | None = None,
+    seconds: float = 120.0,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Cluster:
+    """Measure the devices of this job and what joins them.
+
+    One process measures one device. Under torchrun (or `trimtab emulate`) every rank measures its own and all
+    of them the link between them; every rank gets the whole cluster.
+
+    Args:
+        model: whose operators are timed, inside real training steps; see `trimtab.runtime.model_spec.load_model`.
+        batches: samples; two sizes tell how times grow, so that any other can be predicted.
+        precisions: to time beside the model's own; by default int8 where the device offers it.
+        bits: of the codec.
+        autocast: "bf16" or "fp16"; the model's own precision.
+        seconds: no new measurement is begun after this; what is missing is said, and the next run goes on there.
+        fresh: measure again what the cache has.
+    """
+    on = torch.device(device)
+    if len(set(batches)) < 2:
+        raise TrimtabError(f"probe: batches {list(batches)}: two sizes are needed to tell how times grow")
+    inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if inside:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    made = alone()
+    try:
+        if precisions is None:
+            precisions = tuple(name for name in ("int8",) if name in offers(on)["linear"])
+        spec = load_model(model, on, samples=min(batches))
+        task = Task(
+            spec=spec,
+            batches=tuple(sorted(set(batches))),
+            precisions=tuple(precisions),
+            bits=tuple(bits),
+            autocast=autocast,
+            seconds=seconds,
+        )
+        return _measure(task, on, fresh, progress)
+    finally:
+        if inside or made:
+            dist.destroy_process_group()
+
+
+def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[int, int], None]) -> Cluster:
+    world = dist.get_world_size()
+    speed = _speed(device)
+    # Ranks of one machine may differ, so each keeps what it measured for itself.
+    cache = cache_of(device, f"rank-{dist.get_rank()}-of-{world}" if world > 1 else "")
+    if not fresh:
+        cache.load()
+    profile, left = DeviceProbe(task, device, cache).run(progress)
+    if left:
+        logger().warning(
+            "%d measurements are missing, the first is %r: the time was up; run the same command again to go on",
+            len(left),
+            left[0],
+        )
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(
+        everyone, (os.environ.get("TRIMTAB_HOST") or socket.gethostname(), called(device), speed, profile)
+    )
+    hosts = [name for name, _, _, _ in everyone]
+    classes, of_rank = classify([(name, rate) for _, name, rate, _ in everyone], device.type)
+    links = _links(device, hosts, of_rank) if world > 1 else {}
+    devices: dict[str, DeviceProfile] = {}
+    for name, (_, _, _, found) in zip(of_rank, everyone, strict=True):
+        devices.setdefault(name, found)
+    several = len(set(hosts)) > 1
+    link: dict[str, Link] = {}
+    if several:
+        whole = links["all_reduce"]
+        rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else 1000.0
+        link = {LINK: Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)}
+    return Cluster(
+        version=1,
+        devices=classes,
+        links=link,
+        hosts=_hosts(hosts, of_rank, LINK if several else None),
+        profile=Profile(
+            version=PROFILE_VERSION,
+            trimtab=trimtab.__version__,
+            torch=torch.__version__,
+            devices=devices,
+            links={LINK if several else LOCAL: links} if links else {},
+        ),
+    )
+
+
+def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
+    """Classes of devices that have one name and about one speed, and the class of every rank."""
+    fastest = max(rate for _, rate in ranks)
+    classes: dict[str, Device] = {}
+    of_rank: list[str] = []
+    for name, rate in ranks:
+        same = [
+            title
+            for title, known in classes.items()
+            if known.model == name and abs(known.speed - rate / fastest) <= ALIKE * known.speed
+        ]
+        if not same:
+            slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:24] or kind
+            title = slug if slug not in classes else f"{slug}-{len(classes) + 1}"
+            of_kind: Any = kind
+            classes[title] = Device(kind=of_kind, speed=round(rate / fastest, 3), model=name)
+            same = [title]
+        of_rank.append(same[0])
+    return classes, of_rank
+
+
+def _hosts(hosts: Sequence[str], of_rank: Sequence[str], link: str | None) -> tuple[Host, ...]:
+    counted: dict[str, dict[str, int]] = {}
+    for host, device in zip(hosts, of_rank, strict=True):
+        devices = counted.setdefault(host, {})
+        devices[device] = devices.get(device, 0) + 1
+    return tuple(
+        Host(name=_name(host, index), devices=devices, link=link)
+        for index, (host, devices) in enumerate(counted.items())
+    )
+
+
+def _name(host: str, index: int) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", host).strip("-")[:32] or f"host-{index}"
+
+
+def _links(device: torch.device, hosts: Sequence[str], of_rank: Sequence[str]) -> dict[str, CollectiveTime]:
+    placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
+    trial = LinkProbe(placement, device)
+    for _ in range(4):
+        trial.round()
+    return {
+        collective: CollectiveTime(
+            per_message_s=fits[0].per_message_s,
+            per_byte_s=fits[0].per_byte_s,
+            drag={name: fit.drag for name, fit in zip(of_rank, fits, strict=True)},
+        )
+        for collective, fits in trial.fits().items()
+    }
+
+
+def _speed(device: torch.device) -> float:
+    """Matrix products a second, over long enough that a quota counts in full."""
+    side = SPEED_SIDE[device.type]
+    a = torch.randn(side, side, device=device)
+    for _ in range(3):
+        a @ a
+    dist.barrier()
+    start, products = time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < 0.5:
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        products += 1
+    return products / taken
+
+
+def merge_files(paths: Sequence[Path]) -> Cluster:
+    """One cluster of several probed files: all their hosts, classes, links and measurements.
+
+    Raises:
+        TrimtabError: files that two versions measured, or classes of one name that differ.
+    """
+    clusters = [load_cluster(path) for path in paths]
+    devices: dict[str, Device] = {}
+    links: dict[str, Link] = {}
+    hosts: list[Host] = []
+    profiles: list[Profile] = []
+    for path, cluster in zip(paths, clusters, strict=True):
+        if cluster.profile is None:
+            raise TrimtabError(f"{path}: holds no measurements; make it with `trimtab probe --out {path}`")
+        try:
+            check_profile(cluster.profile, trimtab=trimtab.__version__)
+        except TrimtabError as error:
+            raise TrimtabError(f"{path}: {error}") from None
+        for name, device in cluster.devices.items():
+            if name in devices and devices[name].model != device.model:
+                raise TrimtabError(
+                    f"{path}: device class {name!r} is {device.model!r}, in an earlier file "
+                    f"{devices[name].model!r}; rename one"
+                )
+            devices[name] = device
+        links |= cluster.links
+        taken = {host.name for host in hosts}
+        hosts += [host for host in cluster.hosts if host.name not in taken]
+        profiles.append(cluster.profile)
+    return Cluster(
+        version=1, devices=devices, links=links, hosts=tuple(hosts), profile=merge_profiles(profiles)
+    )
+
+
+def save(cluster: Cluster, path: Path) -> None:
+    """Write the file, once: only rank 0 of a job does."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        save_cluster(cluster, path)

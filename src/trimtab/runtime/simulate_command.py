@@ -1,0 +1,82 @@
+"""The command line of `trimtab simulate`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from trimtab.cluster import load_cluster
+from trimtab.errors import TrimtabError
+from trimtab.predict.trace import save_trace
+from trimtab.report.terminal import print_table
+from trimtab.runtime.simulate import Outcome, even, load_setting, what_ifs, workload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SHOWN = (
+    "what",
+    "ranks",
+    "step_ms",
+    "samples_per_s",
+    "wire_ms",
+    "codec_ms",
+    "cost_per_million_samples",
+    "estimated",
+)
+"""Columns of the table; JSON has them all."""
+
+
+def command(
+    cluster: Path,
+    model: str,
+    plan: Path | None,
+    batch: int,
+    autocast: str | None,
+    changes: Mapping[str, Any],
+    *,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate the job as given and with each change; print, and write the trace of the first."""
+    given = load_cluster(cluster)
+    kinds = {device.kind for device in given.devices.values()}
+    workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds))
+    setting = even(given, batch) if plan is None else load_setting(plan, given, batch)
+    try:
+        outcomes = what_ifs(given, workload, setting, **changes)
+    except TrimtabError as error:
+        raise TrimtabError(f"{cluster}: {error}") from None
+    if trace is not None:
+        save_trace(trace, outcomes[0].timeline, outcomes[0].roles)
+    if as_json:
+        print(json.dumps({"model": model, "outcomes": [tree(outcome) for outcome in outcomes]}, indent=2))
+        return
+    rows = [outcome.row() for outcome in outcomes]
+    print_table(f"one step of {model}", [{k: row[k] for k in SHOWN if k in row} for row in rows])
+    print_table("ranks, as given", ranks(outcomes[0]))
+    for outcome in outcomes:
+        print(outcome.words())
+
+
+def ranks(outcome: Outcome) -> list[dict[str, Any]]:
+    """A line for each device class."""
+    return [
+        {
+            "device": role.name,
+            "ranks": role.ranks,
+            "samples": outcome.setting.ranks[role.name].samples,
+            "compute_ms": role.compute_s * 1e3,
+            "wait_ms": role.wait_s * 1e3,
+            "utilisation": role.utilisation,
+            "peak_gib": outcome.memory[role.name].peak / 2**30,
+            "estimated": role.name in outcome.estimated,
+        }
+        for role in outcome.timeline.roles
+    ]
+
+
+def tree(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for JSON."""
+    return {**outcome.row(), "bottleneck": outcome.words(), "devices": ranks(outcome)}
