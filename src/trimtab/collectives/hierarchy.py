@@ -159,7 +159,7 @@ class HierarchicalReduction:
         # The gather below must run in the same thread for every bucket, or ranks would start theirs in
         # different orders.
         for _ in range(begun, MAX_STAGES):
-            yield together()
+            yield together(flat)
         if self._memory is not None:
             self._keep(self._memory, flat)
         yield from self._inside.all_gather(flat, self._shard.cuts)

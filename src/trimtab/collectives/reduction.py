@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
 MAX_STAGES = 2
 """The most collectives a reduction starts on the groups it is given; each stage has a group of its own."""
@@ -51,19 +50,28 @@ class PlainReduction:
 
 
 class Works:
-    """Several operations, or none, waited for as one."""
+    """Several operations, or none, and on CUDA all that is queued so far, waited for as one.
 
-    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+    A collective's own handle carries that order from stream to stream; where none is started, this does.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], values: torch.Tensor) -> None:
         self._works = works
+        self._queued: Any = None
+        if values.device.type == "cuda":
+            self._queued = torch.cuda.Event()
+            self._queued.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        if self._queued is not None:
+            self._queued.wait()
 
 
-def together(works: Sequence[dist.Work] = ()) -> dist.Work:
-    """Several operations, or none, as one `dist.Work`; whoever runs a reduction only waits for it."""
-    return cast("dist.Work", Works(works))
+def together(values: torch.Tensor, works: Sequence[dist.Work] = ()) -> dist.Work:
+    """Several operations on `values`, or none, as one `dist.Work`; who runs a reduction only waits for it."""
+    return cast("dist.Work", Works(works, values))
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -44,7 +44,7 @@ class Ring(BlockReduction):
         # Each rank encodes each chunk once, so one stream serves all hops.
         key = stream(self._seed, step, rank, OWN)
         came: list[torch.Tensor] = []
-        last = together()
+        last = together(flat)
         for hop in range(world - 1):
             last.wait()
             chunk, coming = chunks[(rank - 1 - hop) % world], chunks[(rank - 2 - hop) % world]
@@ -71,4 +71,4 @@ class Ring(BlockReduction):
             operations.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=following))
         if arriving.numel():
             operations.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=before % self._world))
-        return together(dist.batch_isend_irecv(operations) if operations else ())
+        return together(leaving, dist.batch_isend_irecv(operations) if operations else ())

@@ -51,7 +51,7 @@ class Tree(BlockReduction):
         if self._parent is not None:
             up = dist.P2POp(dist.isend, self._own, group=group, group_peer=self._parent)
             sending = dist.batch_isend_irecv([up])
-        yield together(sending)
+        yield together(flat, sending)
         yield started(dist.broadcast(self._own, group=self._groups[1], group_src=0, async_op=True))
         if self._parent is not None:
             self._kernels.decode(self._own, self._whole, flat)
