@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.faults import Delay
 from tests.tensor_parallel.jobs import Pair, convert
 from tests.tensor_parallel.models import make
 
@@ -117,6 +118,15 @@ def test_the_link_decides(ranks: Pool, link: str, gamma_max: float, actions: Any
     assert found[1]["pruned"] == pytest.approx(0.5, abs=0.1) if link == "slow" and gamma_max else True
     assert bool(found[0]["leased"]) == (link == "hidden")
     assert all(each["worst"] < 1e-8 for each in found)
+
+
+def test_a_straggler_that_vanishes_while_it_is_decided_about(ranks: Pool) -> None:
+    # The second window ends at step 16 and is read at 17: what is decided then is out of date at once.
+    found = ranks(2, follow, "shallow", "fast", 0.0, 17, 60, faults=[Delay(0.0005, seed=1)])
+    assert found[0]["records"] == found[1]["records"]
+    assert found[0]["records"][0][0] == 17
+    assert found[0]["counts"]["blocks.0.mlp"] == pytest.approx([48, 48], abs=3)
+    assert all(each["units"] == 6 + 96 and each["worst"] < 1e-8 for each in found)
 
 
 def automatic() -> tuple[float, int]:

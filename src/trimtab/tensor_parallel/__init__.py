@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.tensor_parallel.clip import clip_grad_norm_
 from trimtab.tensor_parallel.clock import Clock, Segments
 from trimtab.tensor_parallel.kinds import Attention, Mlp
+from trimtab.tensor_parallel.lease import end_leases, lease, leased
 from trimtab.tensor_parallel.migration import Moved, assignment, assignment_for, move
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ __all__ = [
     "assignment",
     "assignment_for",
     "clip_grad_norm_",
+    "end_leases",
+    "lease",
+    "leased",
     "move",
 ]
 
