@@ -215,6 +215,20 @@ def test_many_at_once_do_not_mix(ranks: Pool) -> None:
         assert results["coalesced small"] == [6.0] * 7
 
 
+def dropped_at_once() -> bool:
+    """Gloo frees an operation's tensors on its own thread, maybe while the next operation is being queued."""
+    trimtab_default(codec=CODEC)
+    for _ in range(60):
+        mine = torch.ones(1000)
+        dist.all_gather([torch.empty(1000) for _ in range(3)], mine)
+        dist.all_reduce(mine)
+    return bool((mine == 3).all())
+
+
+def test_operations_whose_tensors_die_at_once_do_not_hang(ranks: Pool) -> None:
+    assert ranks(3, dropped_at_once, allow_groups=True) == [True] * 3
+
+
 def not_finite() -> tuple[bool, bool, bool]:
     trimtab_default(codec=CODEC)
     seen = []

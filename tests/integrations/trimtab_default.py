@@ -20,7 +20,7 @@ def default_store() -> Any:
 
 
 def trimtab_default(
-    store: Any = None, *, backend: str = "trimtab", timeout: float = 30.0, **options: Any
+    store: Any = None, *, backend: str = "trimtab", timeout: float = 60.0, **options: Any
 ) -> TrimtabGroup:
     """Replace the default group; every rank calls it. `options` are those of `GroupOptions`."""
     store = PrefixStore("trimtab", default_store()) if store is None else store

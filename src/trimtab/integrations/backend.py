@@ -17,7 +17,7 @@ from trimtab import environment
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES
 from trimtab.errors import TrimtabError
-from trimtab.integrations.backend_plain import adopt_backends, plain_group, register_view
+from trimtab.integrations.backend_plain import ForwardingGroup, plain_group, register_view
 from trimtab.integrations.backend_reducer import Reducer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class GroupOptions:
             )
 
 
-class TrimtabGroup(dist.ProcessGroup):
+class TrimtabGroup(ForwardingGroup):
     """A process group over Gloo and NCCL whose large SUM and AVG all-reduces of floats may travel compressed.
 
     Every rank is left with the same bits. The random numbers of the rounding are keyed by `sequence`, the
@@ -77,11 +77,17 @@ class TrimtabGroup(dist.ProcessGroup):
         global_ranks: Sequence[int] = (),
         nccl_options: Any = None,
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._plain = plain_group(
-            store, rank, size, timeout, name=group_name, global_ranks=global_ranks, nccl_options=nccl_options
+        super().__init__(
+            plain_group(
+                store,
+                rank,
+                size,
+                timeout,
+                name=group_name,
+                global_ranks=global_ranks,
+                nccl_options=nccl_options,
+            )
         )
-        adopt_backends(self, self._plain)
         self.options = options
         self.sequence = 0
         self.explanation = ""

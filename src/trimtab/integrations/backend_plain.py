@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def plain_group(
@@ -42,16 +42,61 @@ def plain_group(
     return group
 
 
-def adopt_backends(group: dist.ProcessGroup, plain: dist.ProcessGroup) -> None:
-    """Let `group` use the backends of `plain` for whatever it does not do itself.
+class ForwardingGroup(dist.ProcessGroup):
+    """A process group in Python that hands every operation to a plain one; subclasses change some.
 
-    Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds them too.
+    Each operation is forwarded by a method in Python, not left to the base class: that calls the backend with
+    the interpreter's lock held, and Gloo's thread may be waiting for that lock with a lock of Gloo's own, in order
+    to free a tensor of the operation before. The plain group's methods let go of it.
     """
-    kinds = dist.ProcessGroup.BackendType
-    for device in plain._device_types:
-        kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
-        group._register_backend(device, kind, plain._get_backend(device))
-        group._set_default_backend(kind)
+
+    def __init__(self, plain: dist.ProcessGroup) -> None:
+        super().__init__(plain.rank(), plain.size())  # type: ignore[call-arg]
+        self._plain = plain
+        # Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds the plain one's.
+        kinds = dist.ProcessGroup.BackendType
+        for device in plain._device_types:
+            kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
+            self._register_backend(device, kind, plain._get_backend(device))
+            self._set_default_backend(kind)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def operation(self: ForwardingGroup, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._plain, name)(*arguments, **options)
+
+    return operation
+
+
+for _name in (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+):
+    if hasattr(dist.ProcessGroup, _name):  # torch 2.13 renamed some; each version has the ones it calls
+        setattr(ForwardingGroup, _name, _forwarded(_name))
 
 
 def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: Any) -> str:

@@ -19,7 +19,7 @@ from trimtab.collectives import Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.integrations.backend_plain import adopt_backends
+from trimtab.integrations.backend_plain import ForwardingGroup
 from trimtab.integrations.fsdp_shards import (
     Shard,
     ShardLayout,
@@ -290,19 +290,18 @@ class _Done(dist.Work):
         return True
 
 
-class _ReplicaGroup(dist.ProcessGroup):
+class _ReplicaGroup(ForwardingGroup):
     """The replicas of a shard: as the group it stands for, with its all-reduces compressed."""
 
     def __init__(self, sharded: ShardedGroup, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        adopt_backends(self, group)
-        self._sharded, self._group = sharded, group
+        super().__init__(group)
+        self._sharded = sharded
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         (flat,) = tensors
-        if self._sharded.all_reduce(flat, self._group, opts.reduceOp):
+        if self._sharded.all_reduce(flat, self._plain, opts.reduceOp):
             return _Done()
-        return self._group.allreduce(tensors, opts)
+        return self._plain.allreduce(tensors, opts)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
