@@ -1,0 +1,150 @@
+"""The tables of the adaptive bench: made with the real codec, and judged as the bench says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.support.requirements import requires
+from torch import nn
+
+from trimtab.bench.adaptive import DEFAULT, METHODS, UNIFORM, _summary
+from trimtab.bench.adaptive_tables import (
+    WINDOW,
+    Gradients,
+    Plan,
+    error_table,
+    family_rows,
+    many_layers,
+    policy_rows,
+)
+from trimtab.bench.adaptive_tasks import Task, task
+from trimtab.bench.loss import CANARY
+from trimtab.codec import Block, ErrorFeedback
+from trimtab.plan.bit_policies import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class _Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.small(self.large(inputs)).square().mean()
+        return loss
+
+
+def a_task() -> Task:
+    def inputs(seed: int, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank)),)
+
+    return Task(build=_Squares, inputs=inputs, held_out=lambda: [inputs(1, 0, 0)], lr=0.01)
+
+
+def test_tables_hold_the_codec_s_own_errors_of_what_would_be_compressed() -> None:
+    source = Gradients(a_task())
+    assert len(list(source.steps(3))) == 3
+    (layer,) = error_table(source.mean, stochastic=False)
+    gradient = source.mean["large.weight"]
+    codec = Block(bits=3, stochastic=False)
+    error = codec.decode(codec.encode(gradient), gradient.shape, gradient.dtype) - gradient
+    assert layer.errors[2] == pytest.approx(float(error.norm()))
+    assert layer.costs[2] == codec.nbytes(gradient.shape, gradient.dtype)
+    assert list(layer.errors) == sorted(layer.errors, reverse=True)
+    assert error_table(source.mean, stochastic=False, least=2)[0].options == tuple(range(2, 9))
+
+
+def test_every_policy_has_a_row_within_the_error_of_4_bits() -> None:
+    source = Gradients(a_task())
+    for _ in source.steps(2):
+        pass
+    rows = policy_rows("m", many_layers(error_table(source.mean, stochastic=True), 20))
+    assert [row["method"] for row in rows] == list(POLICIES)
+    assert all(row["error_over_uniform4"] <= 1 and row["gap_to_exact"] >= -1e-4 for row in rows)
+    assert rows[0]["gap_to_exact"] == 0
+    assert all(row["bytes_over_uniform4"] <= 1.0 for row in rows if row["method"] != "linear")
+
+
+def test_feedback_does_not_add_up_and_noise_does() -> None:
+    source = Gradients(a_task())
+    for _ in source.steps(2):
+        pass
+    rows = {row["method"]: row for row in family_rows("m", source)}
+    many = f"error_over_uniform4_{WINDOW}_steps"
+    assert rows["uniform 2"][many] > 2
+    assert rows["uniform 2, feedback"][many] < 0.5 * rows["uniform 2"][many]
+    assert rows["uniform 2, feedback"]["error_over_uniform4"] > 2
+    assert rows["uniform 2"]["bytes_over_uniform4"] < 0.6
+
+
+def test_one_bit_owes_more_with_every_step() -> None:
+    """Why plans with feedback begin at 2 bits."""
+    owed: dict[tuple[int, int], float] = {}
+    for bits in (1, 2):
+        plan = Plan({"w": bits}, False, ErrorFeedback())
+        for step in range(60):
+            gradient = torch.randn(8192, generator=torch.Generator().manual_seed(step))
+            plan.send({"w": gradient}, step)
+            owed[bits, step] = plan.error / float(gradient.norm())
+    assert owed[2, 59] < 1.2 * owed[2, 9] < 2
+    assert owed[1, 59] > 1.5 * owed[1, 9] > 3
+
+
+@requires(modules=["transformers", "sklearn"])
+def test_the_resnet_learns() -> None:
+    digits = task("resnet")
+    torch.manual_seed(0)
+    model = digits.build()
+    (held_out,) = digits.held_out()
+    optimizer = torch.optim.SGD(model.parameters(), lr=digits.lr, momentum=0.9)
+    for step in range(25):
+        optimizer.zero_grad()
+        model(*digits.inputs(0, step, 0)).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        assert float(model(*held_out)) < 1.9  # by chance: 2.3
+
+
+def test_the_summary_takes_the_cheapest_uniform_setting_that_is_not_worse() -> None:
+    tables = [
+        {"part": "policy", "model": model, "method": method, "solve_ms": 1.0, "gap_to_exact": gap}
+        for model in ("gpt", "500 layers", "resnet")
+        for method, gap in (("dynamic", 0.0), ("kmeans", 0.1))
+    ]
+    key = f"error_over_uniform4_{WINDOW}_steps"
+    tables += [
+        {
+            "part": "family",
+            "model": model,
+            "method": "dynamic, feedback",
+            "error_over_uniform4": 4.0,
+            key: 0.5,
+        }
+        for model in ("gpt", "resnet")
+    ]
+    sizes = dict.fromkeys(METHODS, 4.0) | {"uniform 3": 3.0, "uniform 2": 2.0, "uniform 2, feedback": 2.5}
+    training = [
+        {"method": m, "worse": m in ("uniform 2", CANARY), "gap": 0.0, "wire_mb": s, "wire_mb_at_end": s}
+        for m, s in {**sizes, DEFAULT: 2.0}.items()
+    ]
+    summary = _summary(tables, training)
+    assert summary["cheapest_uniform_not_worse"] == "uniform 2, feedback"
+    assert summary["default_bytes_over_cheapest_uniform"] == 0.8
+    assert summary["default_bytes_over_uniform4"] == 0.5
+    assert summary["kmeans_worst_gap_to_exact"] == 0.1
+    for row in training:
+        row["worse"] = row["method"] in UNIFORM
+    assert _summary(tables, training)["cheapest_uniform_not_worse"] == "none"
