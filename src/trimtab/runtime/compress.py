@@ -90,7 +90,7 @@ def compress(
     rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world == 1:
         return _explained(model, "one rank: there is nothing to send, so nothing to compress")
-    chosen = None
+    chosen, kernels = None, None
     reason = f"compressing with {codec}, as asked"
     if codec is None or isinstance(codec, Adaptive):
         if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
@@ -99,7 +99,9 @@ def compress(
         reason = chosen.decision.reason
         if codec is None and not chosen.decision.compress:
             return _explained(model, reason, say=rank == 0)
-        codec, error_feedback = chosen.codec, chosen.settings.family.error_feedback
+        family = chosen.settings.family
+        codec, error_feedback = chosen.codec, family.error_feedback
+        kernels = family.kernels(parameters[0].device)
         overrides = {
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
@@ -112,6 +114,7 @@ def compress(
         min_numel=min_numel,
         error_feedback=error_feedback,
         seed=seed,
+        kernels=kernels,
         observe=observe,
         groups=None if chosen is None else chosen.groups,
     )
