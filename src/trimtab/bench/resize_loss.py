@@ -20,7 +20,7 @@ from trimtab.bench.loss import DIVERGED, HELD_OUT, compare
 from trimtab.bench.models import tokens
 from trimtab.bench.ranks import run_on_ranks, two_hosts
 from trimtab.bench.tp import KINDS, Gpt
-from trimtab.runtime.resize import resized, set_resize, watch_resize
+from trimtab.runtime.resize import WINDOW, set_resize, watch_resize
 from trimtab.runtime.tensor_parallel import tensor_parallel
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RATIO = 0.5
 CANARY = "resize-random 0.9 on both (canary)"
-SIZES = {"width": 128, "heads": 8, "layers": 2, "length": 64, "batch": 8}
+SIZES = {"width": 64, "heads": 4, "layers": 2, "length": 32, "batch": 16}
 METHODS: dict[str, dict[str, Any] | None] = {
     "even": None,
     "even" + AA: None,
@@ -36,6 +36,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "resize-priority": {"ratio": RATIO, "selection": "priority"},
     CANARY: {"ratio": 0.9, "selection": "random"},
 }
+BEGINS = 2 * WINDOW
+"""The step from which something is left out: a rank becomes slow while a job runs, and there are statistics then."""
+
 _RATE = 3e-3
 _DECAY = 0.1
 
@@ -88,11 +91,10 @@ def train(method: str, seed: int, steps: int) -> float:
     setting = METHODS[method]
     if setting is not None:
         watch_resize(model)
-        if dist.get_rank() == 1 or method == CANARY:
-            set_resize(model, seed=seed, **setting)
-            assert resized(model) > 0
     draw = seed + 1000 if method == "even" + AA else seed
     for step in range(steps):
+        if setting is not None and step == BEGINS and (dist.get_rank() == 1 or method == CANARY):
+            set_resize(model, seed=seed, **setting)
         optimizer.zero_grad()
         model(tokens(SIZES["batch"], SIZES["length"], seed=draw, step=step, rank=0)).backward()
         optimizer.step()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.tensor_parallel.block import Block
+    from trimtab.tensor_parallel.change import Sizes
+
+    _Numbers = dict[str, NDArray[np.float64]]
 
 Selection = Literal["random", "priority", "priority-per-layer", "activation"]
 Form = Literal["unit", "column"]
@@ -36,6 +39,7 @@ WINDOW = 8
 """Optimiser steps between two choices."""
 
 _AXES: dict[str, tuple[str, ...]] = {"unit": ("units",), "column": ("ins", "outs")}
+_ALL = ("units", "ins", "outs")
 
 
 def watch_resize(model: nn.Module | Elastic, *, window: int = WINDOW, returns: int = RETURN) -> None:
@@ -119,7 +123,7 @@ def resized(model: nn.Module | Elastic) -> float:
     """The part of what this rank would compute of its blocks that is left out now, after rounding; 0 if nothing is."""
     left = whole = 0.0
     for block in _elastic(model, "resized").blocks.values():
-        for axis in ("units", "ins", "outs"):
+        for axis in _ALL:
             slices = None if block.cut is None else getattr(block.cut, axis)
             left += 0.0 if slices is None else len(slices.left) * _cost(block, axis)
         whole += block.places[1] * _cost(block, "units")
@@ -167,7 +171,7 @@ class _Resizing:
 
     def __post_init__(self) -> None:
         for block in self.elastic.blocks.values():
-            for axis in ("units", "ins", "outs"):
+            for axis in _ALL:
                 self._known[block.name, axis] = _Known.of(_total(block, axis))
             self._changes[block.name] = Changes(block)
             self._looked[block.name] = 0
@@ -180,8 +184,10 @@ class _Resizing:
 
     def turn(self) -> None:
         """End a window: learn from it and choose for the next."""
-        for block in self.elastic.blocks.values():
-            self._learn(block)
+        blocks = [b for b in self.elastic.blocks.values() if self._steps > self._looked[b.name]]
+        sizes = [self._changes[block.name].since() for block in blocks]
+        for block, changed in zip(blocks, _fetched(sizes), strict=True):
+            self._learn(block, changed)
         self._windows += 1
         self._steps = 0
         self._looked = dict.fromkeys(self._looked, 0)
@@ -190,22 +196,18 @@ class _Resizing:
     def _stepped(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            for block in self.elastic.blocks.values():
-                self._measure(block)
+            self._measure()
         if self._steps >= self.window:
             self.turn()
 
-    def _learn(self, block: Block) -> None:
+    def _learn(self, block: Block, changed: _Numbers) -> None:
         """How much everything changed in this window; what was frozen keeps what was known of it."""
-        if self._steps == self._looked[block.name]:
-            return
-        since = self._changes[block.name].since()
         for axis, known, numbers in self._axes(block):
             moved = np.ones(len(numbers), dtype=np.bool_)
             if block.cut is not None and block.cut.impute == "zero":
                 slices = getattr(block.cut, axis)
                 moved[slice(None) if slices is None else slices.left.tolist()] = False
-            values = _numpy(getattr(since, axis))[moved]
+            values = changed[axis][moved]
             # In proportion to the others: what was measured while the learning rate was another must compare.
             known.changed[numbers[moved]] = values / (values.mean() if values.any() else 1.0)
         self._look(block)
@@ -214,19 +216,21 @@ class _Resizing:
         self._changes[block.name].look()
         self._looked[block.name] = self._steps
 
-    def _measure(self, block: Block) -> None:
+    def _measure(self) -> None:
         """Take up the activations of the window's first step."""
-        bounds = None if block.activity is None else block.activity.bounds()
-        block.activity = None
-        if bounds is not None:
+        seen = []
+        for block in self.elastic.blocks.values():
+            bounds = None if block.activity is None else block.activity.bounds()
+            block.activity = None
+            if bounds is not None:
+                seen.append((block, bounds))
+        for (block, _), values in zip(seen, _fetched([bounds for _, bounds in seen]), strict=True):
             for axis, known, numbers in self._axes(block):
-                values = _numpy(getattr(bounds, axis))
-                known.active[numbers] = np.where(np.isnan(values), known.active[numbers], values)
+                computed = ~np.isnan(values[axis])
+                known.active[numbers[computed]] = values[axis][computed]
 
     def _axes(self, block: Block) -> Iterable[tuple[str, _Known, NDArray[np.int64]]]:
-        return [
-            (axis, self._known[block.name, axis], _numbers(block, axis)) for axis in ("units", "ins", "outs")
-        ]
+        return [(axis, self._known[block.name, axis], _numbers(block, axis)) for axis in _ALL]
 
     def _choose(self, blocks: Iterable[Block]) -> None:
         setting = self.setting
@@ -330,5 +334,11 @@ def _find(elastic: Elastic) -> _Resizing | None:
     return next((each for each in elastic.listeners if isinstance(each, _Resizing)), None)
 
 
-def _numpy(values: torch.Tensor) -> NDArray[np.float64]:
-    return values.double().cpu().numpy()
+def _fetched(sizes: list[Sizes]) -> list[_Numbers]:
+    """As arrays, by axis; all of them in one copy from the device."""
+    if not sizes:
+        return []
+    tensors = [getattr(each, axis) for each in sizes for axis in _ALL]
+    whole = torch.cat(tensors).double().cpu().numpy()
+    pieces = iter(np.split(whole, np.cumsum([len(tensor) for tensor in tensors])[:-1]))
+    return [{axis: next(pieces) for axis in _ALL} for _ in sizes]

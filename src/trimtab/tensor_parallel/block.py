@@ -108,7 +108,7 @@ class Block:
         held = self.owned if self.lease is None or not self.lease.working else self.lease.units
         if self.running is None or self.running.units is None:
             return held
-        return [held[place] for place in self.running.units.kept.tolist()]
+        return [held[place] for place in self.running.units.kept_numbers]
 
     @property
     def computing(self) -> int:

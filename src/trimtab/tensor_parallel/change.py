@@ -34,12 +34,17 @@ class Changes:
 
     def __init__(self, block: Block) -> None:
         self._block = block
+        self._then: list[Tensor] = []
         self.look()
 
     @torch.no_grad()
     def look(self) -> None:
         """Count from here on."""
-        self._then = [tensor.parameter.detach().clone() for tensor in self._block.tensors]
+        now = [tensor.parameter.detach() for tensor in self._block.tensors]
+        if [value.shape for value in now] == [value.shape for value in self._then]:
+            torch._foreach_copy_(self._then, now)
+        else:
+            self._then = [value.clone() for value in now]
 
     @torch.no_grad()
     def since(self) -> Sizes:

@@ -17,6 +17,7 @@ choosing is a plan's work.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,10 +37,11 @@ class Slices:
     left: Tensor
     """Both whole numbers, on the device of the block."""
 
-    @property
-    def part(self) -> float:
-        """The part that is left out."""
-        return len(self.left) / max(1, len(self.kept) + len(self.left))
+    @cached_property
+    def kept_numbers(self) -> list[int]:
+        """What is kept, as Python numbers: fetched from the device once."""
+        numbers: list[int] = self.kept.tolist()
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
