@@ -1,0 +1,82 @@
+"""What collectives send, what was measured of a link, and the exact size of a payload."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.codec.packing import Packing, Segment
+from trimtab.collectives import choose
+from trimtab.errors import TrimtabError
+from trimtab.integrations import ddp
+from trimtab.predict import job
+from trimtab.predict.links import Placement, fit, nominal, payload, volume
+
+
+def test_volumes_of_two_hosts() -> None:
+    two = Placement(per_host=(1, 1))
+    assert volume("all_reduce", 1000, two) == (2, 1000)
+    assert volume("all_gather", 1000, two) == (1, 1000)
+    assert volume("all_to_all", 1000, two) == (1, 1000)
+
+
+def test_a_host_with_several_ranks_sends_what_all_of_them_send_to_others() -> None:
+    placement = Placement(per_host=(2, 2))
+    # Of three equal parts two go to the other host, from each of two ranks.
+    assert volume("all_to_all", 3000, placement) == (3, 4000)
+    assert volume("all_reduce", 1000, placement) == (6, 1500)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for collective in ("all_reduce", "all_gather", "all_to_all"):
+        assert volume(collective, 1000, Placement(per_host=(1,))) == (0, 0.0)
+
+
+@given(message=st.floats(1e-6, 1e-2), byte=st.floats(1e-11, 1e-7))
+def test_a_fit_finds_the_line_it_was_made_of(message: float, byte: float) -> None:
+    points = [(2, float(v), 2 * message + byte * v) for v in (1 << 14, 1 << 18, 1 << 22)]
+    found = fit(points)
+    assert found.per_message_s * 2 + found.per_byte_s * 1e6 == pytest.approx(
+        2 * message + byte * 1e6, rel=1e-3
+    )
+
+
+def test_a_fit_is_never_negative() -> None:
+    falling = fit([(2, 1e4, 1.0), (2, 1e6, 0.5)])
+    assert falling.per_byte_s >= 0
+    assert falling.per_message_s > 0
+    convex = fit([(2, 1e4, 1e-5), (2, 1e6, 1.0)])
+    assert convex.per_message_s >= 0
+    assert convex.per_byte_s > 0
+
+
+def test_one_size_cannot_tell_latency_from_bandwidth() -> None:
+    with pytest.raises(TrimtabError, match="take two sizes"):
+        fit([(2, 1e6, 0.1)])
+
+
+def test_a_link_of_given_rate_is_marked_estimated() -> None:
+    found = nominal(1.0, 20.0)
+    assert found.estimated
+    assert found.per_message_s == pytest.approx(20e-6)
+    assert 8e-9 < found.per_byte_s < 9e-9
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 8)), min_size=1, max_size=5),
+    st.sampled_from([64, 1000, 1024]),
+)
+def test_payloads_have_the_size_that_the_codec_gives_them(pieces: list[tuple[int, int]], block: int) -> None:
+    segments, offset = [], 0
+    for numel, bits in pieces:
+        segments.append(Segment(offset=offset, numel=numel, bits=bits, block=block))
+        offset += numel
+    packing = Packing(segments=tuple(segments), dtype=torch.float32)
+    assert payload([n for n, _ in pieces], [b for _, b in pieces], block=block) == packing.nbytes
+
+
+def test_the_rules_of_what_is_compressed_are_those_of_the_hands() -> None:
+    assert job.MIN_NUMEL == ddp.MIN_NUMEL
+    assert job.TINY_BYTES == choose.TINY_BYTES
