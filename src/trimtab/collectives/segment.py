@@ -70,18 +70,19 @@ def share(
     device: torch.device,
     *,
     folder: Path = FOLDER,
+    failure: str = "",
 ) -> Segment:
     """A segment for the `members` (ranks of the group, this one among them) of this host.
 
     Collective over the whole group: every rank calls it, each with the members on its own host. When it
-    fails on any rank it fails on all, with the reason.
+    fails on any rank it fails on all, with the reason; so it does where a rank comes with a `failure`.
     """
     rank = group.rank()
     leader = min(members)
     path: Path | None = None
     try:
-        said = ""
-        if rank == leader:
+        said = f"!{failure}" if failure else ""
+        if rank == leader and not failure:
             try:
                 path = _create(nbytes, folder)
                 said = path.name

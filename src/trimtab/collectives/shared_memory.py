@@ -76,12 +76,14 @@ class SharedMemory:
         self.rank, self.world = self._members.index(dist.get_rank(group)), len(self._members)
         cuda = device.type == "cuda"
         nbytes = nbytes or (CUDA_SEGMENT_BYTES if cuda else SEGMENT_BYTES)
-        # Asked for before the segment is made, so that all ranks of an installation fail alike.
-        self._library = _library()
         room = _room(self.world, nbytes, None if cuda else MOST_ROOM)
-        self._segment = share(
-            int(self._library.trimtab_shared_bytes(self.world, room)), self._members, group, device
-        )
+        total, failure = 0, ""
+        try:
+            self._library = _library()
+            total = int(self._library.trimtab_shared_bytes(self.world, room))
+        except TrimtabError as error:
+            failure = str(error)  # told to the other ranks, which would else wait for this one
+        self._segment = share(total, self._members, group, device, failure=failure)
         # The tensor keeps the mapping alive for as long as anything uses it.
         self._bytes = torch.frombuffer(self._segment.memory, dtype=torch.uint8)
         self._channel = Channel(
