@@ -108,6 +108,8 @@ def test_one_bad_window_or_a_changing_slowest_rank_is_noise() -> None:
     assert not uneven([[1.0, 1.3], [1.3, 1.0]], EXACT)
     assert not uneven([[1.0, 0.0], [1.0, 0.0]], EXACT)
     assert uneven([[1.0, 1.0], [1.0, 1.3], [1.0, 1.2]], EXACT)
+    assert uneven([[1.0, 1.3, 1.31], [1.0, 1.31, 1.3]], EXACT), "two that are slow take turns as the slowest"
+    assert uneven([[1.0, 1.02, 0.5], [1.02, 1.0, 0.5]], EXACT), "one that could do more"
 
 
 def test_how_long_it_will_last() -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GAMMA_MAX = 0.5
 _RATE = {"cpu": 3e-4, "cuda": 1e-4}
+_EPSILON = 1e-6
+"""Of AdamW: gradients that are nothing but rounding must not become steps of full length."""
 
 
 class Trainer:
@@ -51,7 +53,7 @@ class Trainer:
             set_resize(self.model, min(0.75, part), selection=chosen)
         if leased is not None:
             lease(self.model, leased)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE[self._device.type])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE[self._device.type], eps=_EPSILON)
         self.losses: list[float] = []
         self.taken: list[float] = []
         self.segments: list[tuple[float, Segments]] = []

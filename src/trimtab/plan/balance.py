@@ -141,15 +141,13 @@ class Decision:
 def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
     """Whether the ranks' own times, window by window since the last change, call for a decision.
 
-    They do when the last windows were all uneven, with the same rank the slowest: one bad window is noise.
+    They do when some rank was slow in each of the last windows: one bad window is noise.
     """
     last = windows[-rules.patience :]
     if len(last) < rules.patience or not all(min(times) > 0 for times in last):
         return False
-    return (
-        all(max(times) / min(times) > rules.threshold for times in last)
-        and len({times.index(max(times)) for times in map(list, last)}) == 1
-    )
+    slow = [{i for i, time in enumerate(times) if time > rules.threshold * min(times)} for times in last]
+    return bool(set.intersection(*slow))
 
 
 def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
