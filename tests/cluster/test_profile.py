@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile
 
 from trimtab.cluster import check_profile, load_cluster, merge_profiles, save_cluster
 from trimtab.errors import TrimtabError
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path

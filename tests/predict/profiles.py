@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from tests.workload.models import MODELS, batch_for
@@ -21,7 +22,6 @@ from trimtab.cluster.profile import (
 )
 from trimtab.predict.costs import key_of
 from trimtab.workload.capture import capture
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload

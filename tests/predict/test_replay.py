@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.predict.replay import Bucket, Role, Segment, Transfer, fair, replay
-import itertools
 
 
 def role(

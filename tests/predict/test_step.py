@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile, workload
@@ -17,7 +18,6 @@ from trimtab.predict.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, predict_step
 from trimtab.predict.timeline import bottleneck
 from trimtab.predict.trace import save_trace
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path

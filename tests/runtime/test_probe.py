@@ -1,0 +1,302 @@
+"""Probing real steps: what is timed adds up, what is kept is not measured again, directions are not mixed up."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.bench.gpt import Gpt
+from trimtab.cluster import load_cluster, save_cluster
+from trimtab.errors import TrimtabError
+from trimtab.predict.costs import key_of
+from trimtab.predict.links import Placement
+from trimtab.runtime.model_spec import ModelSpec, load_model
+from trimtab.runtime.probe import classify, merge_files, probe
+from trimtab.runtime.probe_cache import ProbeCache
+from trimtab.runtime.probe_casts import cast
+from trimtab.runtime.probe_codec import CodecProbe, line
+from trimtab.runtime.probe_device import DeviceProbe, Task, alone, fingerprint
+from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_steps import StepClock, operator_times, without_communication
+from trimtab.workload.capture import capture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+class Sleeper(nn.Module):
+    """Takes a known time forward and another backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Sleep.apply(x)  # type: ignore[no-untyped-call]
+        return slept
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if not torch._subclasses.fake_tensor.is_fake(x):
+            time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.04)
+        return g
+
+
+def tiny() -> tuple[Gpt, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Gpt(width=32, layers=2, heads=2, context=16), (torch.zeros(2, 17, dtype=torch.int64),)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    made = alone()
+    try:
+        yield
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def test_the_intervals_of_a_step_make_up_the_step() -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    clock = StepClock(model, workload, CPU)
+    start = time.perf_counter()
+    taken = clock.step(lambda: model(*batch), lambda: None)
+    whole = time.perf_counter() - start
+    assert 0 < taken.total <= whole
+    # Every operator is there: nothing has cost nothing.
+    assert all(seconds > 0 for seconds in taken.forward)
+    assert all(
+        seconds > 0 for o, seconds in zip(workload.operators, taken.backward, strict=True) if o.differentiable
+    )
+
+
+def test_time_is_put_where_it_was_spent() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Sleeper(), nn.Linear(4, 4))
+    batch = torch.randn(2, 4)
+    workload = capture(model, (batch,), loss=lambda y: y.sum())
+    taken = StepClock(model, workload, CPU).step(lambda: model(batch).sum(), lambda: time.sleep(0.03))
+    linear = [o.index for o in workload.operators if o.kind == "linear"]
+    between = range(linear[0] + 1, linear[1])
+    assert sum(taken.forward[i] for i in between) >= 0.02
+    assert sum(taken.backward[i] for i in between) >= 0.04
+    assert taken.optimiser >= 0.03
+    assert max(taken.forward[i] for i in linear) < 0.02
+
+
+def test_hooks_are_gone_after_the_step() -> None:
+    model, batch = tiny()
+    StepClock(model, capture(model, batch), CPU).step(lambda: model(*batch), lambda: None)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_operators_with_one_key_have_one_time() -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    taken = [StepClock(model, workload, CPU).step(lambda: model(*batch), lambda: None) for _ in range(2)]
+    found = operator_times(workload, taken, {"blocks.0.qkv": "int8"})
+    keys = {str(key_of(o)) for o in workload.operators}
+    assert keys < found.keys()
+    assert len(found) == len(keys) + 1
+
+
+def test_ddp_without_communication_leaves_gradients_as_they_are() -> None:
+    model, batch = tiny()
+    with group_of_one():
+        ddp = DistributedDataParallel(model)
+        without_communication(ddp)
+        ddp(*batch).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        model(*batch).backward()
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def task(model: nn.Module, batch: tuple[torch.Tensor, ...], **changes: Any) -> Task:
+    spec = ModelSpec(name="tiny", model=model, batch=batch)
+    asked: dict[str, Any] = {"batches": (2, 3), "precisions": (), "bits": (4,), **changes}
+    return Task(spec=spec, **asked)
+
+
+def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    model, batch = tiny()
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+    with group_of_one():
+        probe_ = DeviceProbe(task(model, batch, seconds=0.0), CPU, cache)
+        _, left = probe_.run(lambda done, total: None)
+        assert left, "without time nothing is begun"
+        first = left[0]
+        cache.add(first, dict(probe_._units())[first](cache.profile))
+        again = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+        again.load()
+        assert again.done == {first}
+        measured: list[int] = []
+        profile, left = DeviceProbe(task(model, batch), CPU, again).run(lambda d, total: measured.append(d))
+        assert not left
+        assert len(measured) == len(again.done) - 1
+        before = cache.profile.operators
+        assert {key: profile.operators[key] for key in before} == before, "what was kept is kept"
+        third = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+        third.load()
+        nothing, left = DeviceProbe(task(model, batch), CPU, third).run(
+            lambda d, total: pytest.fail("measured")
+        )
+        assert nothing == profile
+
+
+def test_the_cache_is_of_one_device_and_version(tmp_path: Path) -> None:
+    one = ProbeCache("CPU A", "1", torch="2.13", trimtab="0.1", folder=tmp_path)
+    others = [
+        ProbeCache("CPU B", "1", torch="2.13", trimtab="0.1", folder=tmp_path),
+        ProbeCache("CPU A", "2", torch="2.13", trimtab="0.1", folder=tmp_path),
+        ProbeCache("CPU A", "1", torch="2.11", trimtab="0.1", folder=tmp_path),
+        ProbeCache("CPU A", "1", torch="2.13", trimtab="0.2", folder=tmp_path),
+    ]
+    assert len({one.path, *(other.path for other in others)}) == 5
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"done": [], "profile": {"called": 1}}', '{"done": []}'])
+def test_a_damaged_cache_is_measured_anew(tmp_path: Path, text: str) -> None:
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+    cache.path.write_text(text)
+    cache.load()
+    assert cache.done == set()
+    assert cache.profile.operators == {}
+
+
+def test_the_model_is_as_it_was_after_probing(tmp_path: Path) -> None:
+    model, batch = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+    with group_of_one():
+        DeviceProbe(task(model, batch, bits=()), CPU, cache).run(lambda done, total: None)
+    assert set(model.state_dict()) == set(before)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    one, two = tiny()[0], Gpt(width=48, layers=2, heads=2, context=16)
+    batch = tiny()[1]
+    assert fingerprint(capture(one, batch)) == fingerprint(capture(tiny()[0], batch).at_batch(5))
+    assert fingerprint(capture(one, batch)) != fingerprint(capture(two, batch))
+
+
+@pytest.mark.parametrize(
+    ("direction", "reads", "writes"),
+    [
+        ("fp32>bf16", torch.float32, torch.bfloat16),
+        ("bf16>fp32", torch.bfloat16, torch.float32),
+        ("fp32>int8", torch.float32, torch.int8),
+        ("int8>fp32", torch.int8, torch.float32),
+    ],
+)
+def test_casts_go_in_the_direction_they_are_named(
+    direction: str, reads: torch.dtype, writes: torch.dtype
+) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(a.dtype for a in args if isinstance(a, torch.Tensor) and a.numel() > 1024)
+            return func(*args, **(kwargs or {}))
+
+    run = cast(direction, 32, CPU)
+    with Watch():
+        result = run()
+    assert result.dtype == writes
+    assert seen[0] == reads
+
+
+def test_no_cast_is_named() -> None:
+    with pytest.raises(TrimtabError, match="'fp32>fp32' is no cast"):
+        cast("fp32>fp32", 8, CPU)
+    with pytest.raises(TrimtabError, match="is no cast"):
+        cast("int4>fp32", 8, CPU)
+
+
+def test_a_line_through_points() -> None:
+    slope, offset = line([(n, 3e-9 * n + 2e-6) for n in (1 << 10, 1 << 14, 1 << 20)])
+    assert slope == pytest.approx(3e-9)
+    assert offset == pytest.approx(2e-6)
+    assert line([(1000, 1e-6), (2000, 3e-6)])[1] == 0
+    assert line([(1000, 3e-6), (2000, 1e-6)])[0] == 0
+
+
+def test_the_codec_is_fitted_in_both_directions() -> None:
+    trial = CodecProbe(4, CPU)
+    trial.round()
+    fits = trial.fits()
+    assert set(fits) == {"encode", "decode", "add"}
+    assert all(a >= 0 and c >= 0 and a + c > 0 for a, c in fits.values())
+
+
+def _probe_link() -> dict[str, list[tuple[float, float, float]]]:
+    trial = LinkProbe(Placement(per_host=(2,)), CPU, sizes=(1 << 12, 1 << 16))
+    trial.round()
+    trial.round()
+    return {k: [(f.per_message_s, f.per_byte_s, f.drag) for f in fits] for k, fits in trial.fits().items()}
+
+
+def test_every_rank_gets_the_same_figures_of_the_link(ranks: Any) -> None:
+    one, two = ranks(2, _probe_link)
+    assert one == two
+    assert set(one) == {"all_reduce", "all_gather", "all_to_all"}
+    for fits in one.values():
+        assert len(fits) == 2
+        assert all(m >= 0 and b >= 0 and m + b > 0 and d >= 0 for m, b, d in fits)
+
+
+def test_devices_of_one_name_and_speed_are_one_class() -> None:
+    classes, of_rank = classify([("X 1", 100.0), ("X 1", 95.0), ("X 1", 50.0), ("Y", 100.0)], "cpu")
+    assert of_rank[0] == of_rank[1]
+    assert len(set(of_rank)) == len(classes) == 3
+    assert classes[of_rank[2]].speed == pytest.approx(0.5)
+
+
+def test_probe_writes_a_cluster_that_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *__import__("sys").path])
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.zeros(2, 8), lambda y: y.sum()\n"
+    )
+    found = probe("own_model:make", batches=(1, 2), bits=(4,), precisions=())
+    assert found.profile is not None
+    assert not dist.is_initialized()
+    save_cluster(found, tmp_path / "one.json")
+    (name,) = found.devices
+    assert found.profile.devices[name].batches == {"Sequential": (1, 2)}
+    assert merge_files([tmp_path / "one.json"] * 2) == load_cluster(tmp_path / "one.json")
+    with pytest.raises(TrimtabError, match="two sizes are needed"):
+        probe("own_model:make", batches=(2,))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nothing", "there is no model 'nothing'; choose gpt"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("math:make", "module math has no 'make'"),
+        ("os:getcwd", r"must return \(model, batch\)"),
+    ],
+)
+def test_a_model_that_is_none_is_named(text: str, words: str) -> None:
+    with pytest.raises(TrimtabError, match=words):
+        load_model(text, CPU)
