@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as functional
 from tests.integrations.trimtab_default import default_store, trimtab_default
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
@@ -174,6 +175,12 @@ def meshes() -> dict[str, float]:
     results["mesh of two axes"] = error(
         column, exact(members=dist.get_process_group_ranks(square.get_group("tensor")))
     )
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 2048))
+    x = values(0, 64 * 32, rank=0).view(64, 32)
+    meant = whole(x).detach()
+    layers: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    results["tensor parallelism"] = error(parallelize_module(whole, line, layers)(x).detach(), meant)
     assert group.sequence == 0
     assert dist.get_rank(line.get_group()) == dist.get_rank()
     return results
@@ -439,6 +446,19 @@ def test_installed_the_name_alone_is_enough(tmp_path: Path) -> None:
             env={**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
         )
         assert (done.stdout == "[1.0, 1.0, 1.0]\n") == (autoload == "1"), done.stderr
+
+
+def test_trimtab_run_makes_the_name_known(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BY_NAME.replace("assert not heavy, heavy\n", ""))
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab.runtime.bootstrap", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert done.stdout == "[1.0, 1.0, 1.0]\n", done.stderr
 
 
 def test_importing_the_module_registers_nothing() -> None:

@@ -72,7 +72,7 @@ def bench_ddp(
 def bench_fsdp(
     link: Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")] = "1gbit",
     device: Device = "cpu",
-    model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT on the CPU.")] = 8,
     repeats: Repeats = 5,
     steps: Annotated[int, typer.Option(min=10, help="Training steps of each run for the losses.")] = 200,
     seeds: Annotated[int, typer.Option(min=2)] = 3,
@@ -81,7 +81,7 @@ def bench_fsdp(
     """FSDP2 with gradients, and gradients and weights, in fewer bits: step times, bytes and losses."""
     from trimtab.bench.fsdp import fsdp
 
-    _show("fsdp", json, lambda progress: fsdp(link, device, model, repeats, steps, seeds, progress))
+    _show("fsdp", json, lambda progress: fsdp(link, device, layers, repeats, steps, seeds, progress))
 
 
 @bench.command("hierarchy")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import trimtab
 from trimtab.bench.harness import AA, interleave
 from trimtab.bench.loss import DIVERGED, HELD_OUT, compare
-from trimtab.bench.models import Gpt, require_model, tokens, workload
+from trimtab.bench.models import Gpt, tokens, workload
 from trimtab.bench.ranks import run_on_ranks, slices, two_hosts, wire_bytes
 from trimtab.bench.result import Result
 from trimtab.codec import Block
@@ -47,19 +47,22 @@ KEPT = ", weights kept"
 def fsdp(
     link: str,
     device: str,
-    model: str,
+    layers: int,
     repeats: int,
     steps: int,
     seeds: int,
     progress: Callable[[int, int], None],
 ) -> Result:
-    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); then their losses."""
+    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); then their losses.
+
+    On the CPU the model is the GPT of the other benches with so many layers (8: 25 million parameters), on a GPU
+    GPT-2 small.
+    """
     from trimtab.emulate import Emulation
 
-    require_model(model)
     shaped = None if link == "none" or device == "cuda" else link
     timed = slices(2) if device == "cuda" else two_hosts(shaped)
-    spec = {"model": model, "device": device, "repeats": repeats, "steps": steps, "seeds": seeds}
+    spec = {"layers": layers, "device": device, "repeats": repeats, "steps": steps, "seeds": seeds}
     with Emulation(timed) as emulation:
         rows = run_on_ranks(emulation, time_methods, spec, progress=lambda d, t: progress(d, 2 * t))
     with Emulation(two_hosts(None)) as emulation:
@@ -74,7 +77,7 @@ def fsdp(
     rows += [{"method": method, **_loss_columns(by_method[method])} for method in CANARIES]
     summary: dict[str, Any] = {
         "link": link if device == "cpu" else "nccl sockets",
-        "model": model,
+        "model": f"GPT of {layers} layers" if device == "cpu" else "gpt2",
         "gradients4_over_plain": ms["plain"] / ms["gradients 4"],
         "both_over_plain": ms["plain"] / ms[BOTH],
         "gradients4_over_plain_weights_kept": ms["plain" + KEPT] / ms["gradients 4" + KEPT],
@@ -91,10 +94,10 @@ def time_methods(spec: Mapping[str, Any], report: Callable[[int, int], None]) ->
     """One copy of the model for each method, all from the same start and on the same data."""
     torch.set_num_threads(1)
     device = torch.device(spec["device"])
-    trainers = {method: Trainer(method, spec["model"], device, reshard=True) for method in METHODS}
+    trainers = {method: Trainer(method, spec["layers"], device, reshard=True) for method in METHODS}
     trainers.update(
         {
-            method + KEPT: Trainer(method, spec["model"], device, reshard=False)
+            method + KEPT: Trainer(method, spec["layers"], device, reshard=False)
             for method in METHODS
             if not method.endswith(AA)
         }
@@ -122,9 +125,9 @@ def time_methods(spec: Mapping[str, Any], report: Callable[[int, int], None]) ->
 class Trainer:
     """One method's sharded model and optimiser."""
 
-    def __init__(self, method: str, model: str, device: torch.device, *, reshard: bool) -> None:
+    def __init__(self, method: str, layers: int, device: torch.device, *, reshard: bool) -> None:
         torch.manual_seed(0)
-        module, self._inputs = workload(model, device)
+        module, self._inputs = _workload(layers, device)
         self._model = shard(module, reshard=reshard)
         settings = METHODS[method]
         if settings is not None:
@@ -186,6 +189,13 @@ def shard(model: nn.Module, *, reshard: bool = True) -> nn.Module:
             for layer in module:
                 fully_shard(layer, reshard_after_forward=reshard)
     return fully_shard(model, reshard_after_forward=reshard)  # type: ignore[return-value]
+
+
+def _workload(layers: int, device: torch.device) -> tuple[nn.Module, Callable[[int, int], Any]]:
+    if device.type == "cuda":
+        return workload("gpt2", device)
+    model = Gpt(width=512, layers=layers, heads=8, context=128)
+    return model, lambda step, rank: tokens(1, 128, seed=0, step=step, rank=rank)
 
 
 def _train(settings: dict[str, Any] | None, seed: int, steps: int, *, again: bool) -> float:

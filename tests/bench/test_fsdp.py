@@ -1,0 +1,39 @@
+"""The FSDP2 bench, end to end and small."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.support.requirements import requires
+
+from trimtab.bench.fsdp import BOTH, CANARIES, KEPT, METHODS
+from trimtab.bench.harness import AA
+
+
+@requires(root=True, tools=["ip", "tc"])
+def test_fsdp() -> None:
+    """Two hosts, so that the bytes each rank sends can be told apart."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab.cli", "bench", "fsdp", "--link", "10gbit", "--layers", "1"]
+        + ["--repeats", "2", "--steps", "10", "--seeds", "2", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    rows = {row["method"]: row for row in result["rows"]}
+    kept = {method + KEPT for method in METHODS if not method.endswith(AA)}
+    assert rows.keys() == {*METHODS, *kept, *CANARIES}
+    plain, gradients, both = (rows[method] for method in ("plain", "gradients 4", BOTH))
+    # By the sizes: weights twice and gradients once in fp32; then 4 bits of 32, and 8 of 32 (and small parameters).
+    assert 0.6 < plain["weights_mb"] / plain["wire_mb_per_step"] < 0.72
+    assert 0.66 < gradients["of_plain_bytes"] < 0.85
+    assert 0.2 < both["of_plain_bytes"] < 0.4
+    assert rows["plain" + KEPT]["wire_mb_per_step"] < 0.75 * plain["wire_mb_per_step"]
+    assert {"both_over_plain", "canaries_flagged", "both_worse"} <= result["summary"].keys()
