@@ -88,7 +88,7 @@ def _tables() -> list[dict[str, Any]]:
         source = Gradients(task(model))
         for _ in source.steps(LEARNT):
             pass
-        layers = error_table(source.mean, stochastic=True)
+        layers = error_table(source.mean)
         policies += policy_rows(model, layers)
         families += family_rows(model, source)
         if model == "gpt":

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.codec import Block, ErrorFeedback
+from trimtab.codec import ErrorFeedback
+from trimtab.codec.kernels import kernels_for
+from trimtab.codec.packing import Packing, Segment, name_hash
 from trimtab.codec.random import OWN, stream
 from trimtab.integrations.ddp import MIN_NUMEL
 from trimtab.plan.bit_policies import POLICIES
 from trimtab.plan.bits import LayerOptions, block_cost, choose_bits, total_error, uniform_cost, uniform_error
+from trimtab.plan.family import BITS, BITS_FEEDBACK
+from trimtab.runtime.planner import FAMILIES, LEAST_BITS, Family
+from trimtab.runtime.statistics import ALL_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trimtab.bench.adaptive_tasks import Task
 
-BITS = tuple(range(1, 9))
 SOLVES = 5
 WINDOW = 50
 """Steps over which errors are added up: noise grows as their square root, what feedback owes does not grow."""
@@ -57,13 +60,13 @@ class Gradients:
 
 
 def error_table(
-    gradients: Mapping[str, torch.Tensor], *, stochastic: bool, least: int = 1
+    gradients: Mapping[str, torch.Tensor], family: Family = FAMILIES[BITS], *, least: int = 1
 ) -> list[LayerOptions]:
-    """Every layer's error and bytes at each number of bits from `least` up, made with the real codec."""
+    """Every layer's error and bytes at each number of bits from `least` up, made with the family's codec."""
     layers = []
     for name, gradient in gradients.items():
-        options = tuple(bits for bits in BITS if bits >= least)
-        decoded = [_through(Block(bits=bits, stochastic=stochastic), name, gradient, 0) for bits in options]
+        options = tuple(bits for bits in ALL_BITS if bits >= least)
+        decoded = [_through(family, bits, name, gradient, 0) for bits in options]
         layers.append(
             LayerOptions(
                 name=name,
@@ -122,55 +125,53 @@ def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerO
     return made
 
 
-@dataclass
 class Plan:
     """Bits for every layer as one family sends them, and the errors of its steps added up."""
 
-    bits: Mapping[str, int]
-    stochastic: bool
-    memory: ErrorFeedback | None = None
-    owed: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, bits: Mapping[str, int], family: Family) -> None:
+        self.bits, self._family = bits, family
+        self._memory = ErrorFeedback() if family.error_feedback else None
+        self._added: dict[str, torch.Tensor] = {}
 
     def send(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
         for name, gradient in gradients.items():
             meant = gradient.clone()
-            if self.memory is not None:
-                self.memory.restore(name, meant)
-            sent = _through(Block(bits=self.bits[name], stochastic=self.stochastic), name, meant, step)
-            if self.memory is not None:
-                self.memory.keep(name, meant, sent)
-            self.owed[name] = self.owed.get(name, torch.zeros_like(gradient)) + sent - gradient
+            if self._memory is not None:
+                self._memory.restore(name, meant)
+            sent = _through(self._family, self.bits[name], name, meant, step)
+            if self._memory is not None:
+                self._memory.keep(name, meant, sent)
+            self._added[name] = self._added.get(name, torch.zeros_like(gradient)) + sent - gradient
 
     @property
     def error(self) -> float:
-        return total_error(float(error.norm()) for error in self.owed.values())
+        return total_error(float(error.norm()) for error in self._added.values())
 
 
 def family_rows(model: str, source: Gradients) -> list[dict[str, Any]]:
     """Plans of each family beside uniform bits: bytes, and errors of one step and of many steps added up."""
-    noisy = error_table(source.mean, stochastic=True)
-    # One bit is not offered: rounded to the nearest of two values it owes more with every step.
-    nearest = error_table(source.mean, stochastic=False, least=2)
-    names = [layer.name for layer in noisy]
+    noisy, feedback = FAMILIES[BITS], FAMILIES[BITS_FEEDBACK]
+    table = error_table(source.mean, noisy)
+    owing = error_table(source.mean, feedback, least=LEAST_BITS)
+    names = [layer.name for layer in table]
+    budget = uniform_error(table, 4)
     plans = {
-        "uniform 4": Plan(dict.fromkeys(names, 4), True),
-        "uniform 3": Plan(dict.fromkeys(names, 3), True),
-        "uniform 2": Plan(dict.fromkeys(names, 2), True),
-        "uniform 2, feedback": Plan(dict.fromkeys(names, 2), False, ErrorFeedback()),
-        "dynamic": Plan(choose_bits(noisy, budget=uniform_error(noisy, 4)).options, True),
+        "uniform 4": Plan(dict.fromkeys(names, 4), noisy),
+        "uniform 3": Plan(dict.fromkeys(names, 3), noisy),
+        "uniform 2": Plan(dict.fromkeys(names, 2), noisy),
+        "uniform 2, feedback": Plan(dict.fromkeys(names, 2), feedback),
+        "dynamic": Plan(choose_bits(table, budget=uniform_error(table, noisy.reference)).options, noisy),
         "dynamic, feedback": Plan(
-            choose_bits(nearest, budget=uniform_error(nearest, 2)).options, False, ErrorFeedback()
+            choose_bits(owing, budget=uniform_error(owing, feedback.reference)).options, feedback
         ),
-        "dynamic, feedback, error of uniform 4": Plan(
-            choose_bits(nearest, budget=uniform_error(noisy, 4)).options, False, ErrorFeedback()
-        ),
+        "dynamic, feedback, error of uniform 4": Plan(choose_bits(owing, budget=budget).options, feedback),
     }
     first: dict[str, float] = {}
     for step, gradients in enumerate(source.steps(WINDOW)):
         for name, plan in plans.items():
             plan.send(gradients, step)
             first.setdefault(name, plan.error)
-    sizes = {layer.name: layer.numel for layer in noisy}
+    sizes = {layer.name: layer.numel for layer in table}
     cost = {name: sum(block_cost(sizes[n], b) for n, b in plan.bits.items()) for name, plan in plans.items()}
     return [
         {
@@ -185,6 +186,14 @@ def family_rows(model: str, source: Gradients) -> list[dict[str, Any]]:
     ]
 
 
-def _through(codec: Block, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
-    payload = codec.encode(values, name=name, stream=stream(0, step, 0, OWN))
-    return codec.decode(payload, values.shape, values.dtype)
+def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
+    """What arrives of these values when the family sends them."""
+    kernels = family.kernels(values.device) or kernels_for(values.device)
+    segment = Segment(offset=0, numel=values.numel(), bits=bits, name_hash=name_hash(name))
+    packing = Packing(segments=(segment,), dtype=values.dtype)
+    payload = torch.empty(packing.nbytes, dtype=torch.uint8)
+    key = stream(0, step, 0, OWN)
+    kernels.encode(values.reshape(-1), packing, payload, stream=key, stochastic=family.stochastic)
+    arrived = torch.empty(values.numel(), dtype=values.dtype)
+    kernels.decode(payload, packing, arrived)
+    return arrived.view_as(values)
