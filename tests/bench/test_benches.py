@@ -47,6 +47,20 @@ def test_allreduce_takes_at_least_what_the_link_takes() -> None:
     assert all(row["over_floor"] > 0.9 for row in result["rows"])
 
 
+@requires(root=True, tools=["ip", "tc"])
+def test_hierarchy() -> None:
+    result = bench("hierarchy", "--layers", "1", "--inside-mb", "1", "--repeats", "2")
+    wire = {row["method"]: row.get("wire_mb_between_hosts") for row in result["rows"]}
+    assert len(wire) == 11
+    # Of 4 ranks' shares of a flat exchange half cross; in two levels each host sends its sums once.
+    assert wire["hierarchical compressed, shared memory"] < 0.7 * wire["flat compressed"]
+    assert wire["hierarchical compressed, gloo"] < 0.7 * wire["flat compressed"]
+    assert wire["hierarchical plain, gloo"] < 0.8 * wire["flat plain"]
+    assert {"hierarchical_compressed_over_best_other", "shared_memory_over_gloo_inside"} <= result[
+        "summary"
+    ].keys()
+
+
 def test_loss() -> None:
     result = bench("loss", "--steps", "10", "--seeds", "2")
     assert len(result["rows"]) == 8
