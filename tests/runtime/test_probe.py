@@ -38,7 +38,7 @@ class Sleeper(nn.Module):
     """Takes a known time forward and another backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        slept: torch.Tensor = _Sleep.apply(x)  # type: ignore[no-untyped-call]
+        slept: torch.Tensor = _Sleep.apply(x)
         return slept
 
 

@@ -2,9 +2,9 @@
 
 Each job is one model on one emulated cluster of two unequal ranks. In every round both ranks are probed
 (single steps without communication, in one precision throughout and at two batch sizes; the link; the codec),
-then the plans are predicted from that probe, and only then are they measured, each twice. No plan's own time ever
-enters a prediction. Errors are medians over rounds of predicted over measured, so that a machine whose speed
-drifts is compared with itself.
+then the plans are predicted from that probe, and only then are they measured, each twice. No plan's own time,
+and no step with communication, ever enters a prediction. Errors are medians over rounds of predicted over
+measured, so that a machine whose speed drifts is compared with itself.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def _row(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
         "error": error(found["predicted"]),
         "naive_error": error(found["naive"]),
         "repeat_error": median(a / b for a, b in zip(again, measured, strict=True)) - 1,
+        **({"memory_error": max(abs(ratio - 1) for ratio in found["memory"])} if "memory" in found else {}),
         "bottleneck": found["bottleneck"],
     }
 
@@ -142,6 +143,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "naive_mean_error": mean(abs(row["naive_error"]) for row in rows),
         "regret": mean(regrets),
         "worst_regret": max(regrets),
+        **({"memory_error": max(r["memory_error"] for r in rows)} if "memory_error" in rows[0] else {}),
     }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import time
+import warnings
 from contextlib import nullcontext
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from trimtab.cluster.profile import (
 from trimtab.codec import Block
 from trimtab.predict.links import Placement
 from trimtab.predict.measured import Measured
+from trimtab.predict.memory import memory
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
 from trimtab.predict.timeline import bottleneck
 from trimtab.runtime.probe_casts import cast_lines
@@ -52,23 +54,29 @@ STEPS = 2
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """For each plan what was predicted, measured, and measured again, by round."""
     torch.set_num_threads(1)
+    # torch's own convolution of one channel; it changes nothing here.
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
     job = Job(spec)
     job.settle()
     kept: list[dict[str, Any]] = [
         {"predicted": [], "naive": [], "measured": [], "again": []} for _ in job.plans
     ]
     for round_ in range(spec["rounds"]):
-        profile = job.probe()
-        measured = Measured(job.workload, profile)
+        probed = [Measured(job.workload, profile) for profile in job.probe()]
         for plan, of in zip(job.plans, kept, strict=True):
-            timeline = predict_step(measured, job.cluster, plan)
-            of["predicted"].append(timeline.step_s)
-            of["naive"].append(predict_step(measured, job.cluster, plan, naive=True).step_s)
-            of["bottleneck"] = bottleneck(timeline)
+            steps = [predict_step(one, job.cluster, plan) for one in probed]
+            of["predicted"].append(mean(step.step_s for step in steps))
+            of["naive"].append(
+                mean(predict_step(one, job.cluster, plan, naive=True).step_s for one in probed)
+            )
+            of["bottleneck"] = bottleneck(steps[-1])
         for which in ("measured", "again"):
             for plan, of in zip(job.plans, kept, strict=True):
                 of[which].append(job.measure(plan))
         report(round_ + 1, spec["rounds"])
+    if job.device.type == "cuda":
+        for plan, of in zip(job.plans, kept, strict=True):
+            of["memory"] = job.memory(plan)
     return kept
 
 
@@ -99,56 +107,100 @@ class Job:
             )
             for shares, low, bits in spec["plans"]
         ]
-        ways = {"probe": None} | {plan.bits: None for plan in self.plans}
-        self._trainers = {way: self._trainer(way) for way in ways}
+        self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
+        self._trainers: dict[Any, tuple[torch.nn.Module, DistributedDataParallel, torch.optim.Optimizer]] = {}
+        self._static: dict[Any, int] = {}
+        """Bytes that each trainer holds between steps (CUDA)."""
         placement = Placement(per_host=(1, 1))
         needed = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._placement, self._bits = placement, needed
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
-        for plan in self.plans:
-            for _ in range(2):
-                self.measure(plan)
+        self._trainers["probe"] = self._trainer("probe")
         for precisions in ({}, self._low):
             for size in self._sizes:
                 self._timed_step(precisions, size)
+        for plan in self.plans:
+            before = self._allocated()
+            fresh = plan.bits not in self._trainers
+            if fresh:
+                self._trainers[plan.bits] = self._trainer(plan.bits)
+            for _ in range(2):
+                self.measure(plan)
+            if fresh:
+                self._static[plan.bits] = self._allocated() - before
 
-    def probe(self) -> Profile:
-        """What both ranks, the link and the codec do right now."""
-        rounds: dict[tuple[bool, int], list[StepTimes]] = {}
+    def probe(self) -> list[Profile]:
+        """What both ranks, the link and the codec do right now: a profile for each timed step.
+
+        A step is as long as its slower rank, and on a machine that flutters that is longer than the longer of two
+        usual times. So steps are not averaged before they are replayed, but after.
+        """
+        taken: list[dict[tuple[bool, int], StepTimes]] = []
         for _ in range(STEPS):
-            for low in (False, True):
+            steps: dict[tuple[bool, int], StepTimes] = {}
+            for low in (True, False):
                 for size in self._sizes:
-                    taken = self._timed_step(self._low if low and self._name == SLOW else {}, size)
-                    rounds.setdefault((low and self._name == SLOW, size), []).append(taken)
+                    lowered = low and self._name == SLOW
+                    steps[lowered, size] = self._timed_step(self._low if lowered else {}, size)
+            taken.append(steps)
+        casts = cast_lines(self.device, self._casts)
+        codec = {str(bits): self._codec(bits) for bits in self._bits}
+        links = {next(iter(self.cluster.links), LOCAL): self._links()}
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in taken])
+        return [
+            Profile(
+                version=PROFILE_VERSION,
+                trimtab=trimtab.__version__,
+                torch=torch.__version__,
+                devices=dict(zip(("fast", SLOW), pair, strict=True)),
+                links=links,
+            )
+            for pair in zip(*both, strict=True)
+        ]
+
+    def _profile(
+        self,
+        steps: Mapping[tuple[bool, int], StepTimes],
+        casts: dict[str, Line],
+        codec: dict[str, CodecTime],
+    ) -> DeviceProfile:
         operators: dict[str, OperatorTime] = {}
-        for low in (True, False):  # what was not set is known best from the steps in which nothing was
-            for size in self._sizes:
-                if (low, size) in rounds:
-                    precisions = self._low if low else {}
-                    operators |= operator_times(self.workload.at_batch(size), rounds[low, size], precisions)
+        for (low, size), step in steps.items():  # plain steps last: they know best what nobody set
+            precisions = self._low if low else {}
+            operators |= operator_times(self.workload.at_batch(size), [step], precisions)
         elements = sum(p.tensor.numel for p in self.workload.parameters if p.trainable)
-        update = median(step.optimiser for steps in rounds.values() for step in steps)
-        own = DeviceProfile(
+        update = median(step.optimiser for step in steps.values())
+        return DeviceProfile(
             called=self._name,
             operators=operators,
-            casts=cast_lines(self.device, ("fp32>int8",)),
-            codec={str(bits): self._codec(bits) for bits in self._bits},
+            casts=casts,
+            codec=codec,
             batches={self.workload.model: tuple(self._sizes)},
             optimiser=Line(a=update / elements, c=0.0),
         )
-        links = self._links()
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, own)
-        devices = dict(zip(("fast", SLOW), both, strict=True))
-        return Profile(
-            version=PROFILE_VERSION,
-            trimtab=trimtab.__version__,
-            torch=torch.__version__,
-            devices=devices,
-            links={next(iter(self.cluster.links), LOCAL): links},
+
+    def memory(self, plan: JobSetting) -> list[float]:
+        """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""
+        own = plan.ranks[self._name]
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.measure(plan)
+        allocated = self._static[plan.bits] + torch.cuda.max_memory_allocated() - before
+        predicted = memory(
+            self.workload.at_batch(own.samples),
+            own.precisions,
+            kind="cuda",
+            data_parallel=True,
+            bits=plan.bits,
+            world=2,
+            workspace=0,  # the library's was taken by the first model that ran
         )
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, predicted.peak / allocated)
+        return both
 
     def measure(self, plan: JobSetting) -> float:
         """Seconds of one step, until the last rank has ended it."""
@@ -211,6 +263,9 @@ class Job:
         elif way is not None:
             trimtab.compress(ddp, Block(bits=way))
         return module, ddp, torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
     def _may_be_low(self, index: int) -> bool:
         return self.workload.operators[index].kind in ("linear", "conv")
