@@ -70,8 +70,8 @@ def test_what_is_captured_is_what_runs(name: str) -> None:
         loss.backward()
         both = counter.get_total_flops()
     products = [o for o in workload.operators if o.kind in ("linear", "conv", "matmul", "attention")]
-    # The counter does not know every kernel of attention: those of a CPU count nothing there.
-    counted = [o for o in products if o.kind != "attention" or name == "gpt2"]
+    # The counter does not know every kernel of attention: a CPU's without dropout counts nothing.
+    counted = [o for o in products if o.kind != "attention" or name in ("gpt2", "bert")]
     assert sum(o.flops for o in counted) == forward
     assert sum(o.backward_flops for o in counted) == pytest.approx(both - forward, rel=0.15)
     buffers = 4 * sum(2 * m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm2d))
@@ -88,7 +88,7 @@ def test_names_are_those_of_set_precision(name: str) -> None:
     }
     used = {n: k for n, k in operators(model).items() if n in modules}
     assert modules == used
-    assert set(operators(model)) - set(used) <= {"body.layers.0.self_attn.out_proj"}
+    assert set(operators(model)) - set(used) <= {"places"}  # of which only the weight is used
     attention = [s for s in workload.settings if s.endswith(ATTENTION)]
     assert bool(attention) == (name in ("gpt", "gpt2", "llama", "bert", "vit"))
     if attention:
@@ -149,7 +149,7 @@ def test_an_operator_in_place_becomes_the_maker() -> None:
 
 
 def test_shared_weights_are_one_parameter_used_twice() -> None:
-    workload = captured("gpt2")
+    workload = captured("gpt2", bucket_cap_mb=0.05)
     (tied,) = [p for p in workload.parameters if len(p.operators) > 1]
     assert tied.name == "model.transformer.wte.weight"
     assert [workload.operators[i].kind for i in tied.operators] == ["embedding", "linear"]
@@ -276,7 +276,7 @@ def test_file_is_read_back_equal_and_without_torch(tmp_path: Path) -> None:
         load_workload(tmp_path / "none.json")
 
 
-def _ddp_buckets(rank: int, world: int, name: str, cap: float | None) -> list[list[str]]:
+def _ddp_buckets(name: str, cap: float | None) -> list[list[str]]:
     torch.manual_seed(0)
     model = MODELS[name]()
     options: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": cap}

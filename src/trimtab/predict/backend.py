@@ -100,8 +100,8 @@ def backward_casts(
     out = operator.outputs[0].numel
     weight = weight_of(operator)
     wanted = [for_input] if weight is None else [for_input, for_weight]
-    if len(set(wanted)) == 1 and for_input != "int8":
-        wanted = wanted[:1]  # int8 folds another scale into each
+    if len(set(wanted)) == 1 and for_input != "int8" and operator.kind != "conv":
+        wanted = wanted[:1]  # int8 folds another scale into each; a convolution's two products are two calls
     for name in wanted:
         if leaving != name:
             yield Cast(leaving, name, out)
@@ -113,7 +113,9 @@ def backward_casts(
         yield Cast(weight.dtype, for_input, weight.numel)
     if for_input not in CODES and for_input != arriving:
         yield Cast(for_input, arriving, sum(t.numel for t in values_of(operator)))
-    if weight is not None and for_weight in HALVES and device == "cpu" and weight.dtype != for_weight:
+    # On a GPU a linear layer's product leaves the accumulator in fp32.
+    straight = operator.kind == "linear" and device == "cuda"
+    if weight is not None and for_weight in HALVES and not straight and weight.dtype != for_weight:
         yield Cast(for_weight, weight.dtype, weight.numel)
 
 

@@ -117,13 +117,11 @@ class PrecisionGraph:
         captured = self.captured[index]
         if not operator.outputs or not operator.outputs[0].floating:
             return captured
+        if operator.category != "dependent":
+            return self._own(index) or captured
         arriving = promoted(list(self.arriving[index]))
         before = promoted([t.dtype for t in operator.input_tensors if t.floating])
-        if operator.category == "fixed" or arriving is None or before is None:
-            return self._own(index) or captured
-        if operator.category == "adjustable" and (own := self._own(index)):
-            return own
-        return arriving if captured == before else captured
+        return arriving if arriving is not None and captured == before else captured
 
     def _own(self, index: int) -> str | None:
         if self.results == "input" or self.is_plain(index):

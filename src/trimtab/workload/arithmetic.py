@@ -30,7 +30,7 @@ def backward_flops(operator: Operator) -> int:
         # Scores are made anew beside the four gradient products.
         return _product(operator) * 5 // 2
     if operator.kind in PRODUCTS:
-        return _product(operator) * 2
+        return _product(operator) * operator.gradients
     if operator.kind == "embedding":
         return operator.outputs[0].numel
     return forward_flops(operator)

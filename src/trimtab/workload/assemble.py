@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.workload.blocks import repeated_blocks
 from trimtab.workload.buckets import ddp_buckets
-from trimtab.workload.tensor import Tensor
+from trimtab.workload.tensor import FLOATS, Tensor
 from trimtab.workload.trace import DTYPES, Call, Meta
 from trimtab.workload.workload import OUTSIDE, SCHEMA_VERSION, Operator, Parameter, Saved, Workload
 
@@ -31,7 +31,10 @@ def assemble(
     pairs: Sequence[tuple[Call, Call]]
     pairs = list(zip(calls, second if resizable and second else calls, strict=True))
     writers = {number: i for i, call in enumerate(calls) for number in call.output_storages}
-    operators = tuple(_operator(i, one, two, writers) for i, (one, two) in enumerate(pairs))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    operators = tuple(
+        _operator(i, one, two, writers, _gradients(one, calls, trained)) for i, (one, two) in enumerate(pairs)
+    )
     users: dict[str, list[int]] = {}
     for operator in operators:
         for name in dict.fromkeys(operator.parameters):
@@ -61,7 +64,7 @@ def assemble(
     )
 
 
-def _operator(index: int, one: Call, two: Call, writers: dict[int, int]) -> Operator:
+def _operator(index: int, one: Call, two: Call, writers: dict[int, int], gradients: int) -> Operator:
     return Operator(
         index=index,
         name=one.name,
@@ -82,8 +85,18 @@ def _operator(index: int, one: Call, two: Call, writers: dict[int, int]) -> Oper
             for (number, (role, meta)), (_, other) in zip(one.saved.items(), two.saved.values(), strict=True)
         ),
         differentiable=one.differentiable,
+        gradients=gradients,
         views=one.views,
     )
+
+
+def _gradients(call: Call, calls: Sequence[Call], trained: set[str]) -> int:
+    """How many operands need a gradient, at most two; a bias is none."""
+    flowing = sum(1 for i, (_, dtype) in zip(call.inputs, call.input_metas, strict=True)
+                  if i != OUTSIDE and calls[i].differentiable and dtype in FLOATS)  # fmt: skip
+    weights = sum(1 for name, (shape, _) in zip(call.parameters, call.parameter_metas, strict=True)
+                  if name in trained and len(shape) > 1)  # fmt: skip
+    return min(2, flowing + weights) if call.differentiable else 0
 
 
 def _saved(index: int, call: Call, number: int, role: Any, tensor: Tensor, writers: dict[int, int]) -> Saved:

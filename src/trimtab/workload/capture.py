@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,6 +16,7 @@ from trimtab.precision.half import DTYPES as HALVES
 from trimtab.precision.operators import LowForward
 from trimtab.workload.assemble import assemble
 from trimtab.workload.trace import DTYPES, Tracer
+from trimtab.workload.values import MOST_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,8 +122,14 @@ def _fake_forward(
     def sized(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return fake(value, (size, *value.shape[1:]) if value.dim() and len(value) == old else None)
+        grows = value.dim() > 0 and len(value) == old
+        if _has_values(value):
+            rows = torch.arange(size) % old
+            return (value.cpu()[rows] if grows else value.clone()).to(device)
+        return fake(value, (size, *value.shape[1:]) if grows else None)
 
+    batch = tree_map(lambda v: sized(v) if isinstance(v, torch.Tensor) and _has_values(v) else v, batch)
+    buffers = {name: b.to(device, copy=True) for name, b in model.named_buffers() if _has_values(b)}
     with FakeTensorMode(allow_non_fake_inputs=True):
         values = {
             name: fake(tensor)
@@ -132,7 +139,8 @@ def _fake_forward(
             )
             for name, tensor in names
         }
-        return _forward(model, tree_map(sized, batch), values, loss, autocast, device)
+        batch = tree_map(lambda v: v if isinstance(v, torch.Tensor) and _has_values(v) else sized(v), batch)
+        return _forward(model, batch, values | buffers, loss, autocast, device)
 
 
 def _forward(
@@ -156,6 +164,17 @@ def _forward(
         if loss is not None:
             loss(result)
     return tracer.calls
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whole numbers keep theirs: see `trimtab.workload.values`."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return (
+        whole
+        and tensor.device.type != "meta"
+        and not isinstance(tensor, FakeTensor)
+        and tensor.numel() <= MOST_VALUES
+    )
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.precision.half import HalfProducts
 from trimtab.precision.operators import ATTENTION, LowForward, operators
 from trimtab.workload.kinds import kind_of_target
+from trimtab.workload.values import run_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -383,7 +384,7 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run_kernel(func, args, kwargs)
         self.tracer.kernel(func, args, kwargs, result)
         return result
 

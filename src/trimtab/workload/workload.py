@@ -97,6 +97,9 @@ class Operator:
     differentiable: bool = True
     """Whether backward passes through it."""
 
+    gradients: int = 2
+    """How many of a product's two operands need a gradient: the first layer's input, for one, does not."""
+
     views: int = 0
     """Calls that only made views, between the previous operator and this one: the host's work, no kernel's."""
 

@@ -1,0 +1,44 @@
+"""Keeping the values of whole numbers while everything else has none.
+
+Models look at lengths, positions and masks to choose their way. Those are small and whole: they are computed
+for real among the tensors without values, so that the way chosen is the one that training will take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+MOST_VALUES = 1 << 22
+"""Larger tensors of whole numbers (a mask of a long context) have no values."""
+
+
+def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator; with values where its arguments have them and its results are whole numbers."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not _fakes_wanted() or any(isinstance(t, FakeTensor) or _floating(t) for t in given):
+        return func(*args, **kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return func(*args, **kwargs)
+    if not given or _returns_tensors(func):
+        outline = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(outline) if isinstance(leaf, torch.Tensor)]
+        if not results or any(_floating(t) or t.numel() > MOST_VALUES for t in results):
+            return outline
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def _fakes_wanted() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(result.type) for result in func._schema.returns)

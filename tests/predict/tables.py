@@ -1,0 +1,50 @@
+"""Tables of made-up costs for every operator of a workload in every precision."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+import torch
+from tests.workload.models import MODELS, batch_for
+
+from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Line, Times, key_of
+from trimtab.predict.settings import settable
+from trimtab.workload.capture import capture
+
+if TYPE_CHECKING:
+    from trimtab.workload import Workload
+
+DEVICE = "here"
+TYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
+
+
+@cache
+def workload_of(name: str, autocast: str | None = None) -> Workload:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    return capture(model, batch_for(name, 2), autocast=autocast)
+
+
+@cache
+def table_of(name: str, autocast: str | None = None) -> CostTable:
+    """Every key its own time, so that a wrong one is seen; casts small beside them."""
+    operators: dict[str, Times] = {}
+    for operator in workload_of(name, autocast).operators:
+        keys = [key_of(operator), *(key_of(operator, dtype=d) for d in ("fp32", "bf16", "fp16"))]
+        if operator.setting is not None:
+            keys += [key_of(operator, precision) for precision in settable(operator.kind)]
+            keys.append(key_of(operator, "int8/int8/bf16"))
+        for key in keys:
+            operators.setdefault(
+                str(key),
+                Times(
+                    forward_s=1e-3 * (1 + len(operators) % 97), backward_s=2e-3 * (1 + len(operators) % 89)
+                ),
+            )
+    casts = {
+        f"{a}>{b}": Line(a=1e-12 * (i + 1), c=1e-7 * (i + 1))
+        for i, (a, b) in enumerate(permutations(TYPES, 2))
+    }
+    return CostTable(version=COSTS_VERSION, devices={DEVICE: DeviceCosts(operators=operators, casts=casts)})

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.predict.tables import workload_of
+from tests.workload.models import MODELS
+
+from trimtab.errors import TrimtabError
+from trimtab.precision import Precision
+from trimtab.predict.settings import matched
+from trimtab.runtime.set_precision import _matched
+
+PATTERNS: list[dict[str, str]] = [
+    {"*": "bf16"},
+    {"*": "int8"},
+    {"*norm*": "fp16", "*.0.*": "int8", "*": "bf16"},
+    {"*/attention": "bf16"},
+    {"*/attention": "bf16", "*": "fp16"},
+]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "conv", "llama"])
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_a_plan_sets_the_same_operators_here_and_in_the_model(name: str, patterns: dict[str, str]) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    workload = workload_of(name)
+    try:
+        theirs = _matched(model, {p: Precision.of(v) for p, v in patterns.items()})
+    except TrimtabError:
+        with pytest.raises(TrimtabError):
+            matched(workload, patterns)
+        return
+    if name == "conv" and "*/attention" in patterns:
+        return  # any module may be set; none of these multiplies activations
+    mine = matched(workload, patterns)
+    # There, every module counts as a place for attention; here only those that compute some.
+    assert mine == {n: str(p) for n, (_, p) in theirs.items() if n in workload.settings}
+
+
+def test_attention_is_also_set_from_outside() -> None:
+    workload = workload_of("gpt2")
+    mine = matched(workload, {"model.transformer.h.0/attention": "bf16"})
+    assert mine == {"model.transformer.h.0.attn/attention": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"nobody.*": "bf16"}, "'nobody.*' matches no operator of Gpt.*its operators are tokens"),
+        (
+            {"*": "bf16", "blocks.*": "int8"},
+            "'blocks.*' matches no operator of Gpt, or only ones that an earlier",
+        ),
+        ({"*": "int3"}, "there is no precision 'int3'"),
+    ],
+)
+def test_bad_patterns_are_named(patterns: dict[str, str], message: str) -> None:
+    with pytest.raises(TrimtabError, match=message.replace("*'", r"\*'").replace("'nobody.", r"'nobody\.")):
+        matched(workload_of("gpt"), patterns)
