@@ -91,6 +91,10 @@ def _clip(values: torch.Tensor, out: torch.Tensor, reach: float) -> None:
     """Rows clipped to their own reach. A row that is not finite stays as it is, so that NaN and Inf travel."""
     typical = values.norm(dim=1, keepdim=True, dtype=torch.float32) / values.shape[1] ** 0.5
     largest = torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True)).float()
-    bound = torch.maximum(typical * reach, largest * LARGEST).nan_to_num(nan=torch.inf).to(values.dtype)
+    bound = (
+        torch.maximum(typical * reach, largest * LARGEST)
+        .nan_to_num(nan=torch.inf, posinf=torch.inf)
+        .to(values.dtype)
+    )
     torch.minimum(values, bound, out=out)
     torch.maximum(out, -bound, out=out)

@@ -106,7 +106,9 @@ def compress(
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
+    observe = None
+    if log and rank == 0:
+        observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank, kernels=kernels)
     compression = DdpCompression(
         model,
         codec,
