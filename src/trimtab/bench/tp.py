@@ -51,7 +51,7 @@ def tp(speeds: Sequence[float], device: str, repeats: int, progress: Callable[[i
             progress(index * total + done, len(every) * total)
 
         spec = {"speed": speed, "device": device, "repeats": repeats, **SIZES[device]}
-        with Emulation(_two_ranks(speed, device), throttle="gemm") as emulation:
+        with Emulation(two_ranks(speed, device), throttle="gemm") as emulation:
             rows += run_on_ranks(emulation, on_rank, spec, progress=moved)
     found = {(row["method"], row["speed"]): row for row in rows}
     summary: dict[str, Any] = {"device": device}
@@ -264,7 +264,7 @@ def _spread_by_torch(model: nn.Module, mesh: Any) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def _two_ranks(speed: float, device: str) -> Cluster:
+def two_ranks(speed: float, device: str) -> Cluster:
     from trimtab.cluster import Cluster, Device, Host
 
     kind: Any = device
