@@ -137,6 +137,32 @@ def test_evaluation_uses_no_lease(ranks: Pool) -> None:
         assert worst < 1e-10
 
 
+def traffic() -> list[int]:
+    """Values that this rank sends in the all-to-alls of one training step."""
+    pair = Pair.make("gpt")
+    pair.step()
+    lease(pair.spread, {"blocks.0.mlp": [58, 38]})
+    sent = []
+    exchange = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        sent.append(args[1].numel())
+        return exchange(*args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        pair.step()
+    finally:
+        dist.all_to_all_single = exchange
+    return sent
+
+
+def test_only_the_slices_of_leased_units_travel(ranks: Pool) -> None:
+    width = 24
+    unit = width + 1 + width
+    assert ranks(2, traffic) == [[0, 10 * unit], [10 * unit, 0]]
+
+
 def dropped_out() -> list[float]:
     """Masks are keyed by unit: the same with a lease and without."""
     losses = []
