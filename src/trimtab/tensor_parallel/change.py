@@ -48,19 +48,19 @@ class Changes:
 
     @torch.no_grad()
     def since(self) -> Sizes:
-        """Sums of |now - then| since the last look."""
+        """Sums of |now - then| since the last look; the next thing to ask for is another look."""
         count = self._block.count
         device = self._then[0].device
         units, ins, outs = (torch.zeros(1, device=device) for _ in range(3))
         for tensor, then in zip(self._block.tensors, self._then, strict=True):
-            moved = (tensor.parameter.detach() - then).abs_()
-            units = units + tensor.by_unit(moved).sum(1, dtype=torch.float32)[:count]
-            if tensor.attribute != "weight":
-                continue
+            # In place: a new tensor as large as the parameter would take longer than all the rest.
+            moved = torch.sub(tensor.parameter.detach(), then, out=then).abs_()
             if isinstance(tensor.module, InProjection):
-                ins = ins + moved.sum(0, dtype=torch.float32)
+                units = units + tensor.by_unit(moved).sum(1, dtype=torch.float32)[:count]
+                ins = ins + moved.sum(0, dtype=torch.float32) if tensor.attribute == "weight" else ins
             else:
                 outs = moved.sum(1, dtype=torch.float32)[: count * tensor.axis.width]
+                units = units + outs.view(-1, tensor.axis.width).sum(1)
         return Sizes(units=units, ins=ins, outs=outs)
 
 

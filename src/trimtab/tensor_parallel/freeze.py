@@ -38,6 +38,7 @@ class StepHooks:
         self._elastic, self._stepped = elastic, stepped
         self._first: weakref.ref[Optimizer] | None = None
         self._aside: dict[int, list[tuple[Cut, UnitTensor, Any, Tensor]]] = {}
+        self._room: dict[tuple[int, str, Any], Tensor] = {}
         self._since: set[int] = set()
         """Optimisers that stepped since the first one did."""
         alive = weakref.ref(self)
@@ -67,12 +68,24 @@ class StepHooks:
             states = _states(optimizer, tensor)
             for key, value in [(_PARAMETER, parameter), *states.items()]:
                 view, dim, index = _frozen(cut, tensor, value) or frozen
-                aside.append((cut, tensor, key, view.index_select(dim, index)))
+                aside.append(
+                    (cut, tensor, key, self._put(view, dim, index, (id(optimizer), tensor.name, key)))
+                )
             if not states:
                 # States that are made in this step must not take up the decay of weights that stay.
                 view, dim, index = frozen
                 view.index_fill_(dim, index, 0)
         self._aside[id(optimizer)] = aside
+        if not aside:
+            self._room = {place: room for place, room in self._room.items() if place[0] != id(optimizer)}
+
+    def _put(self, view: Tensor, dim: int, index: Tensor, place: tuple[int, str, Any]) -> Tensor:
+        """A copy of what is frozen, where the last one was: new memory each step would take longer than the copy."""
+        shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
+        room = self._room.get(place)
+        if room is None or room.shape != shape or room.dtype != view.dtype:
+            room = self._room[place] = view.new_empty(shape)
+        return torch.index_select(view, dim, index, out=room)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
