@@ -49,7 +49,7 @@ def test_allreduce_takes_at_least_what_the_link_takes() -> None:
 
 @requires(root=True, tools=["ip", "tc"])
 def test_hierarchy() -> None:
-    result = bench("hierarchy", "--layers", "1", "--inside-mb", "1", "--repeats", "2")
+    result = bench("hierarchy", "--link", "10gbit", "--layers", "1", "--inside-mb", "1", "--repeats", "2")
     wire = {row["method"]: row.get("wire_mb_between_hosts") for row in result["rows"]}
     assert len(wire) == 11
     # Of 4 ranks' shares of a flat exchange half cross; in two levels each host sends its sums once.
@@ -65,6 +65,15 @@ def test_loss() -> None:
     result = bench("loss", "--steps", "10", "--seeds", "2")
     assert len(result["rows"]) == 8
     assert {"canary_flagged", "4_bits_worse"} <= result["summary"].keys()
+
+
+@requires(modules=["transformers", "sklearn"])
+def test_adaptive() -> None:
+    result = bench("adaptive", "--steps", "10", "--seeds", "2")
+    parts = [row["part"] for row in result["rows"]]
+    assert (parts.count("policy"), parts.count("family"), parts.count("training")) == (15, 14, 11)
+    assert all(row["error_over_uniform4"] <= 1 for row in result["rows"] if row["part"] == "policy")
+    assert {"canary_flagged", "default_worse", "dynamic_ms_500_layers"} <= result["summary"].keys()
 
 
 @pytest.mark.parametrize(

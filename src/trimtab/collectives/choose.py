@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -69,23 +70,37 @@ def reduction_for(
         return LowRankReduction(pieces, groups, codec, seed=seed, memory=memory, rights=rights)
     whole = [piece for piece, _ in pieces]
     if hierarchy is not None and isinstance(codec, (Block, Uncompressed)):
-        shard = hierarchy.shard(whole, dtype)
-        between: Reduction | None = None
-        owed: ShardFeedback | None = None
-        if isinstance(codec, Uncompressed):
-            memory = None
-        if hierarchy.between and shard.pieces and isinstance(codec, Block):
-            owed = None if memory is None else ShardFeedback()
-            between = _block_reduction(
-                shard.pieces, dtype, device, hierarchy.between, codec, seed, owed, kernels, method
-            )
-        elif hierarchy.between and shard.pieces:
-            start, end = shard.cuts[hierarchy.index : hierarchy.index + 2]
-            between = PlainShard(hierarchy.between, start, end)
-        return HierarchicalReduction(hierarchy.inside, shard, between, pieces=whole, memory=memory, owed=owed)
+        return _in_levels(whole, dtype, device, hierarchy, codec, seed, memory, kernels, method)
     if not isinstance(codec, Block):
         return CodecAllGather(pieces, groups, codec, seed=seed, memory=memory)
     return _block_reduction(whole, dtype, device, groups, codec, seed, memory, kernels, method)
+
+
+def _in_levels(
+    pieces: Sequence[Piece],
+    dtype: torch.dtype,
+    device: torch.device,
+    hierarchy: Hierarchy,
+    codec: Block | Uncompressed,
+    seed: int,
+    memory: ErrorFeedback | None,
+    kernels: Kernels | None,
+    method: Method | None,
+) -> Reduction:
+    between: Reduction | None = None
+    owed: ShardFeedback | None = None
+    if isinstance(codec, Uncompressed):
+        # Shards are of equal size as they travel.
+        pieces, memory = [replace(piece, bits=RAW) for piece in pieces], None
+    shard = hierarchy.shard(pieces, dtype)
+    if hierarchy.between and shard.pieces and isinstance(codec, Uncompressed):
+        between = PlainShard(hierarchy.between, *shard.cuts[hierarchy.index : hierarchy.index + 2])
+    elif hierarchy.between and shard.pieces and isinstance(codec, Block):
+        owed = None if memory is None else ShardFeedback()
+        between = _block_reduction(
+            shard.pieces, dtype, device, hierarchy.between, codec, seed, owed, kernels, method
+        )
+    return HierarchicalReduction(hierarchy.inside, shard, between, pieces=pieces, memory=memory, owed=owed)
 
 
 def _block_reduction(

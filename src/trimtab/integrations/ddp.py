@@ -263,7 +263,8 @@ class DdpCompression:
             offset = int(gradient.storage_offset()) - int(flat.storage_offset())
             pieces.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
             shapes.append(parameter.shape)
-        self._compare(fingerprint(pieces, str(flat.dtype), self.codec, self.seed))
+        levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
+        self._compare(fingerprint(pieces, str(flat.dtype), self.codec, self.seed, levels, self._method))
         reduction = reduction_for(
             list(zip(pieces, shapes, strict=True)),
             flat.dtype,
