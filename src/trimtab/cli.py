@@ -165,6 +165,9 @@ def simulate(
     bits: Annotated[
         int | None, typer.Option(min=1, max=8, help="What if gradients took so many bits?")
     ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="Make the model and run it once, if it looks at values.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the step for ui.perfetto.dev.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -175,7 +178,7 @@ def simulate(
     from trimtab.runtime.simulate_command import command
 
     changes = {"remove": remove or [], "add": add or [], "link_factor": link_factor, "bits": bits}
-    command(cluster, model, plan, batch, autocast, changes, trace=trace, as_json=json)
+    command(cluster, model, plan, batch, autocast, changes, real=real, trace=trace, as_json=json)
 
 
 @app.command()

@@ -97,11 +97,25 @@ class Outcome:
 
 
 def workload_of(
-    model: str, *, samples: int = 4, autocast: str | None = None, device: str = "cpu"
+    model: str, *, samples: int = 4, autocast: str | None = None, device: str = "cpu", real: bool = False
 ) -> Workload:
-    """Capture a model by name without making it: on the meta device."""
-    spec = load_model(model, torch.device("meta"), samples=samples)
-    return capture(spec.model, spec.batch, loss=spec.loss, autocast=autocast, device=device)
+    """Capture a model by name without making it: on the meta device.
+
+    Args:
+        real: make it, and run it once: for a model that looks at values. It then has this batch size only.
+    """
+    spec = load_model(model, torch.device("cpu" if real else "meta"), samples=samples)
+    try:
+        return capture(
+            spec.model,
+            spec.batch,
+            loss=spec.loss,
+            autocast=autocast,
+            device=None if real else device,
+            real=real,
+        )
+    except TrimtabError as error:
+        raise TrimtabError(f"{model}: {error}; on the command line: --real") from None
 
 
 def simulate(

@@ -36,13 +36,14 @@ def command(
     autocast: str | None,
     changes: Mapping[str, Any],
     *,
+    real: bool,
     trace: Path | None,
     as_json: bool,
 ) -> None:
     """Simulate the job as given and with each change; print, and write the trace of the first."""
     given = load_cluster(cluster)
     kinds = {device.kind for device in given.devices.values()}
-    workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds))
+    workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds), real=real)
     setting = even(given, batch) if plan is None else load_setting(plan, given, batch)
     try:
         outcomes = what_ifs(given, workload, setting, **changes)

@@ -1,0 +1,69 @@
+"""The bench of the predictor: its figures, and one small job end to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.bench.predict import LINKS, MODELS, PLANS, PROBED, Plan, _row, predict_job, regret, summary
+
+
+def test_at_least_twelve_plans_of_three_models_are_held_out() -> None:
+    assert len(MODELS["cpu"]) >= 3
+    assert sum(len(PLANS[link]) for link in LINKS["cpu"]) * len(MODELS["cpu"]) >= 12
+    for link in LINKS["cpu"]:
+        totals = {sum(plan.shares) for plan in PLANS[link]}
+        assert len(totals) == 1, "steps of unlike batches cannot be compared"
+        assert all(set(plan.shares) != set(PROBED) or plan.low != "all" for plan in PLANS[link])
+
+
+def test_an_error_is_of_each_round_with_itself() -> None:
+    # The machine is three times slower in the second half, and so are the probes.
+    found = {
+        "predicted": [1.1, 1.1, 3.3, 3.3],
+        "naive": [0.5, 0.5, 1.5, 1.5],
+        "measured": [1.0, 1.0, 3.0, 3.0],
+        "again": [1.0, 1.0, 3.0, 3.0],
+        "bottleneck": "the link",
+    }
+    row = _row(Plan((4, 4), "half", 4), found)
+    assert row["error"] == pytest.approx(0.1)
+    assert row["naive_error"] == pytest.approx(-0.5)
+    assert row["repeat_error"] == 0
+    assert row["plan"] == "4/4, low half, 4 bits"
+
+
+def test_regret_is_what_the_choice_costs() -> None:
+    rows = [
+        {"predicted_ms": 10.0, "measured_ms": 12.0},
+        {"predicted_ms": 11.0, "measured_ms": 10.0},
+        {"predicted_ms": 20.0, "measured_ms": 30.0},
+    ]
+    assert regret(rows) == pytest.approx(0.2)
+    assert regret(rows[1:]) == 0
+
+
+def test_errors_count_without_their_sign() -> None:
+    rows = [
+        {
+            "model": m,
+            "link": "x",
+            "error": e,
+            "naive_error": 0.3,
+            "repeat_error": -0.02,
+            "predicted_ms": 1.0,
+            "measured_ms": 1.0,
+        }
+        for m, e in (("a", 0.1), ("b", -0.2))
+    ]
+    found = summary(rows)
+    assert found["mean_error"] == pytest.approx(0.15)
+    assert found["max_error"] == pytest.approx(0.2)
+    assert found["repeat_error"] == pytest.approx(0.02)
+    assert found["regret"] == 0
+
+
+def test_one_job_end_to_end() -> None:
+    (row,) = predict_job("cpu", "conv", "none", [Plan((1, 1), "half", 4)], 1)
+    assert row["predicted_ms"] > 0
+    assert row["measured_ms"] > 0
+    assert abs(row["error"]) < 10, "predicted and measured are of the same step"
