@@ -183,6 +183,9 @@ def refused(case: str) -> str:
         elif case == "state":
             trimtab_default(codec=CODEC, seed=1)
             trimtab.backend.load_state_dict({"version": 1, "sequence": 3, "seed": 2})
+        elif case == "settings":
+            trimtab_default(codec=Block(bits=4 + dist.get_rank()))
+            dist.all_reduce(values())
     except trimtab.TrimtabError as refusal:
         return str(refusal)
     return "not refused"
@@ -195,10 +198,12 @@ def refused(case: str) -> str:
         ("codec", "sees only flat buffers"),
         ("view", "exact view of the default group"),
         ("state", "made with seed 2"),
+        ("settings", "with other settings than rank 0"),
     ],
 )
 def test_what_is_refused(ranks: Pool, case: str, words: str) -> None:
-    assert words in ranks(1, refused, case, allow_groups=True)[0]
+    world = 2 if case == "settings" else 1
+    assert words in ranks(world, refused, case, allow_groups=True)[0]
 
 
 BY_NAME = """

@@ -16,7 +16,9 @@ from torch._C import _distributed_c10d as c10d
 from trimtab import environment
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES
+from trimtab.collectives.layout import fingerprint
 from trimtab.errors import TrimtabError
+from trimtab.integrations.agreement import require_agreement
 from trimtab.integrations.backend_plain import ForwardingGroup, plain_group, register_view
 from trimtab.integrations.backend_reducer import Reducer
 
@@ -205,6 +207,13 @@ class TrimtabGroup(ForwardingGroup):
         codec = self.options.codec or Block()
         reducer = Reducer(
             self, codec, tensor.device, min_numel=self.options.min_numel, seed=self.options.seed
+        )
+        require_agreement(
+            fingerprint(self.options, self.sequence),
+            tensor.device,
+            reducer.groups[0],
+            what="all-reduces",
+            remedy="give every rank of the group the same GroupOptions",
         )
         pays, reason = True, f"compressing with {codec}, as asked"
         if self.options.codec is None:

@@ -19,6 +19,7 @@ from trimtab.collectives import Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.integrations.agreement import require_agreement
 from trimtab.integrations.backend_plain import ForwardingGroup
 from trimtab.integrations.fsdp_shards import (
     Shard,
@@ -228,16 +229,8 @@ class ShardedGroup:
         return 1.0 / float(factor)
 
     def _compare(self, own: int, like: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Refuse to go on when another rank would send or expect other bytes: a hang, or worse."""
-        mine = torch.tensor([own], device=like.device)
-        everyone = torch.empty(group.size(), dtype=mine.dtype, device=like.device)
-        all_gather_single(everyone, mine, group)
-        differing = (everyone != mine).nonzero().view(-1).tolist()
-        if differing:
-            raise TrimtabError(
-                f"ranks {differing} of the group compress {self.names[0]} with other settings, or another model, "
-                f"than rank {group.rank()}; give trimtab.compress the same arguments on every rank"
-            )
+        remedy = "give trimtab.compress the same model and arguments on every rank"
+        require_agreement(own, like.device, group, what=self.names[0], remedy=remedy)
 
 
 class _Allocate:
