@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.adaptive_tables import (
-    WINDOW,
     Gradients,
     error_table,
     family_rows,
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 MODELS = ("gpt", "resnet")
 LEARNT = 40
 """Steps before the error tables: the first gradients of a model are unlike all later ones."""
+
+ADDED_UP = 50
+"""Steps over which the errors of a plan are added up."""
 
 DEFAULT = "adaptive, bits-feedback"
 """What `trimtab.compress(ddp)` does where the link is slow."""
@@ -70,7 +72,7 @@ def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Re
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = _tables()
+        rows = _tables(min(steps, LEARNT), min(steps, ADDED_UP))
     finally:
         torch.set_num_threads(threads)
     with Emulation(two_hosts(None)) as emulation:
@@ -82,15 +84,15 @@ def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Re
     return Result(bench="adaptive", summary=_summary(rows, training), rows=rows + training)
 
 
-def _tables() -> list[dict[str, Any]]:
+def _tables(learnt: int, added_up: int) -> list[dict[str, Any]]:
     policies, families = [], []
     for model in MODELS:
         source = Gradients(task(model))
-        for _ in source.steps(LEARNT):
+        for _ in source.steps(learnt):
             pass
         layers = error_table(source.mean)
         policies += policy_rows(model, layers)
-        families += family_rows(model, source)
+        families += family_rows(model, source, added_up)
         if model == "gpt":
             policies += policy_rows("500 layers", many_layers(layers))
     return policies + families
@@ -182,8 +184,9 @@ def _summary(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> dict
     for model in MODELS:
         plan = family[model, "dynamic, feedback"]
         summary[f"{model}_feedback_error_over_uniform4"] = plan["error_over_uniform4"]
-        key = f"error_over_uniform4_{WINDOW}_steps"
-        summary[f"{model}_feedback_{key}"] = plan[key]
+        summary[f"{model}_feedback_error_added_up"] = plan["error_over_uniform4_added_up"]
+        exact = family[model, "dynamic, feedback, error of uniform 4"]
+        summary[f"{model}_bytes_over_uniform4_at_its_error"] = exact["bytes_over_uniform4"]
     summary["dynamic_ms_500_layers"] = next(r["solve_ms"] for r in dynamic if r["model"] == "500 layers")
     summary["kmeans_worst_gap_to_exact"] = max(
         row["gap_to_exact"] for row in rows if row["part"] == "policy" and row["method"] == "kmeans"
