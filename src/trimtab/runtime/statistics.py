@@ -104,34 +104,30 @@ class Statistics:
         }
         self._own: dict[str, torch.Tensor] = {}
         self.counts = dict.fromkeys(layers, 0)
-        self._places = {name: place for place, name in enumerate(layers)}
+        self._names = {name: place for place, name in enumerate(layers)}
+        self._known: dict[tuple[str, ...], torch.Tensor] = {}
         self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
         shares = torch.tensor([sample.share for sample in self.samples.values()])
         self._scale = shares.rsqrt().to(device)
 
     def add(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
         """Take a reduced bucket into the averages. Layers that are not finite there are not taken in."""
-        mine = [piece.name for piece in pieces if piece.name in self.samples]
+        mine = [piece for piece in pieces if piece.name in self.samples]
         if not mine:
             return
-        values = [
-            self.samples[piece.name].of(flat, piece.offset).float()
-            for piece in pieces
-            if piece.name in self.samples
-        ]
-        weights = [max(1 / (self.counts[name] + 1), MEMORY) for name in mine]
-        places = torch.tensor([self._places[name] for name in mine], device=flat.device)
+        values = [self.samples[piece.name].of(flat, piece.offset).float() for piece in mine]
+        places = self._places([piece.name for piece in mine])
+        weight = max(1 / (self.counts[mine[0].name] + 1), MEMORY)  # layers of a bucket come together
         norms = torch.stack(torch._foreach_norm(values)) * self._scale[places]
         finite = torch.isfinite(norms)
-        self._latest[places] = norms
         before = self._squares[places]
-        after = before.lerp(norms.square(), torch.tensor(weights, device=flat.device))
-        self._squares[places] = torch.where(finite, after, before)
+        self._squares[places] = torch.where(finite, before.lerp(norms.square(), weight), before)
+        self._latest[places] = norms
         on_host = flat.device.type == "cpu"
         sound = finite.tolist() if on_host else finite.unbind()
-        for name, new, weight, good in zip(mine, values, weights, sound, strict=True):
-            self.counts[name] += 1
-            average = self.averages[name]
+        for piece, new, good in zip(mine, values, sound, strict=True):
+            self.counts[piece.name] += 1
+            average = self.averages[piece.name]
             if not on_host:  # asking would make the host wait for the device
                 average.lerp_(torch.where(good, new, average), weight)
             elif good:
@@ -147,7 +143,7 @@ class Statistics:
     def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
         """All there is, and what the memory holds back, on its way to the host; own values are given away."""
         names = [name for name, count in self.counts.items() if count]
-        places = torch.tensor([self._places[name] for name in names], device=self._latest.device).long()
+        places = self._places(names)
         owed = torch.zeros(len(names), device=self._latest.device)
         residuals = [None if memory is None else memory.residual(name) for name in names]
         if names and all(residual is not None for residual in residuals):
@@ -159,6 +155,14 @@ class Statistics:
         numbers = [self._squares[places], self._latest[places], owed]
         joined = torch.cat([*averages, *numbers, *(own[name] for name in names if name in own)])
         return Snapshot(kept, [name in own for name in names], joined)
+
+    def _places(self, names: Sequence[str]) -> torch.Tensor:
+        """Where the numbers of these layers are, as an index on the device."""
+        key = tuple(names)
+        if key not in self._known:
+            places = torch.tensor([self._names[name] for name in names], dtype=torch.int64)
+            self._known[key] = places.to(self._latest.device)
+        return self._known[key]
 
     def state_dict(self) -> dict[str, Any]:
         return {
