@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import trimtab
 from trimtab.codec import Block, PowerSGD
-from trimtab.runtime.compress_fsdp import fsdp_compression_of
+from trimtab.integrations.fsdp import FsdpCompression
+from trimtab.runtime.compress_fsdp import choose_pieces, fsdp_compression_of
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -304,6 +305,27 @@ def test_without_a_codec_each_axis_is_measured(ranks: Pool) -> None:
         assert "shard axis: the link is" in said
         assert "replicate axis: the link is" in said
         assert agree
+
+
+def one_axis(shard: bool) -> tuple[float, bool, list[int]]:
+    plain, net = make(None, replicas=2), make(None, replicas=2)
+    sizes = {name: (p.numel(), p.dim()) for name, p in net.named_parameters()}
+    pieces = choose_pieces(sizes, Block(bits=8), {}, 2048)
+    compression = FsdpCompression(net, Block(bits=8), pieces, shard=shard, replicate=not shard)
+    for model in (plain, net):
+        for step in range(2):
+            loss_of(model, step).backward()
+    exact, got = full(plain)["up.weight"], full(net)["up.weight"]
+    steps = [sum(counts) for counts in zip(*(group.steps for group in compression.groups), strict=True)]
+    return float((got - exact).norm() / exact.norm()), same_everywhere(full(net)), steps
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_one_axis_of_hsdp_alone(ranks: Pool, shard: bool) -> None:
+    for wrong, agree, steps in ranks(4, one_axis, shard, allow_groups=True):
+        assert 1e-4 < wrong < 0.03
+        assert agree
+        assert steps == ([6, 0] if shard else [0, 6])
 
 
 def on_the_backend() -> tuple[float, float]:
