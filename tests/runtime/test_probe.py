@@ -170,6 +170,13 @@ def test_the_cache_is_of_one_device_and_version(tmp_path: Path) -> None:
     assert len({one.path, *(other.path for other in others)}) == 5
 
 
+def test_an_emulated_device_leaves_nothing_behind(tmp_path: Path) -> None:
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path, keep=False)
+    cache.add("unit", cache.profile)
+    assert cache.done == {"unit"}
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"done": [], "profile": {"called": 1}}', '{"done": []}'])
 def test_a_damaged_cache_is_measured_anew(tmp_path: Path, text: str) -> None:
     cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)

@@ -80,6 +80,10 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     return kept
 
 
+SIZES = {"cpu": (1 << 14, 1 << 18, 1 << 21), "cuda": (1 << 16, 1 << 20, 1 << 24)}
+"""Bytes of the trial transfers."""
+
+
 class Job:
     """The models of one rank: one for each way to communicate."""
 
@@ -236,7 +240,7 @@ class Job:
         probe = LinkProbe(
             self._placement,
             self.device,
-            sizes=(1 << 14, 1 << 18, 1 << 21),
+            sizes=SIZES[self.device.type],
             collectives=("all_reduce", "all_gather") if bits else ("all_reduce",),
         )
         probe.round()

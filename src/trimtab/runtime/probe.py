@@ -6,14 +6,13 @@ import os
 import re
 import socket
 import time
-from pathlib import Path  # noqa: TC003 - the command line reads it
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.cluster import Cluster, Device, Host, Link, load_cluster, save_cluster
+from trimtab.cluster import Cluster, Device, Host, Link, load_cluster
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -33,6 +32,7 @@ from trimtab.runtime.probe_links import LinkProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 ALIKE = 0.15
 """Devices of one name whose speeds differ by less than this part are one class."""
@@ -41,7 +41,6 @@ LINK = "link"
 """What the class of the link between the probed hosts is called."""
 
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
-WAIT_S = 600
 
 
 def probe(
@@ -112,9 +111,7 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
             left[0],
         )
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(
-        everyone, (os.environ.get("TRIMTAB_HOST") or socket.gethostname(), called(device), speed, profile)
-    )
+    dist.all_gather_object(everyone, (_here(), called(device), speed, profile))
     hosts = [name for name, _, _, _ in everyone]
     classes, of_rank = classify([(name, rate) for _, name, rate, _ in everyone], device.type)
     links = _links(device, hosts, of_rank) if world > 1 else {}
@@ -161,6 +158,12 @@ def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, D
             same = [title]
         of_rank.append(same[0])
     return classes, of_rank
+
+
+def _here() -> str:
+    """This host's name; torchrun's nodes count as hosts, also where one machine plays several."""
+    node = os.environ.get("GROUP_RANK", "0") if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else ""
+    return f"{socket.gethostname()[:24]}{'-' if node else ''}{node}"
 
 
 def _hosts(hosts: Sequence[str], of_rank: Sequence[str], link: str | None) -> tuple[Host, ...]:
@@ -241,9 +244,3 @@ def merge_files(paths: Sequence[Path]) -> Cluster:
     return Cluster(
         version=1, devices=devices, links=links, hosts=tuple(hosts), profile=merge_profiles(profiles)
     )
-
-
-def save(cluster: Cluster, path: Path) -> None:
-    """Write the file, once: only rank 0 of a job does."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        save_cluster(cluster, path)

@@ -27,18 +27,29 @@ class ProbeCache:
     Args:
         called: what the driver or the operating system calls the device.
         conditions: what else times depend on: threads, a share of the device.
+        keep: whether anything is read or written; an emulated device is gone with its emulation.
     """
 
     def __init__(
-        self, called: str, conditions: str, *, torch: str, trimtab: str, folder: Path | None = None
+        self,
+        called: str,
+        conditions: str,
+        *,
+        torch: str,
+        trimtab: str,
+        folder: Path | None = None,
+        keep: bool = True,
     ) -> None:
         name = "-".join(_slug(part) for part in (called, conditions, f"torch-{torch}", f"trimtab-{trimtab}"))
         self.path = (folder or cache_folder()) / f"{name}.json"
         self.profile = DeviceProfile(called=called)
         self.done: set[str] = set()
+        self._keep = keep
 
     def load(self) -> None:
         """Take over what an earlier run measured; a file that cannot be read is measured anew."""
+        if not self._keep:
+            return
         try:
             tree = json.loads(self.path.read_text(encoding="utf-8"))
             profile = _ADAPTER.validate_json(json.dumps(tree["profile"]))
@@ -57,6 +68,8 @@ class ProbeCache:
         self.save()
 
     def save(self) -> None:
+        if not self._keep:
+            return
         tree: dict[str, Any] = {
             "done": sorted(self.done),
             "profile": _ADAPTER.dump_python(self.profile, mode="json"),

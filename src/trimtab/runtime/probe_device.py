@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.cluster.profile import CodecTime, DeviceProfile, Line
+from trimtab.emulate.job import MARK
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import offers
 from trimtab.predict.settings import matched
@@ -198,7 +199,13 @@ def conditions(device: torch.device) -> str:
 def cache_of(device: torch.device, extra: str = "") -> ProbeCache:
     """Where measurements of this device are kept."""
     where = conditions(device) + (f"-{extra}" if extra else "")
-    return ProbeCache(called(device), where, torch=torch.__version__, trimtab=trimtab.__version__)
+    return ProbeCache(
+        called(device),
+        where,
+        torch=torch.__version__,
+        trimtab=trimtab.__version__,
+        keep=MARK not in os.environ,
+    )
 
 
 def alone() -> bool:
