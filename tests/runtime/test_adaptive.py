@@ -245,6 +245,56 @@ def test_what_the_user_fixed_stays(ranks: Pool) -> None:
         assert not any("layers.1" in name or "layers.2" in name for name in history[0].bits)
 
 
+def threads_left() -> list[str]:
+    import gc
+    import threading
+
+    ddp, controller, optimizer = make(Adaptive(family="bits", **QUICK))
+    train(ddp, optimizer, range(5))
+    del ddp, controller, optimizer
+    gc.collect()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("trimtab")]
+
+
+def test_threads_end_with_their_module(ranks: Pool) -> None:
+    assert ranks(2, threads_left, allow_groups=True) == [[], []]
+
+
+def unable_to_plan() -> str:
+    ddp, controller, optimizer = make(Adaptive(family="bits", **QUICK))
+    controller.planner._policy = "no such"
+    try:
+        train(ddp, optimizer, range(8))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_plan_that_fails_ends_every_rank_and_says_why(ranks: Pool) -> None:
+    for words in ranks(2, unable_to_plan, timeout=30, allow_groups=True):
+        assert "there is no policy 'no such'" in words
+
+
+def run_away(norm: float) -> dict[str, Any]:
+    from trimtab.runtime.planner import Planner, Settings
+    from trimtab.runtime.statistics import Layer, sample_of
+
+    planner = Planner("dynamic", Settings(name="bits", gbit_per_s=1.0), guard=True, seed=0)
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    layers = [
+        Layer(name=name, sample=sample_of(4096, 1024), average=values, norm=size, latest=size, own=values)
+        for name, size in (("a", 1.0), ("b", norm))
+    ]
+    for step in (20, 40):
+        decision = planner.decide(step, layers, {"a": 4, "b": 4}, loss=None, may_plan=True, period=20)
+    return decision
+
+
+def test_a_layer_whose_norm_overflows_does_not_stop_plans() -> None:
+    assert run_away(math.inf)["bits"].keys() <= {"a", "b"}
+    assert run_away(1.0)["planned"]
+
+
 def refused() -> str:
     try:
         make(Adaptive(family="bits"), error_feedback=True)
@@ -255,5 +305,12 @@ def refused() -> str:
 
 def test_mistakes_are_refused_in_words(ranks: Pool) -> None:
     assert "no family 'bits' with error_feedback=True" in ranks(2, refused, allow_groups=True)[0]
-    with pytest.raises(ValueError, match="look must be at least 2"):
-        Adaptive(look=1)
+    for wrong, words in (
+        ({"look": 1}, "look must be at least 2"),
+        ({"period": 0}, "at least 1 step"),
+        ({"policy": "best"}, "no policy 'best'; choose"),
+        ({"family": "magic"}, "no family 'magic'; choose bits"),
+        ({"start_bits": 9}, "1 to 8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Adaptive(**wrong)  # type: ignore[arg-type]

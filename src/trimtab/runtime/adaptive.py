@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from trimtab.codec import Block
 from trimtab.environment import logger
+from trimtab.plan.bit_policies import POLICIES
 from trimtab.runtime.background import Background
-from trimtab.runtime.planner import Planner, Settings
+from trimtab.runtime.planner import FAMILIES, Planner, Settings
 from trimtab.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class Adaptive:
     def __post_init__(self) -> None:
         if self.look < 2:
             raise ValueError(f"Adaptive: look must be at least 2 steps, got {self.look}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"Adaptive: there is no policy {self.policy!r}; choose {', '.join(POLICIES)}")
+        if self.family is not None and self.family not in FAMILIES:
+            raise ValueError(f"Adaptive: there is no family {self.family!r}; choose {', '.join(FAMILIES)}")
+        if not 1 <= self.start_bits <= 8:
+            raise ValueError(f"Adaptive: start_bits must be 1 to 8, got {self.start_bits}")
         if self.warmup < 1 or self.period < 1:
             raise ValueError(f"Adaptive: warmup and period must be at least 1 step, got {self}")
 

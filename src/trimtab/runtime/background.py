@@ -17,6 +17,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_FAILED = "failed"
+
 NICENESS = 10
 """Added to the thread's: it takes what the training leaves."""
 
@@ -41,7 +43,12 @@ class Background:
         """Run `function` and publish what it gives, which must be JSON's."""
 
         def run() -> dict[str, Any]:
-            text = json.dumps(function())
+            try:
+                text = json.dumps(function())
+            except Exception as error:
+                # The others wait for this key: tell them, rather than let them wait for the store's timeout.
+                self._store.set(key, json.dumps({_FAILED: repr(error)}))
+                raise
             self._store.set(key, text)
             # Everyone has read the one before last: it was in effect before this one was begun.
             self._published.append(key)
@@ -53,7 +60,14 @@ class Background:
 
     def fetch(self, key: str) -> Future[dict[str, Any]]:
         """What the deciding rank publishes under the key."""
-        return self._submit(lambda: dict(json.loads(self._store.get(key))))
+
+        def run() -> dict[str, Any]:
+            decision = dict(json.loads(self._store.get(key)))
+            if _FAILED in decision:
+                raise RuntimeError(f"rank 0 could not plan the bits of the layers: {decision[_FAILED]}")
+            return decision
+
+        return self._submit(run)
 
     @staticmethod
     def done(value: dict[str, Any]) -> Future[dict[str, Any]]:

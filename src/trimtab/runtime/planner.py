@@ -112,9 +112,10 @@ class Planner:
         period: int,
     ) -> dict[str, Any]:
         """The bits that change, and why: what is published."""
+        sound = [layer for layer in layers if math.isfinite(layer.norm)]
         if loss is not None:
             self._losses = [*self._losses, loss][-KEPT_LOSSES:]
-        why = self._due(step, layers, current, period) if may_plan else ""
+        why = self._due(step, sound, current, period) if may_plan else ""
         reasons: list[str] = []
         new = dict(current)
         if self._guard:
@@ -130,9 +131,9 @@ class Planner:
                 if "loss" in raised.reason:
                     del self._losses[:-PATIENCE]  # give the new bits time to show
         if why:
-            self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in layers}
+            self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in sound}
             self._planned_at = step
-            plan, said = self._plan(layers, new)
+            plan, said = self._plan(sound, new)
             new.update(plan)
             if said:
                 reasons.insert(0, f"planned {said}; {why}")
