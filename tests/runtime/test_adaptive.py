@@ -313,4 +313,4 @@ def test_mistakes_are_refused_in_words(ranks: Pool) -> None:
         ({"start_bits": 9}, "1 to 8"),
     ):
         with pytest.raises(ValueError, match=words):
-            Adaptive(**wrong)  # type: ignore[arg-type]
+            Adaptive(**wrong)
