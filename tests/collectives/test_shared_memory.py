@@ -199,6 +199,21 @@ def test_a_file_system_that_is_too_small_is_named_with_its_room(ranks: Pool) -> 
         assert "nothing left" in message
 
 
+def lacking_on_one_rank() -> str:
+    from trimtab.collectives.segment import share
+
+    try:
+        share(4096, [0, 1], world_group(), CPU, failure="no library" if dist.get_rank() == 1 else "")
+    except TrimtabError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_one_rank_lacks_is_an_error_on_all_and_not_a_hang(ranks: Pool) -> None:
+    for message in ranks(2, lacking_on_one_rank):
+        assert message == "shared memory: rank 1: no library"
+
+
 def not_a_tensor_for_it() -> list[str]:
     shared = SharedMemory(world_group(), CPU, nbytes=SMALL)
     said = []
