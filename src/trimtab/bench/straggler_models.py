@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trimtab.tensor_parallel.kinds import Kind
 
 SIZES: dict[str, dict[str, int]] = {
-    "cpu": {"width": 384, "heads": 16, "layers": 2, "batch": 4, "length": 128},
+    "cpu": {"width": 320, "heads": 16, "layers": 2, "batch": 4, "length": 128},
     # Wide and short: over sockets an all-reduce must not hide the products.
     "cuda": {"width": 4096, "heads": 32, "layers": 2, "batch": 2, "length": 512},
 }

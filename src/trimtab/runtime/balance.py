@@ -57,6 +57,8 @@ _FREE_FOR_UNITS = 0.5
 _NEARLY_NOTHING = 1e-3
 """Share of a rank that has no unit, so that its time for one can be spoken of."""
 _BYTES_IN_TRAINING = 4
+_AGREE = 1.25
+"""Two windows whose times differ by less show the same speed."""
 _SAME_PART = 0.02
 """Parts left out that differ by less are taken as the same."""
 _NUMBERS = 5
@@ -138,6 +140,8 @@ class Balancer:
         self._open = self._stepped = False
         self._gathered: tuple[Any, torch.Tensor] | None = None
         self._windows: list[list[float]] = []
+        self._before: list[list[float]] | None = None
+        """What the ranks told in the window before, under the same assignment."""
         self._skewed_since: int | None = None
         self._past: list[int] = []
         self._moved = (0.0, 0.0)
@@ -245,12 +249,13 @@ class Balancer:
             handle.synchronize() if self._device.type == "cuda" else handle.wait()
         except RuntimeError as error:
             raise TrimtabError(_LOST) from error
-        numbers = every.view(self._group.size, -1).tolist()
-        if not all(blocks > 0 for blocks, *_ in numbers):
+        told: list[list[float]] = every.view(self._group.size, -1).tolist()
+        if not all(blocks > 0 for blocks, *_ in told):
             return 0.0  # a rank had no step to measure
-        self._dearer = max(ratio for *_, ratio in numbers) or 1.0
-        ranks = self._ranks(numbers)
-        times = [rank.blocks + rank.rest for rank in ranks]
+        self._dearer = max(ratio for *_, ratio in told) or 1.0
+        ranks = self._ranks([_blended(*pair) for pair in zip(self._before or told, told, strict=True)])
+        self._before = told
+        times = [blocks + rest for blocks, rest, *_ in told]
         self._note(times, ranks)
         self._windows.append(times)
         held = any(rank.pruned or rank.share != rank.owned for rank in ranks)
@@ -359,7 +364,7 @@ class Balancer:
             self._moved = (decision.once / (2 if self._past else 1) / self._dearer, took)
         self.records.append(Record(step=self._step, times=tuple(times), decision=decision, took=took))
         self._clock.forget()
-        self._windows, self._counted = [], 0
+        self._windows, self._counted, self._before = [], 0, None
         if self._group.rank == 0:
             said = ", ".join(
                 f"rank {rank} {action}"
@@ -383,6 +388,13 @@ class Balancer:
             self._weights[block.name] * block.count / block.units for block in self._elastic.blocks.values()
         )
         return min(1.0, owned + free * _FREE_FOR_UNITS / (self._bytes * _BYTES_IN_TRAINING))
+
+
+def _blended(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    """A rank's times over two windows, where they agree: half the noise; where its speed changed, the last alone."""
+    if not 1 / _AGREE < now[0] / before[0] < _AGREE:
+        return list(now)
+    return [(before[0] + now[0]) / 2, (before[1] + now[1]) / 2, *now[2:]]
 
 
 _LOST = "balance: a rank was lost; every unit is with its owner. Resume the job from its last checkpoint"
