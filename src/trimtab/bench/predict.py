@@ -80,7 +80,9 @@ def predict(device: str, rounds: int, progress: Callable[[int, int], None]) -> R
             progress(index * total + done, len(jobs) * total)
 
         rows += predict_job(device, model, link, PLANS[link], rounds, moved)
-    return Result(bench="predict", summary={"device": device, **summary(rows)}, rows=rows)
+    from trimtab.bench.predict_speed import speed
+
+    return Result(bench="predict", summary={"device": device, **summary(rows), **speed()}, rows=rows)
 
 
 def predict_job(

@@ -115,9 +115,8 @@ class Job:
         self._trainers: dict[Any, tuple[torch.nn.Module, DistributedDataParallel, torch.optim.Optimizer]] = {}
         self._static: dict[Any, int] = {}
         """Bytes that each trainer holds between steps (CUDA)."""
-        placement = Placement(per_host=(1, 1))
-        needed = sorted({plan.bits for plan in self.plans if plan.bits is not None})
-        self._placement, self._bits = placement, needed
+        self._bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
+        self._link: LinkProbe | None = None
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
@@ -236,22 +235,24 @@ class Job:
         return clock.step(loss, lambda: _update(optimiser))
 
     def _links(self) -> dict[str, CollectiveTime]:
-        bits = bool(self._bits)
-        probe = LinkProbe(
-            self._placement,
-            self.device,
-            sizes=SIZES[self.device.type],
-            collectives=("all_reduce", "all_gather") if bits else ("all_reduce",),
-        )
-        probe.round()
-        probe.round()
+        """From all rounds so far: a link does not drift as a busy machine does."""
+        if self._link is None:
+            self._link = LinkProbe(
+                Placement(per_host=(1, 1)),
+                self.device,
+                sizes=SIZES[self.device.type],
+                collectives=("all_reduce", "all_gather") if self._bits else ("all_reduce",),
+            )
+            self._link.round()
+        self._link.round()
+        self._link.round()
         return {
             collective: CollectiveTime(
                 per_message_s=fits[0].per_message_s,
                 per_byte_s=fits[0].per_byte_s,
                 drag={"fast": fits[0].drag, SLOW: fits[1].drag},
             )
-            for collective, fits in probe.fits().items()
+            for collective, fits in self._link.fits().items()
         }
 
     def _codec(self, bits: int) -> CodecTime:
