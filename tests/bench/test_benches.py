@@ -85,6 +85,7 @@ def test_adaptive() -> None:
         (("codec", "--bits", "9"), "--bits"),
         (("ddp", "--model", "nonsense"), "choose gpt25m, gpt2, vit"),
         (("ddp", "--device", "cuda"), "cuda"),
+        (("straggler", "--only", "nonsense"), "no setting 'nonsense'"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], words: str) -> None:
