@@ -167,6 +167,18 @@ def verbs() -> None:
     assert resized(model) == 0
     clear_resize(model)
     assert all(block.cut is None for block in elastic_of(model, "test").blocks.values())
+    set_resize(model, 0.5, seed=2)
+    first = left_units(model)
+    clear_resize(model)
+    set_resize(model, 0.5, seed=2)
+    assert sum(len(units) for units in left_units(model).values()) == sum(map(len, first.values()))
+    waited = {
+        int(known.waited.max())
+        for listener in elastic_of(model, "test").listeners
+        for (_, axis), known in listener._known.items()  # type: ignore[attr-defined]
+        if axis == "units"
+    }
+    assert waited == {1}, "what was in again has not been away"
 
 
 def test_verbs(ranks: Pool) -> None:

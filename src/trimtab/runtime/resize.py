@@ -237,7 +237,12 @@ class _Resizing:
         if setting is None or setting.ratio == 0:
             for block in blocks:
                 block.cut = None
+                for _, known, _ in self._axes(block):
+                    known.waited[:] = 0
             return
+        for block in blocks:
+            if block.places[0] == 0:
+                block.cut = None
         blocks = [block for block in blocks if block.places[0] > 0]
         chosen: dict[str, dict[str, Slices]] = {block.name: {} for block in blocks}
         for axis in _AXES[setting.form]:
