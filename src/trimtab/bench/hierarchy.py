@@ -119,7 +119,8 @@ class Trainer:
         torch.manual_seed(0)
         module = Gpt(width=512, layers=layers, heads=8, context=64)
         self._silent = method == IDEAL
-        self._ddp = DistributedDataParallel(module)
+        # Views: eight models on each of four ranks must fit in memory.
+        self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
         self._compression: DdpCompression | None = None
         kind, _, inside = method.removesuffix(AA).partition(", ")
         if kind not in (PLAIN, IDEAL):
