@@ -10,9 +10,12 @@ import torch.distributed as dist
 from tests.tensor_parallel.jobs import adamw, convert
 from tests.tensor_parallel.models import loss_of, make
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.resize import clear_resize, resized, set_resize, watch_resize
+from trimtab.runtime.tensor_parallel import tensor_parallel
 from trimtab.tensor_parallel import move
 from trimtab.tensor_parallel.block import elastic_of
 
@@ -204,3 +207,28 @@ def keeps_what_is_known() -> None:
 
 def test_what_is_known_belongs_to_units_and_not_to_slots(ranks: Pool) -> None:
     ranks(2, keeps_what_is_known)
+
+
+def copies_agree() -> float:
+    """Both data-parallel copies of one rank leave out alike, and see different data."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(make("gpt"), mesh)
+    ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    optimizer = adamw(ddp)
+    watch_resize(ddp, window=2)
+    if mesh["tp"].get_local_rank() == 1:
+        set_resize(ddp, 0.5)
+    worst = 0.0
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of("gpt", ddp, 2 * step + mesh["dp"].get_local_rank()).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            both = [torch.empty_like(parameter.data) for _ in range(2)]
+            dist.all_gather(both, parameter.data, group=mesh["dp"].get_group())
+            worst = max(worst, float((both[0] - both[1]).abs().max()))
+    return worst
+
+
+def test_data_parallel_copies_stay_the_same(ranks: Pool) -> None:
+    assert max(ranks(4, copies_agree, allow_groups=True, timeout=120)) == 0
