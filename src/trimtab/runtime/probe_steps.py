@@ -158,8 +158,10 @@ def without_communication(ddp: DistributedDataParallel) -> None:
 
 
 def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    values = bucket.buffer()
+    on = None if values.device.type == "cpu" else [values.device]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
+    future.set_result(values)
     return future
 
 
