@@ -109,7 +109,7 @@ def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
             "or use a faster link"
         )
     if codec >= 0.3:
-        return f"encoding and decoding: {codec:.0%} of the step; more bits are cheaper to encode only if sent raw"
+        return f"encoding and decoding: {codec:.0%} of the step; compress fewer parameters, or none"
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
         return (
