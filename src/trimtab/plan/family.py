@@ -33,9 +33,16 @@ class Verdict:
 
 
 LOSS_BENCH = (
-    Verdict(family=BITS, setting="4 bits", passed=True, evidence="benchmarks/results/loss.json"),
-    Verdict(family=BITS_FEEDBACK, setting="2 bits", passed=True, evidence="benchmarks/results/loss.json"),
-    Verdict(family=POWERSGD, setting="rank 4", passed=False, evidence="benchmarks/results/ddp-100mbit.json"),
+    Verdict(family=BITS, setting="4 bits, SGD", passed=True, evidence="benchmarks/results/loss.json"),
+    Verdict(
+        family=BITS_FEEDBACK,
+        setting="2 bits, whole ranges, SGD",
+        passed=True,
+        evidence="benchmarks/results/loss.json",
+    ),
+    Verdict(
+        family=POWERSGD, setting="rank 4, AdamW", passed=False, evidence="benchmarks/results/ddp-100mbit.json"
+    ),
 )
 """Families that were tried. One that is not here, or did not pass, is never picked."""
 
