@@ -17,6 +17,7 @@ from trimtab.runtime.balance import balance, balancer_of, decisions
 from trimtab.runtime.migration_cost import Transfer
 from trimtab.runtime.resize import resized
 from trimtab.runtime.step_clock import StepClock
+from trimtab.runtime.training_steps import TrainingSteps
 from trimtab.tensor_parallel import assignment
 from trimtab.tensor_parallel.block import elastic_of
 from trimtab.tensor_parallel.lease import leased
@@ -156,3 +157,39 @@ def refused() -> list[str]:
 def test_mistakes_are_named(ranks: Pool) -> None:
     (said,) = ranks(1, refused)
     assert ["'auto'" in said[0], "give both" in said[1], "below 1" in said[2]] == [True] * 3
+
+
+class Listening:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def between(self, model: torch.nn.Module) -> None:
+        self.told.append("between")
+
+    def begins(self) -> None:
+        self.told.append("begins")
+
+    def ends(self) -> None:
+        self.told.append("ends")
+
+
+def test_steps_are_seen_without_a_line_in_the_loop() -> None:
+    model = torch.nn.Linear(2, 2)
+    listening = Listening()
+    steps = TrainingSteps(model, {id(model.weight)}, listening)
+    ours = [torch.optim.SGD([model.weight]), torch.optim.SGD([model.weight, model.bias])]
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        for _ in range(2):  # gradients are accumulated
+            model(x).sum().backward()
+        for optimizer in (*ours, other):
+            optimizer.step()
+        with torch.no_grad():
+            model(x)
+        model.eval()(x)
+        model.train()
+    assert listening.told == ["begins", "ends", "ends", "between", "begins", "ends", "ends"]
+    assert steps.optimizers == ours

@@ -67,6 +67,10 @@ def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable
     # What leaving work out does to the loss is measured on CPU ranks, whatever the device: on a GPU machine on demand.
     every = (*STATIC[device], "contention", "links", *(("seeds",) if device == "cpu" or only else ()))
     wanted = [name for name in every if not only or name in only]
+    if not wanted:
+        raise TrimtabError(
+            f"bench straggler: {', '.join(only)} is not there on {device}; there are {', '.join(every)}"
+        )
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"device": device}
     failed: list[TrimtabError] = []

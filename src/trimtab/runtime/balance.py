@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab import environment
 from trimtab.errors import TrimtabError
@@ -38,6 +37,7 @@ from trimtab.plan.balance import (
 from trimtab.runtime.migration_cost import Transfer, measure_transfer
 from trimtab.runtime.resize import clear_resize, resized, set_resize, watch_resize
 from trimtab.runtime.step_clock import StepClock
+from trimtab.runtime.training_steps import TrainingSteps
 from trimtab.tensor_parallel.block import device_of, elastic_of
 from trimtab.tensor_parallel.lease import end_leases, lease
 from trimtab.tensor_parallel.migration import assignment_for, can_move, move
@@ -134,10 +134,8 @@ class Balancer:
         )
         self._clock = StepClock(self._device) if clock is None else clock
         self.every = 1 if clock is not None else _SAMPLE_EVERY.get(self._device.type, 1)
-        self._known: list[weakref.ref[Optimizer]] = []
-        self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._step = self._counted = 0
-        self._open = self._stepped = False
+        self._timed = False
         self._gathered: tuple[Any, torch.Tensor] | None = None
         self._windows: list[list[float]] = []
         self._before: list[list[float]] | None = None
@@ -151,55 +149,27 @@ class Balancer:
         if rules.gamma_max > 0:
             watch_resize(self._elastic)
         if self._group.size > 1:
-            # A compiled model calls it between its graphs: what it does is not for tracing.
-            model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-            ours = weakref.ref(self)
+            units = {id(tensor.parameter) for _, tensor in self._elastic.tensors()}
+            self._steps = TrainingSteps(model, units, self)
 
-            def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                balancer = ours()
-                if balancer is not None:
-                    balancer._after_optimizer(optimizer)
+    def begins(self) -> None:
+        """Time the step that begins, if it is its turn."""
+        self._timed = self._step % self.every == 0
+        if self._timed:
+            self._group.clock = self._clock
+            self._clock.begin()
 
-            weakref.finalize(model, register_optimizer_step_post_hook(after_step).remove).atexit = False
-
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        repeated = torch._C._current_graph_task_id() != -1
-        if repeated or not module.training or not torch.is_grad_enabled():
-            return
-        if self._stepped:
-            self._stepped = False
-            self._between(module)
-        if not self._open:
-            self._open = True
-            sampled = self._step % self.every == 0
-            self._group.clock = self._clock if sampled else None
-            if sampled:
-                self._clock.begin()
-
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if not any(known() is optimizer for known in self._known):
-            if optimizer in self._foreign or not self._updates(optimizer):
-                self._foreign.add(optimizer)
-                return
-            self._known.append(weakref.ref(optimizer))
+    def ends(self) -> None:
+        """What follows, such as evaluation, belongs to no step."""
         self._group.clock = None
-        self._clock.end()
-        self._stepped, self._open = True, False
+        if self._timed:
+            self._clock.end()
 
     def fresh_clock(self) -> StepClock:
         """One like that at work, to see what it costs."""
         return StepClock(self._device)
 
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        """Those that update units, in the order of their first steps: the same on every rank."""
-        return [optimizer for known in self._known if (optimizer := known()) is not None]
-
-    def _updates(self, optimizer: Optimizer) -> bool:
-        ours = {id(tensor.parameter) for _, tensor in self._elastic.tensors()}
-        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-
-    def _between(self, model: nn.Module) -> None:
+    def between(self, model: nn.Module) -> None:
         """After a step, before the next forward pass."""
         start = time.thread_time()
         self._step += 1
@@ -337,7 +307,7 @@ class Balancer:
         assert self.transfer is not None
         blocks = len(self._elastic.blocks)
         model = self._model()
-        movable = self._alone and model is not None and can_move(model, self._optimizers)
+        movable = self._alone and model is not None and can_move(model, self._steps.optimizers)
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
         if own is not None:
             own = replace(own, fixed=own.fixed * self._dearer, slope=own.slope * self._dearer)
@@ -349,7 +319,7 @@ class Balancer:
         if decision.mode != "lease":
             end_leases(model)
         if decision.mode == "own":
-            move(model, self._optimizers, assignment_for(model, counts))
+            move(model, self._steps.optimizers, assignment_for(model, counts))
         elif decision.mode == "lease":
             lease(model, counts)
         part = decision.pruned[self._group.rank]
