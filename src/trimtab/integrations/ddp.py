@@ -141,10 +141,10 @@ class DdpCompression:
             raise TrimtabError(f"set_bits: step {at_step} has begun; give a later one than {self._begun}")
         self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
 
-    def become(self, codec: Block, *, error_feedback: bool, kernels: Kernels | None = None) -> None:
+    def become(self, codec: Block, *, error_feedback: bool) -> None:
         """Take another rounding, with or without error feedback; between two steps, on every rank."""
         assert isinstance(self.codec, Block), "the family of block codecs"
-        self.codec, self._kernels = codec, kernels
+        self.codec = codec
         if error_feedback != (self.memory is not None):
             self.memory = ErrorFeedback() if error_feedback else None
         self._reductions.clear()

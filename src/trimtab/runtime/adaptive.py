@@ -195,11 +195,7 @@ class Controller:
         codec = self._compression.codec
         assert isinstance(codec, Block)
         codec = replace(codec, stochastic=family.stochastic)
-        self._compression.become(
-            codec,
-            error_feedback=family.error_feedback,
-            kernels=family.kernels(self._compression.device),
-        )
+        self._compression.become(codec, error_feedback=family.error_feedback)
         self.first = dict(state["first"])
         self.planned_at = state["planned_at"]
         self.history = [Change(**change) for change in state["history"]]

@@ -90,7 +90,7 @@ def compress(
     rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world == 1:
         return _explained(model, "one rank: there is nothing to send, so nothing to compress")
-    chosen, kernels = None, None
+    chosen = None
     reason = f"compressing with {codec}, as asked"
     if codec is None or isinstance(codec, Adaptive):
         if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
@@ -99,16 +99,12 @@ def compress(
         reason = chosen.decision.reason
         if codec is None and not chosen.decision.compress:
             return _explained(model, reason, say=rank == 0)
-        family = chosen.settings.family
-        codec, error_feedback = chosen.codec, family.error_feedback
-        kernels = family.kernels(parameters[0].device)
+        codec, error_feedback = chosen.codec, chosen.settings.family.error_feedback
         overrides = {
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    observe = None
-    if log and rank == 0:
-        observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank, kernels=kernels)
+    observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
     compression = DdpCompression(
         model,
         codec,
@@ -116,7 +112,6 @@ def compress(
         min_numel=min_numel,
         error_feedback=error_feedback,
         seed=seed,
-        kernels=kernels,
         observe=observe,
         groups=None if chosen is None else chosen.groups,
     )

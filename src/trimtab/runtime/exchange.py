@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import ErrorFeedback
-from trimtab.codec.clipped import ClippedKernels
-from trimtab.codec.kernels import kernels_for
 from trimtab.collectives import Piece, finish, reduction_for
 from trimtab.plan.compression import Exchange
 
@@ -47,7 +45,7 @@ def measure_exchanges(
     job's gradients: a small model's exchange is all latency.
 
     Args:
-        ways: by name, a codec and whether error feedback, with clipped ranges, goes with it.
+        ways: by name, a codec and whether error feedback goes with it.
     """
     largest = min(numel, LARGEST)
     numel = min(numel, SMALLEST)
@@ -85,17 +83,8 @@ def _run(
 ) -> Callable[[], None]:
     piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
     memory = ErrorFeedback() if feedback else None
-    kernels = ClippedKernels(kernels_for(flat.device)) if feedback else None
-    reduction = reduction_for(
-        [(piece, flat.shape)],
-        flat.dtype,
-        flat.device,
-        groups,
-        codec,
-        seed=0,
-        memory=memory,
-        kernels=kernels,
-    )
+    pieces = [(piece, flat.shape)]
+    reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, memory=memory)
     scale = 1 / dist.get_world_size(groups[0])
     return lambda: finish(reduction.steps(flat, step=0, scale=scale))
 

@@ -8,8 +8,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trimtab.codec import Block
-from trimtab.codec.clipped import ClippedKernels
-from trimtab.codec.kernels import Kernels, kernels_for
 from trimtab.plan.bits import Assignment, LayerOptions, block_cost, choose_bits, total_error
 from trimtab.plan.family import BITS, BITS_FEEDBACK
 from trimtab.plan.guard import PATIENCE, Health, guard
@@ -17,8 +15,6 @@ from trimtab.runtime.statistics import ALL_BITS, relative_errors, strain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from trimtab.runtime.statistics import Layer
 
@@ -44,8 +40,6 @@ class Family:
 
     stochastic: bool
     error_feedback: bool
-    """Ranges are then clipped, too: what is cut off is owed (`trimtab.codec.clipped`)."""
-
     reference: int
     """The budget is the error of these bits for every layer."""
 
@@ -60,16 +54,13 @@ class Family:
         """The codec that stands for the family when exchanges are timed, and whether feedback goes with it."""
         return Block(bits=self.expected, stochastic=self.stochastic), self.error_feedback
 
-    def kernels(self, device: torch.device) -> Kernels | None:
-        """What encodes and decodes; None for the device's own."""
-        return ClippedKernels(kernels_for(device)) if self.error_feedback else None
-
 
 FAMILIES = {
     BITS: Family(stochastic=True, error_feedback=False, reference=4, limit=2.0, expected=3),
-    # What one step leaves out the next one sends: so rounding to nearest and a clipped range do least, and
-    # 2 bits serve. At 1 bit too much would be owed for an optimiser that scales by what it sees, as Adam does.
-    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=0.6, expected=2),
+    # What one step leaves out the next one sends: so rounding to nearest does least, and 2 bits serve. At 1
+    # bit the error is several times the values, and what is owed would never be paid back. (Clipping ranges
+    # makes errors smaller still, but large values late: SGD with momentum suffers more than it gains.)
+    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
 }
 
 
@@ -173,14 +164,7 @@ class Planner:
 
     def _errors(self, layer: Layer, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
         family = self.settings.family
-        return relative_errors(
-            layer,
-            bits,
-            stochastic=family.stochastic,
-            clipped=family.error_feedback,
-            seed=self._seed,
-            own=own,
-        )
+        return relative_errors(layer, bits, stochastic=family.stochastic, seed=self._seed, own=own)
 
     def _health(self, layer: Layer, bits: int) -> Health:
         name = layer.name
@@ -224,8 +208,7 @@ class Planner:
         """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
         table = self._relative[layer.name]
         family = self.settings.family
-        drowned = 0 if family.error_feedback else int(strain(layer))  # clipped ranges drown nothing
-        least = min(LEAST_BITS + drowned, MOST_LEAST_BITS)
+        least = min(LEAST_BITS + int(strain(layer)), MOST_LEAST_BITS)
         floor = max(self._floors.get(layer.name, 0), least)
         allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
             ALL_BITS[-1]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.codec.clipped import ClippedKernels
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment, name_hash
 from trimtab.codec.random import stream
@@ -224,7 +223,6 @@ def relative_errors(
     *,
     stochastic: bool,
     seed: int,
-    clipped: bool = False,
     own: bool = False,
 ) -> dict[int, float]:
     """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
@@ -238,8 +236,6 @@ def relative_errors(
     if not norm or not math.isfinite(norm):
         return dict.fromkeys(bits, 0.0)
     kernels = kernels_for(values.device)
-    if clipped:
-        kernels = ClippedKernels(kernels)
     key = stream(seed, _MEASURED, 0, 0)
     block = layer.sample.block
     found = {}
