@@ -31,9 +31,10 @@ def test_fsdp() -> None:
     kept = {method + KEPT for method in METHODS if not method.endswith(AA)}
     assert rows.keys() == {*METHODS, *kept, *CANARIES}
     plain, gradients, both = (rows[method] for method in ("plain", "gradients 4", BOTH))
-    # By the sizes: weights twice and gradients once in fp32; then 4 bits of 32, and 8 of 32 (and small parameters).
-    assert 0.6 < plain["weights_mb"] / plain["wire_mb_per_step"] < 0.72
-    assert 0.66 < gradients["of_plain_bytes"] < 0.85
-    assert 0.2 < both["of_plain_bytes"] < 0.4
-    assert rows["plain" + KEPT]["wire_mb_per_step"] < 0.75 * plain["wire_mb_per_step"]
+    # In fp32 Gloo sends the weights twice and the gradients, half a buffer too often, as much again. Then come
+    # 4 bits of 32 without the excess, and 8 of 32; small parameters stay as they are.
+    assert 0.45 < plain["weights_mb"] / plain["wire_mb_per_step"] < 0.55
+    assert 0.5 < gradients["of_plain_bytes"] < 0.62
+    assert 0.1 < both["of_plain_bytes"] < 0.25
+    assert rows["plain" + KEPT]["wire_mb_per_step"] < 0.8 * plain["wire_mb_per_step"]
     assert {"both_over_plain", "canaries_flagged", "both_worse"} <= result["summary"].keys()

@@ -1,8 +1,10 @@
 """`trimtab bench fsdp`: FSDP2 over a slow link, by what travels in fewer bits, and what that does to the loss.
 
-FSDP2 gathers the weights before forward and, unless they were kept, once more before backward, and scatters
-the sums of the gradients: in fp32 two thirds of its bytes are weights. So fewer bits for the gradients alone
-cannot make it more than 1.5 times as fast (2 times, where the weights are kept after forward); the rows show both.
+FSDP2 gathers the weights before forward and, unless they were kept, once more before backward, and scatters the sums
+of the gradients. A perfect reduce-scatter moves as much as one gathering; Gloo's moves twice that (it is an all-reduce
+of which each rank keeps a part), NCCL's does not. So with Gloo half of the bytes are gradients (two thirds where the
+weights are kept), with NCCL a third (half), and fewer bits for the gradients alone can save no more: the rows show
+both, and what the weights in 8 bits add.
 """
 
 from __future__ import annotations
