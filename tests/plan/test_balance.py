@@ -113,8 +113,8 @@ def test_one_bad_window_or_a_changing_slowest_rank_is_noise() -> None:
 
 
 def test_how_long_it_will_last() -> None:
-    assert expected_steps(16, [], EXACT) == 32
-    assert expected_steps(100, [], EXACT) == 100
+    assert expected_steps(16, [], EXACT) == 100
+    assert expected_steps(250, [], EXACT) == 250
     assert expected_steps(16, [40, 44, 60], EXACT) == 28
     assert expected_steps(80, [40, 44, 60], EXACT) == 80
 

@@ -54,7 +54,7 @@ class Rules:
     margin: float = 0.04
     """What a change must gain at least, as a part of the step."""
 
-    horizon: int = 32
+    horizon: int = 100
     """Steps that an unevenness is expected to last when nothing is known."""
 
 
