@@ -137,7 +137,7 @@ class Block:
         if self._entered is None or self._entered[0] is not x:
             self.elastic.inside = self
             self._forget_pass()  # a repeated pass may have ended before its output
-            if self.lease is not None and torch.is_grad_enabled():
+            if self.lease is not None and training and torch.is_grad_enabled():
                 entered = self.lease.enter(x)
             else:
                 entered = enter(x, self.group)
