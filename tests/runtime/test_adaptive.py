@@ -203,10 +203,11 @@ def test_overflows_reach_the_user_and_do_not_poison_plans(ranks: Pool) -> None:
         assert all(reason.startswith("planned") for change in history for reason in change.reasons)
 
 
-def left_to_itself(**arguments: Any) -> tuple[str, str, dict[str, int]]:
+def left_to_itself() -> tuple[str, str, dict[str, int]]:
     torch.manual_seed(0)
     ddp = Ddp(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)))
-    trimtab.compress(ddp, **arguments)
+    # On a busy machine either family may be measured faster here: leave one.
+    trimtab.compress(ddp, error_feedback=True)
     before = trimtab.explain(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(27):
