@@ -165,7 +165,7 @@ def forward_workspace(operator: Operator, precision: str, arriving: str, device:
         return total + _gathered(operator)
     if name != arriving:
         total += out * BYTES[name]
-    return total + plain_workspace(operator, "forward", device) * BYTES[name] // 4
+    return total + plain_workspace(operator, device) * BYTES[name] // 4
 
 
 def backward_workspace(operator: Operator, precision: str, leaving: str, device: DeviceKind) -> int:
@@ -177,16 +177,18 @@ def backward_workspace(operator: Operator, precision: str, leaving: str, device:
     weight = weight_of(operator)
     values = sum(t.numel for t in values_of(operator))
     weights = 0 if weight is None else weight.numel
+    # Gradients of what lies under the kernel are fp32; without them the codes are gathered once more.
+    gathered = _gathered(operator) * (4 if operator.gradients > 1 else 1)
     if name == "fp8":
-        return 2 * out + 4 * _gathered(operator)
+        return 2 * out + gathered
     if name == "int8" and device == "cpu":
         # Codes of g and w, and sums: of the input's gradient while the weight's does not exist yet, then its own.
-        return out + weights + 4 * max(values - weights, weights) + 4 * _gathered(operator)
+        return out + weights + 4 * max(values - weights, weights) + gathered
     if name == "int8":
         first = out + weights + 4 * (values - weights)
         # g with x's scales folded in, its codes, x's codes turned, sums.
-        return max(first, 5 * out + values + 4 * weights) + 4 * _gathered(operator)
-    total = plain_workspace(operator, "backward", device) * BYTES[name] // 4
+        return max(first, 5 * out + values + 4 * weights) + gathered
+    total = plain_workspace(operator, device) * BYTES[name] // 4
     if name != leaving:
         total += (out + values) * BYTES[name]
     if weight is not None and weight.dtype != name:
@@ -203,13 +205,12 @@ def _gathered(operator: Operator) -> int:
     return operator.outputs[0].numel // outputs * (weight.numel // outputs)
 
 
-def plain_workspace(operator: Operator, phase: Literal["forward", "backward"], device: DeviceKind) -> int:
-    """As the two above, for an operator that was left as it is."""
+def plain_workspace(operator: Operator, device: DeviceKind) -> int:
+    """As the two above, in either pass, for an operator that was left as it is."""
     if operator.kind != "conv" or device != "cpu":
         return 0
-    # oneDNN computes in a layout of its own, and copies there and back.
-    values = sum(t.nbytes for t in values_of(operator))
-    return 2 * values if phase == "backward" else values + operator.outputs[0].nbytes
+    # oneDNN computes in a layout of its own choosing, and copies there: what goes in, and what comes out.
+    return sum(t.nbytes for t in values_of(operator)) + operator.outputs[0].nbytes
 
 
 def _operand_bytes(x: Tensor, operator: Operator, name: str, device: DeviceKind) -> int:

@@ -190,7 +190,7 @@ class StepMemory:
     def _workspace(self, operator: Operator, phase: Literal["forward", "backward"]) -> int:
         precision = self.precision[operator.index]
         if precision is None:
-            return backend.plain_workspace(operator, phase, self.kind)
+            return backend.plain_workspace(operator, self.kind)
         if phase == "forward":
             return backend.forward_workspace(operator, precision, operator.dtype, self.kind)
         return backend.backward_workspace(operator, precision, operator.outputs[0].dtype, self.kind)

@@ -55,7 +55,7 @@ def assemble(
         batch=tuple(_batch_tensor(meta, batch_size) for meta in batch),
         operators=operators,
         parameters=parameters,
-        buckets=ddp_buckets(parameters, bucket_cap_mb),
+        buckets=ddp_buckets(parameters, operators, bucket_cap_mb),
         bucket_cap_mb=bucket_cap_mb,
         blocks=repeated_blocks(operators),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),

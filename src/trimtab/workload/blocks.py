@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.workload.workload import OUTSIDE, Block
+from trimtab.workload.workload import Block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +71,7 @@ def _signature(operators: Sequence[Operator], module: str, start: int, end: int)
             operator.target,
             operator.module.removeprefix(module),
             None if operator.setting is None else operator.setting.removeprefix(module),
-            tuple(
-                i - start if i >= start else "before" if i != OUTSIDE else "outside" for i in operator.inputs
-            ),
+            tuple(i - start if i >= start else "before" for i in operator.inputs),
             operator.input_tensors,
             operator.outputs,
             operator.parameter_tensors,

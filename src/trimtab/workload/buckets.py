@@ -9,7 +9,7 @@ from trimtab.workload.workload import OUTSIDE, Bucket
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.workload.workload import Parameter
+    from trimtab.workload.workload import Operator, Parameter
 
 MIB = 1 << 20
 FIRST_MB = 1.0
@@ -18,7 +18,9 @@ FIRST_MB = 1.0
 DEFAULT_MB = 25.0
 
 
-def ddp_buckets(parameters: Sequence[Parameter], cap_mb: float | None = None) -> tuple[Bucket, ...]:
+def ddp_buckets(
+    parameters: Sequence[Parameter], operators: Sequence[Operator], cap_mb: float | None = None
+) -> tuple[Bucket, ...]:
     """Trainable parameters in the order in which backward completes their gradients, cut at the caps.
 
     A bucket is closed by the parameter that fills it; each type of parameter has buckets of its own.
@@ -31,15 +33,11 @@ def ddp_buckets(parameters: Sequence[Parameter], cap_mb: float | None = None) ->
     limits = (int(first * MIB), int(cap * MIB))
     trainable = [p for p in parameters if p.trainable]
     # Backward runs from the last operator to the first; a parameter nobody uses is reduced with the last.
-    order = sorted(
-        range(len(trainable)),
-        key=lambda i: (-min(trainable[i].operators, default=OUTSIDE), -i),
-    )
+    order = sorted(trainable, key=lambda p: _arrival(p, operators))
     done: list[list[Parameter]] = []
     open_: dict[str, list[Parameter]] = {}
     closed: dict[str, int] = {}
-    for index in order:
-        parameter = trainable[index]
+    for parameter in order:
         dtype = parameter.tensor.dtype
         mine = open_.setdefault(dtype, [])
         if not mine:
@@ -57,3 +55,13 @@ def ddp_buckets(parameters: Sequence[Parameter], cap_mb: float | None = None) ->
         )
         for bucket in done
     )
+
+
+def _arrival(parameter: Parameter, operators: Sequence[Operator]) -> tuple[int, int]:
+    """Where in backward a gradient is complete: the operator, and the place among its own."""
+    if not parameter.operators:
+        return -OUTSIDE, 0
+    last = operators[min(parameter.operators)]
+    place = last.parameters.index(parameter.name)
+    # Gradients come in the order of the arguments; a linear layer's kernel takes its bias before its weight.
+    return -last.index, -place if last.target == "linear" else place

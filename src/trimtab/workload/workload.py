@@ -111,7 +111,7 @@ class Operator:
 
     @property
     def dtype(self) -> str:
-        """The type in which values arrive: the widest floating input, or the output's where there is none."""
+        """The type in which values arrive: that of the first floating argument, else of the result."""
         for tensor in (*self.input_tensors, *self.parameter_tensors, *self.outputs):
             if tensor.floating:
                 return tensor.dtype
