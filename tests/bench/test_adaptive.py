@@ -87,8 +87,8 @@ def test_feedback_does_not_add_up_and_noise_does() -> None:
     rows = {row["method"]: row for row in family_rows("m", source, 50)}
     many = "error_over_uniform4_added_up"
     assert rows["uniform 2"][many] > 2
-    assert rows["uniform 2, feedback"][many] < 0.5 * rows["uniform 2"][many]
-    assert rows["uniform 2, feedback"]["error_over_uniform4"] > 1
+    assert rows["uniform 2, bits-feedback"][many] < 0.5 * rows["uniform 2"][many]
+    assert rows["uniform 2, bits-feedback"]["error_over_uniform4"] > 1
     assert rows["uniform 2"]["bytes_over_uniform4"] < 0.6
 
 
@@ -121,7 +121,7 @@ def test_the_summary_takes_the_cheapest_uniform_setting_that_is_not_worse() -> N
             "error_over_uniform4_added_up": 0.5,
         }
         for model in ("gpt", "resnet")
-        for method in ("dynamic, feedback", "dynamic, feedback, error of uniform 4")
+        for method in ("dynamic, bits-feedback", "dynamic, bits-feedback, error of uniform 4")
     ]
     sizes = dict.fromkeys(METHODS, 4.0) | {"uniform 3": 3.0, "uniform 2": 2.0, "uniform 2, feedback": 2.5}
     training = [

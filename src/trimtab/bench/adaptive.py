@@ -182,10 +182,10 @@ def _summary(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> dict
             default["wire_mb_at_end"] / trained[cheapest]["wire_mb_at_end"]
         )
     for model in MODELS:
-        plan = family[model, "dynamic, feedback"]
+        plan = family[model, "dynamic, bits-feedback"]
         summary[f"{model}_feedback_error_over_uniform4"] = plan["error_over_uniform4"]
         summary[f"{model}_feedback_error_added_up"] = plan["error_over_uniform4_added_up"]
-        exact = family[model, "dynamic, feedback, error of uniform 4"]
+        exact = family[model, "dynamic, bits-feedback, error of uniform 4"]
         summary[f"{model}_bytes_over_uniform4_at_its_error"] = exact["bytes_over_uniform4"]
     summary["dynamic_ms_500_layers"] = next(r["solve_ms"] for r in dynamic if r["model"] == "500 layers")
     summary["kmeans_worst_gap_to_exact"] = max(

@@ -159,12 +159,16 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
         "uniform 4": Plan(dict.fromkeys(names, 4), noisy),
         "uniform 3": Plan(dict.fromkeys(names, 3), noisy),
         "uniform 2": Plan(dict.fromkeys(names, 2), noisy),
-        "uniform 2, feedback": Plan(dict.fromkeys(names, 2), feedback),
-        "dynamic": Plan(choose_bits(table, budget=uniform_error(table, noisy.reference)).options, noisy),
-        "dynamic, feedback": Plan(
+        "uniform 2, bits-feedback": Plan(dict.fromkeys(names, 2), feedback),
+        "dynamic, bits": Plan(
+            choose_bits(table, budget=uniform_error(table, noisy.reference)).options, noisy
+        ),
+        "dynamic, bits-feedback": Plan(
             choose_bits(owing, budget=uniform_error(owing, feedback.reference)).options, feedback
         ),
-        "dynamic, feedback, error of uniform 4": Plan(choose_bits(owing, budget=budget).options, feedback),
+        "dynamic, bits-feedback, error of uniform 4": Plan(
+            choose_bits(owing, budget=budget).options, feedback
+        ),
     }
     first: dict[str, float] = {}
     for step, gradients in enumerate(source.steps(steps)):
