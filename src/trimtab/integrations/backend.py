@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._compile import _disable_dynamo
 
 from trimtab import environment
 from trimtab.codec import Block
@@ -116,6 +117,7 @@ class TrimtabGroup(ForwardingGroup):
             self._view_name = register_view(self, self._plain, f"{own}-exact")
         return self._view_name
 
+    @_disable_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
         """Compressed when the group is and the tensor is large; otherwise the wrapped backend's.
 
@@ -130,6 +132,7 @@ class TrimtabGroup(ForwardingGroup):
                 return reducer.reduce(tensors, self._next(), self._scale(opts.reduceOp))
         return self._plain.allreduce(tensors, opts)
 
+    @_disable_dynamo
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """As `allreduce`, the tensors together: the large ones compressed, the small ones exact."""
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts

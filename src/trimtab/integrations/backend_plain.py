@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 def plain_group(
@@ -42,33 +43,7 @@ def plain_group(
     return group
 
 
-class ForwardingGroup(dist.ProcessGroup):
-    """A process group in Python that hands every operation to a plain one; subclasses change some.
-
-    Each operation is forwarded by a method in Python, not left to the base class: that calls the backend with
-    the interpreter's lock held, and Gloo's thread may be waiting for that lock with a lock of Gloo's own, in order
-    to free a tensor of the operation before. The plain group's methods let go of it.
-    """
-
-    def __init__(self, plain: dist.ProcessGroup) -> None:
-        super().__init__(plain.rank(), plain.size())  # type: ignore[call-arg]
-        self._plain = plain
-        # Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds the plain one's.
-        kinds = dist.ProcessGroup.BackendType
-        for device in plain._device_types:
-            kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
-            self._register_backend(device, kind, plain._get_backend(device))
-            self._set_default_backend(kind)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def operation(self: ForwardingGroup, *arguments: Any, **options: Any) -> Any:
-        return getattr(self._plain, name)(*arguments, **options)
-
-    return operation
-
-
-for _name in (
+OPERATIONS = (
     "_allgather_base",
     "_reduce_scatter_base",
     "all_gather_single",
@@ -94,9 +69,32 @@ for _name in (
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
-):
-    if hasattr(dist.ProcessGroup, _name):  # torch 2.13 renamed some; each version has the ones it calls
-        setattr(ForwardingGroup, _name, _forwarded(_name))
+)
+"""Of a process group, in torch 2.11 to 2.13, which renamed some; each version has the ones it calls."""
+
+
+class ForwardingGroup(dist.ProcessGroup):
+    """A process group in Python that hands every operation to a plain one; subclasses change some.
+
+    Each operation is forwarded, not left to the base class: that calls the backend with the interpreter's lock
+    held, and Gloo's thread may be waiting for that lock with a lock of Gloo's own, in order to free a tensor of
+    the operation before. The plain group's methods let go of it. They are bound without a function of Python's
+    between, which torch.compile would try to trace.
+    """
+
+    def __init__(self, plain: dist.ProcessGroup) -> None:
+        super().__init__(plain.rank(), plain.size())  # type: ignore[call-arg]
+        self._plain = plain
+        # Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds the plain one's.
+        kinds = dist.ProcessGroup.BackendType
+        for device in plain._device_types:
+            kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
+            self._register_backend(device, kind, plain._get_backend(device))
+            self._set_default_backend(kind)
+        for name in OPERATIONS:
+            inherited = getattr(dist.ProcessGroup, name, None)
+            if inherited is not None and getattr(type(self), name) is inherited:
+                setattr(self, name, partial(inherited, plain))
 
 
 def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: Any) -> str:

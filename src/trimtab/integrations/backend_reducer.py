@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
@@ -110,6 +111,7 @@ class Reduced(dist.Work):
         super().__init__()
         self._future = future
 
+    @_disable_dynamo
     def wait(self, timeout: Any = None) -> bool:
         """Until the result is there (CPU), or until the current stream may use it (CUDA)."""
         self._future.wait()
