@@ -8,8 +8,8 @@ extern "C" {
 #endif
 
 // A segment: a header of one line for each rank, then 2 x world x world places of `room` bytes. Place
-// (turn, from, to) holds what rank `from` has for rank `to`; the two turns alternate, so that one round is
-// written while the other is read. A new segment is all zeros.
+// (turn, from, to) holds what rank `from` has for rank `to` (in an all-gather alone, all places of `from` what it has
+// for all); the two turns alternate, so that one round is written while the other is read. A new segment is all zeros.
 //
 // Every rank makes the same calls in the same order. A rank holds a lock (POSIX, exclusive) on the byte of
 // `fd` that has its number, for as long as it takes part: who waits for it sees by that whether it lives.

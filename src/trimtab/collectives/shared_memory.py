@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SEGMENT_BYTES = 16 << 20
+SEGMENT_BYTES = 24 << 20
 """Memory of a segment, if the places in it are not larger than they need to be."""
 
 CUDA_SEGMENT_BYTES = 64 << 20
 """A copy over PCIe must be long to be fast."""
 
-MOST_ROOM = 1 << 20
-"""Bytes of a place from which larger ones bring nothing, and leave the processor's cache."""
+MOST_ROOM = 3 << 20
+"""Larger places leave the processor's cache; smaller ones make ranks that share a core wait more often."""
 
 TIMEOUT_S = 1800.0
 """As torch's: a rank may write a checkpoint while the others wait. One that died is noticed at once."""
@@ -134,8 +134,8 @@ class SharedMemory:
         return turn
 
     def place(self, turn: int, source: int, target: int, nbytes: int) -> torch.Tensor:
-        """The first bytes of the place for what `source` has for `target`."""
-        assert nbytes <= self.room
+        """The first bytes of the place for what `source` has for `target`; they may reach into those after it."""
+        assert nbytes <= self.room * (self.world - target)
         start = int(self._library.trimtab_shared_place(self._channel, turn, source, target))
         return self._bytes[start : start + nbytes]
 

@@ -92,20 +92,20 @@ class Staged:
         self._rounds(flat, cuts, most, write, read)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
-        """As `SharedMemory.all_gather`."""
+        """As `SharedMemory.all_gather`; a rank shows its values in its whole row of places."""
         places, rank = self._places, self._places.rank
-        most = places.room // flat.element_size()
+        most = places.world * places.room // flat.element_size()
 
         def write(turn: int, done: int) -> None:
             own = _part(flat, cuts, rank, done, most)
             if own.numel():
-                places.place(turn, rank, rank, own.nbytes).view(flat.dtype).copy_(own, non_blocking=True)
+                places.place(turn, rank, 0, own.nbytes).view(flat.dtype).copy_(own, non_blocking=True)
 
         def read(turn: int, done: int) -> None:
             for source in range(places.world):
                 part = _part(flat, cuts, source, done, most)
                 if source != rank and part.numel():
-                    room = places.place(turn, source, source, part.nbytes).view(flat.dtype)
+                    room = places.place(turn, source, 0, part.nbytes).view(flat.dtype)
                     part.copy_(room, non_blocking=True)
 
         self._rounds(flat, cuts, most, write, read)
