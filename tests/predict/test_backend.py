@@ -15,8 +15,8 @@ from trimtab.precision.devices import cpu_precisions
 from trimtab.predict import backend
 from trimtab.predict.backend import Cast
 from trimtab.runtime.set_precision import set_precision
+from trimtab.workload.call import DTYPES
 from trimtab.workload.capture import capture
-from trimtab.workload.trace import DTYPES
 
 if TYPE_CHECKING:
     from trimtab.workload import Operator

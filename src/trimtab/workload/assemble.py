@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.workload.blocks import repeated_blocks
 from trimtab.workload.buckets import ddp_buckets
+from trimtab.workload.call import DTYPES, Call, Meta
 from trimtab.workload.tensor import FLOATS, Tensor
-from trimtab.workload.trace import DTYPES, Call, Meta
 from trimtab.workload.workload import OUTSIDE, SCHEMA_VERSION, Operator, Parameter, Saved, Workload
 
 if TYPE_CHECKING:

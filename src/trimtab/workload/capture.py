@@ -15,7 +15,8 @@ from trimtab.errors import TrimtabError
 from trimtab.precision.half import DTYPES as HALVES
 from trimtab.precision.operators import LowForward
 from trimtab.workload.assemble import assemble
-from trimtab.workload.trace import DTYPES, Tracer
+from trimtab.workload.call import DTYPES
+from trimtab.workload.trace import Tracer
 from trimtab.workload.values import MOST_VALUES
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trimtab.workload.trace import Call, Meta
+    from trimtab.workload.call import Call, Meta
     from trimtab.workload.workload import Workload
 
     Loss = Callable[[Any], torch.Tensor]

@@ -7,7 +7,7 @@ Works below autograd, on real tensors or fake ones, so it needs no cooperation f
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.precision.half import HalfProducts
 from trimtab.precision.operators import ATTENTION, LowForward, operators
+from trimtab.workload.call import DTYPES, Call, Meta, meta_of, tensors_in, whole_meta
 from trimtab.workload.kinds import kind_of_target
 from trimtab.workload.values import run_kernel
 
@@ -28,57 +29,11 @@ if TYPE_CHECKING:
 
     from trimtab.workload.workload import Kind
 
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
-
 KEEP_OUTPUT = frozenset(
     {"softmax", "log_softmax", "safe_softmax", "logsumexp", "tanh", "sigmoid", "relu", "exp", "sqrt", "rsqrt"}
     | {"reciprocal", "elu", "threshold", "hardtanh"}
 )
 """Operators whose derivative torch computes from their result."""
-
-Meta = tuple[tuple[int, ...], str]
-"""Shape and type."""
-
-
-@dataclass
-class Call:
-    """An operator as it was seen; `capture` makes the workload's of it."""
-
-    name: str
-    kind: Kind
-    module: str
-    target: str
-    setting: str | None
-    inputs: list[int] = field(default_factory=list)
-    input_metas: list[Meta] = field(default_factory=list)
-    input_storages: list[int] = field(default_factory=list)
-    outputs: list[Meta] = field(default_factory=list)
-    output_storages: list[int] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-    parameter_metas: list[Meta] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
-    saved: dict[int, tuple[str, Meta]] = field(default_factory=dict)
-    """By storage: role, and the memory as it was made."""
-
-    differentiable: bool = False
-    views: int = 0
-    keeps_output: bool = False
-    """Whether backward is computed from the result."""
 
 
 @dataclass
@@ -166,7 +121,7 @@ class Tracer:
     def end(self, result: Any) -> None:
         call, self._whole = self._whole, None
         assert call is not None
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._add_output(call, self._whole_index, tensor)
         self._pending.clear()
 
@@ -174,10 +129,10 @@ class Tracer:
 
     def kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One call below autograd."""
-        results = list(_tensors(result))
+        results = list(tensors_in(result))
         if not results:
             return
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         packet = func._schema.name.split("::")[-1]
         sources = {self._of(tensor).number for tensor in given}
         mutable = func._schema.is_mutable
@@ -339,7 +294,7 @@ class Tracer:
     def _of(self, tensor: torch.Tensor) -> _Memory:
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in self._memory:
-            self._memory[key] = _Memory(len(self._memory), _whole_meta(tensor))
+            self._memory[key] = _Memory(len(self._memory), whole_meta(tensor))
             self._numbers[len(self._numbers)] = self._memory[key]
         return self._memory[key]
 
@@ -349,17 +304,17 @@ class Tracer:
         memory = self._of(tensor)
         if memory.parameter is not None:
             call.parameters.append(memory.parameter)
-            call.parameter_metas.append(_meta(tensor))
+            call.parameter_metas.append(meta_of(tensor))
             return f"%{len(call.parameters) - 1}"
         call.inputs.append(memory.writer)
-        call.input_metas.append(_meta(tensor))
+        call.input_metas.append(meta_of(tensor))
         call.input_storages.append(memory.number)
         return f"${len(call.inputs) - 1}"
 
     def _add_output(self, call: Call, index: int, tensor: torch.Tensor) -> None:
         memory = self._of(tensor)
         memory.writer = index
-        call.outputs.append(_meta(tensor))
+        call.outputs.append(meta_of(tensor))
         call.output_storages.append(memory.number)
 
     def _unique(self, name: str) -> str:
@@ -387,27 +342,6 @@ class _Kernels(TorchDispatchMode):
         result = run_kernel(func, args, kwargs)
         self.tracer.kernel(func, args, kwargs, result)
         return result
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
-
-
-def _meta(tensor: torch.Tensor) -> Meta:
-    return tuple(tensor.shape), DTYPES[tensor.dtype]
-
-
-def _whole_meta(tensor: torch.Tensor) -> Meta:
-    """The memory behind a tensor that is seen for the first time: itself, unless it is part of more."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return _meta(tensor) if tensor.numel() == size else ((int(size),), DTYPES[tensor.dtype])
 
 
 def _module_arguments(module: Any) -> dict[str, Any]:

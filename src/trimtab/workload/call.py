@@ -1,0 +1,80 @@
+"""An operator as it was seen while a model ran, before it is one of a workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.workload.workload import Kind
+
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+
+Meta = tuple[tuple[int, ...], str]
+"""Shape and type."""
+
+
+@dataclass
+class Call:
+    """An operator as it was seen; `capture` makes the workload's of it."""
+
+    name: str
+    kind: Kind
+    module: str
+    target: str
+    setting: str | None
+    inputs: list[int] = field(default_factory=list)
+    input_metas: list[Meta] = field(default_factory=list)
+    input_storages: list[int] = field(default_factory=list)
+    outputs: list[Meta] = field(default_factory=list)
+    output_storages: list[int] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    parameter_metas: list[Meta] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    saved: dict[int, tuple[str, Meta]] = field(default_factory=dict)
+    """By storage: role, and the memory as it was made."""
+
+    differentiable: bool = False
+    views: int = 0
+    keeps_output: bool = False
+    """Whether backward is computed from the result."""
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    return tuple(tensor.shape), DTYPES[tensor.dtype]
+
+
+def whole_meta(tensor: torch.Tensor) -> Meta:
+    """The memory behind a tensor that is seen for the first time: itself, unless it is part of more."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return meta_of(tensor) if tensor.numel() == size else ((int(size),), DTYPES[tensor.dtype])
