@@ -95,18 +95,16 @@ def predict_job(
 ) -> list[dict[str, Any]]:
     """One job's rows: a plan each."""
     from trimtab.bench.predict_ranks import on_rank
-    from trimtab.cluster.file import _ADAPTER
     from trimtab.emulate import Emulation
 
-    cluster = two_ranks(device, link)
     spec = {
         "device": device,
         "model": model,
-        "cluster": _ADAPTER.dump_python(cluster, mode="json", exclude_none=True),
+        "link": link,
         "plans": [[list(plan.shares), plan.low, plan.bits] for plan in plans],
         "rounds": rounds,
     }
-    with Emulation(cluster) as emulation:
+    with Emulation(two_ranks(device, link)) as emulation:
         found = run_on_ranks(emulation, on_rank, spec, progress=progress)
     return [{"model": model, "link": link, **_row(plan, of)} for plan, of in zip(plans, found, strict=True)]
 

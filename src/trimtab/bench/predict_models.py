@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.bench.gpt import Gpt, batch_of, text_bytes
-from trimtab.bench.models import _Loss
 from trimtab.bench.share_tasks import ConvNet
+from trimtab.runtime.model_spec import LossOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def _bert(device: torch.device) -> Task:
     config = BertConfig(
         vocab_size=2000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
     )
-    model = _Loss(BertForSequenceClassification(config)).to(device)
+    model = LossOnly(BertForSequenceClassification(config)).to(device)
 
     def batch(n: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(n)
@@ -91,7 +91,7 @@ def _bert(device: torch.device) -> Task:
 def _gpt2(device: torch.device) -> Task:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = _Loss(GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))).to(device)
+    model = LossOnly(GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))).to(device)
     text = text_bytes(1 << 18)
 
     def batch(n: int) -> tuple[torch.Tensor, ...]:
@@ -106,7 +106,7 @@ def _vit(device: torch.device) -> Task:
 
     config: Any = ViTConfig()
     config.num_labels = 1000
-    model = _Loss(ViTForImageClassification(config)).to(device)
+    model = LossOnly(ViTForImageClassification(config)).to(device)
 
     def batch(n: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator(device).manual_seed(n)

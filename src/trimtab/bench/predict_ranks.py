@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 import warnings
 from contextlib import nullcontext
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.predict import LOW, PROBED
+from trimtab.bench.predict import LOW, PROBED, two_ranks
 from trimtab.bench.predict_models import make_task
-from trimtab.cluster import parse_cluster
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -89,7 +87,7 @@ class Job:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.device = torch.device(spec["device"])
-        self.cluster = parse_cluster(json.dumps(spec["cluster"]), source="bench", form="json")
+        self.cluster = two_ranks(spec["device"], spec["link"])
         self._task = make_task(spec["model"], self.device)
         unit = self._task.unit
         self._name = ("fast", SLOW)[dist.get_rank()]

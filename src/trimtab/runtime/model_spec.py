@@ -101,21 +101,21 @@ def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
 
     if name == "gpt2":
         ids = torch.zeros(samples, 512, dtype=torch.int64)
-        return _Loss(t.GPT2LMHeadModel(t.GPT2Config())), (ids, ids)
+        return LossOnly(t.GPT2LMHeadModel(t.GPT2Config())), (ids, ids)
     if name == "bert":
         ids, labels = torch.zeros(samples, 128, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64)
-        return _Loss(t.BertForSequenceClassification(t.BertConfig())), (ids, labels)
+        return LossOnly(t.BertForSequenceClassification(t.BertConfig())), (ids, labels)
     images, labels = torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.int64)
     if name == "vit":
         vit: Any = t.ViTConfig()
         vit.num_labels = 1000
-        return _Loss(t.ViTForImageClassification(vit)), (images, labels)
+        return LossOnly(t.ViTForImageClassification(vit)), (images, labels)
     resnet: Any = t.ResNetConfig()
     resnet.num_labels = 1000
-    return _Loss(t.ResNetForImageClassification(resnet)), (images, labels)
+    return LossOnly(t.ResNetForImageClassification(resnet)), (images, labels)
 
 
-class _Loss(nn.Module):
+class LossOnly(nn.Module):
     """A model of `transformers` that gives its loss alone."""
 
     def __init__(self, model: nn.Module) -> None:
