@@ -148,7 +148,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         if method in trainers:
             row |= _trained(trainers[method], trainers["even"])
         if method.startswith("semi"):
-            row |= _controlled(trainers[method], timing)
+            row |= _controlled(trainers[method], trainers["even"], timing)
         rows.append(row)
     return rows
 
@@ -163,21 +163,27 @@ def _trained(trainer: Trainer, even: Trainer) -> dict[str, Any]:
     }
 
 
-def _controlled(trainer: Trainer, timing: Timing) -> dict[str, Any]:
+def _controlled(trainer: Trainer, even: Trainer, timing: Timing) -> dict[str, Any]:
     records = trainer.records()
     return {
-        "reaction_steps": settled_after(trainer.taken, median(timing.samples)),
+        "reaction_steps": settled_after(_over(trainer.taken, even.taken), len(timing.samples)),
         "watching_over_step": trainer.watching() / median(timing.samples),
         "decisions": [_said(record) for record in records],
     }
 
 
-def settled_after(taken: Sequence[float], final: float, *, run: int = 5) -> int:
-    """The first step from which the median of the next few is near the final one."""
+def settled_after(taken: Sequence[float], late: int, *, run: int = 5) -> int:
+    """The first step from which the median of the next few is near that of the `late` last ones."""
+    final = median(taken[-late:])
     for step in range(len(taken) - run + 1):
         if median(taken[step : step + run]) <= NEAR * final:
             return step
     return len(taken)
+
+
+def _over(taken: Sequence[float], even: Sequence[float]) -> list[float]:
+    """Steps over those of the even run at the same time: what slows the whole machine cancels out."""
+    return [a / b for a, b in zip(taken, even, strict=True)]
 
 
 def _said(record: Any) -> dict[str, Any]:
@@ -245,8 +251,8 @@ def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None
             **_trained(trainer, even),
         }
         if method != "even":
-            row["reaction_steps"] = settled_after(during, median(during[-late:]))
-            row["recovery_steps"] = settled_after(after, median(after[-late:]))
+            row["reaction_steps"] = settled_after(_over(during, even.taken[start:end]), late)
+            row["recovery_steps"] = settled_after(_over(after, even.taken[end:]), late)
             row["decisions"] = [_said(record) for record in trainer.records()]
         rows.append(row)
     return rows
