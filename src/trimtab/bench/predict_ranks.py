@@ -27,7 +27,7 @@ from trimtab.cluster.profile import (
     Profile,
 )
 from trimtab.codec import Block
-from trimtab.predict.links import Placement
+from trimtab.predict.links import Collective, Placement
 from trimtab.predict.measured import Measured
 from trimtab.predict.memory import memory
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
@@ -76,10 +76,6 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         for plan, of in zip(job.plans, kept, strict=True):
             of["memory"] = job.memory(plan)
     return kept
-
-
-SIZES = {"cpu": (1 << 14, 1 << 18, 1 << 21), "cuda": (1 << 16, 1 << 20, 1 << 24)}
-"""Bytes of the trial transfers."""
 
 
 class Job:
@@ -238,7 +234,7 @@ class Job:
             self._link = LinkProbe(
                 Placement(per_host=(1, 1)),
                 self.device,
-                sizes=SIZES[self.device.type],
+                sizes=self._transfers(),
                 collectives=("all_reduce", "all_gather") if self._bits else ("all_reduce",),
             )
             self._link.round()
@@ -251,6 +247,15 @@ class Job:
                 drag={"fast": fits[0].drag, SLOW: fits[1].drag},
             )
             for collective, fits in self._link.fits().items()
+        }
+
+    def _transfers(self) -> dict[Collective, tuple[int, ...]]:
+        """Bytes of the trial transfers: as large as the job's own, since a full queue makes large ones slower."""
+        largest = max(bucket.nbytes for bucket in self.workload.buckets)
+        packed = largest * max(self._bits, default=8) // 32
+        return {
+            "all_reduce": (1 << 14, max(1 << 16, largest // 8), max(1 << 18, largest)),
+            "all_gather": (1 << 14, max(1 << 16, packed // 4), max(1 << 18, packed)),
         }
 
     def _codec(self, bits: int) -> CodecTime:

@@ -101,7 +101,9 @@ def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit
         if message >= 0 and byte >= 0:
             return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
         if message < 0 and c > 0:
-            return Fit(per_message_s=0.0, per_byte_s=q / c, drag=drag)
+            # Large transfers are slower by the byte than small ones (queues fill up): those that matter are large.
+            _, sent, seconds = max(points, key=lambda point: point[1])
+            return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
     return Fit(per_message_s=p / a if a else 0.0, per_byte_s=0.0, drag=drag)
 
 

@@ -6,6 +6,7 @@ Collective: every rank of the group calls these at the same point, and every ran
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -32,30 +33,35 @@ class LinkProbe:
         device: torch.device,
         *,
         group: dist.ProcessGroup | None = None,
-        sizes: Sequence[int] = SIZES,
+        sizes: Sequence[int] | Mapping[Collective, Sequence[int]] = SIZES,
         collectives: Sequence[Collective] = COLLECTIVES,
     ) -> None:
         self._placement, self._device, self._group = placement, device, group
         self._world = dist.get_world_size(group)
-        self._sizes, self._collectives = tuple(sizes), tuple(collectives)
+        self._collectives = tuple(collectives)
+        self._sizes: dict[Collective, tuple[int, ...]] = {
+            c: tuple(sorted(sizes[c] if isinstance(sizes, Mapping) else sizes)) for c in collectives
+        }
         self._taken: dict[tuple[Collective, int], list[float]] = {}
         self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
         self._unit = _Unit(device)
-        self._buffers = {(c, n): self._make(c, n) for c in self._collectives for n in self._sizes}
+        self._buffers = {(c, n): self._make(c, n) for c in self._collectives for n in self._sizes[c]}
 
     def round(self) -> None:
         """Time every collective at every size once, and the largest beside a computation."""
         for (collective, size), run in self._buffers.items():
             self._taken.setdefault((collective, size), []).append(self._timed(run))
         for collective in self._collectives:
-            self._drags[collective].append(self._beside(self._buffers[collective, self._sizes[-1]]))
+            self._drags[collective].append(
+                self._beside(self._buffers[collective, self._sizes[collective][-1]])
+            )
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
         """For each collective a fit for each rank: they differ in drag alone."""
         found: dict[Collective, tuple[Fit, ...]] = {}
         for collective in self._collectives:
             points = []
-            for size in self._sizes:
+            for size in self._sizes[collective]:
                 messages, sent = volume(collective, size, self._placement)
                 points.append((messages, sent, median(self._taken[collective, size])))
             rest = points[-1][2]
