@@ -23,7 +23,7 @@ from trimtab.tensor_parallel import assignment_for, move
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LINKS = {"fast": None, "slow": "30mbit"}
+LINKS = {"fast": None, "slow": "25mbit"}
 _SPEED = 0.25
 _STEPS = 24
 _BLOCK = 6
