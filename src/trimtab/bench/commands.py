@@ -86,7 +86,9 @@ def bench_fsdp(
 
 @bench.command("hierarchy")
 def bench_hierarchy(
-    link: Annotated[str, typer.Option(help="Link rate between the hosts: 1gbit, 100mbit, ..., none.")] = "1gbit",
+    link: Annotated[
+        str, typer.Option(help="Link rate between the hosts: 1gbit, 100mbit, ..., none.")
+    ] = "1gbit",
     layers: Annotated[int, typer.Option(min=1, help="Layers of 3.2 million parameters.")] = 8,
     inside_mb: Annotated[int, typer.Option(min=1, help="Megabytes of the all-reduce inside a host.")] = 64,
     repeats: Repeats = 7,

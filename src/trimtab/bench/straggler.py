@@ -52,7 +52,7 @@ CONTENTION = {"speed": 0.25, "start": 12, "end": 60, "steps": 104}
 SETTLE = 42
 """Steps before times are measured."""
 
-SEEDS, SEED_STEPS = 5, 150
+SEEDS = 5
 NEAR = 1.15
 """Steps count as settled from where they stay within this many times their final length."""
 
@@ -286,9 +286,9 @@ def _contention_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _seeds(progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What leaving half of one rank's work out does to the loss, over seeds; on CPU ranks, whatever the device."""
-    from trimtab.bench.resize_loss import resize_loss
+    from trimtab.bench.resize_loss import STEPS, resize_loss
 
-    rows = resize_loss(SEED_STEPS, SEEDS, progress)
+    rows = resize_loss(STEPS, SEEDS, progress)
     found = {row["method"]: row for row in rows}
     return [{"setting": "seeds", **row} for row in rows], {
         "resize_priority_loss_gap": found["resize-priority"]["gap"],

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.bench.straggler_models import KINDS, make_batch, make_model
-from trimtab.runtime.balance import balancer_of, decisions
+from trimtab.plan.balance import Rules
+from trimtab.runtime.balance import balance, balancer_of, decisions
 from trimtab.runtime.resize import set_resize
 from trimtab.runtime.tensor_parallel import tensor_parallel
 from trimtab.tensor_parallel import Clock, Segments
@@ -40,9 +41,12 @@ class Trainer:
             self.model = make_model(spec)
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         options: dict[str, Any] = {"shares": "measured"} if method == "shares" else {}
-        if method.startswith("semi"):
-            options = {"balance": "auto", "gamma_max": GAMMA_MAX if method == "semi-resize" else 0.0}
         tensor_parallel(self.model, mesh, kinds=KINDS, **options)
+        if method.startswith("semi"):
+            horizon = spec.get("horizon", Rules.horizon)
+            balance(
+                self.model, Rules(gamma_max=GAMMA_MAX if method == "semi-resize" else 0.0, horizon=horizon)
+            )
         self.elastic = elastic_of(self.model, "bench")
         self._clock = None
         if method == "even":

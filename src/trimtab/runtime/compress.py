@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
 from trimtab.codec import Block, Codec
+from trimtab.collectives import find_hosts
 from trimtab.errors import TrimtabError
 from trimtab.integrations.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
 from trimtab.plan.compression import Decision, decide_family
@@ -19,6 +20,7 @@ from trimtab.runtime.adaptive import Adaptive, Controller
 from trimtab.runtime.compress_fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
 from trimtab.runtime.exchange import measure_exchanges
 from trimtab.runtime.layer_log import LayerLog
+from trimtab.runtime.levels import Levels, choose_levels
 from trimtab.runtime.planner import FAMILIES, Settings
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+_BUCKET_BYTES = 25 << 20
+"""What DDP gathers before it sends, unless told otherwise."""
 
 _ATTRIBUTE = "_trimtab_compression"
 _ADAPTIVE = "_trimtab_adaptive"
@@ -105,6 +110,7 @@ def compress(
             for pattern, own in (overrides or {}).items()
         }
     observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
+    levels = _levels(model, codec) if isinstance(codec, Block) else None
     compression = DdpCompression(
         model,
         codec,
@@ -114,6 +120,8 @@ def compress(
         seed=seed,
         observe=observe,
         groups=None if chosen is None else chosen.groups,
+        hierarchy=None if levels is None else levels.hierarchy,
+        method=None if levels is None else levels.method,
     )
     model.__dict__.pop(_ADAPTIVE, None)  # of what `trimtab run` chose
     if chosen is not None:
@@ -124,7 +132,21 @@ def compress(
     model.__dict__[_ATTRIBUTE] = compression
     # With the module gone its threads have no work left. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
-    return _explained(model, f"{reason}; {_coverage(compression)}", say=rank == 0)
+    said = f"{reason}; {_coverage(compression)}"
+    if levels is not None:
+        said = f"{said}; {levels.reason}"
+        if levels.hierarchy is not None:
+            weakref.finalize(model, levels.hierarchy.close).atexit = False
+    return _explained(model, said, say=rank == 0)
+
+
+def _levels(model: DistributedDataParallel, codec: Block) -> Levels | None:
+    """How to go through hosts of several ranks; None where there is one host. Collective."""
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    if find_hosts(model.process_group, parameters[0].device).count == 1:
+        return None
+    nbytes = sum(p.numel() * p.element_size() for p in parameters)
+    return choose_levels(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
