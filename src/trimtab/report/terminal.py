@@ -19,7 +19,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, caption: str |
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(column.replace("_", " "), justify="right" if numeric else "left")
+        first = column == columns[0]
+        table.add_column(column.replace("_", " "), justify="right" if numeric else "left", no_wrap=first)
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in columns))
     Console().print(table)

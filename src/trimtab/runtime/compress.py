@@ -133,7 +133,7 @@ def compress(
     # With the module gone its threads have no work left. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
     said = f"{reason}; {_coverage(compression)}"
-    if levels is not None:
+    if levels is not None and (levels.hierarchy is not None or levels.method is not None):
         said = f"{said}; {levels.reason}"
         if levels.hierarchy is not None:
             weakref.finalize(model, levels.hierarchy.close).atexit = False

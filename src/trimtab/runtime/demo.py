@@ -42,7 +42,7 @@ def _data_parallel() -> None:
 def _tensor_parallel() -> None:
     from trimtab.emulate import Emulation
 
-    print(f"One layer over two ranks, the second at speed {TENSOR_SPEED:g}:")
+    print(f"Tensor parallel: every layer over two ranks, the second at speed {TENSOR_SPEED:g}:")
     spec: dict[str, Any] = {"speed": TENSOR_SPEED, "device": "cpu", "repeats": 5, **tp.SIZES["cpu"]}
     with (
         Emulation(tp.two_ranks(TENSOR_SPEED, "cpu"), throttle="gemm") as emulation,
@@ -50,17 +50,17 @@ def _tensor_parallel() -> None:
     ):
         rows = run_on_ranks(emulation, tp.on_rank, spec, progress=progress)
     found = {row["method"]: row for row in rows}
-    shown = {"even": "even, as torch has it", "shares": "trimtab.tensor_parallel", "ideal": "ideal"}
+    shown = {"even": "even", "shares": "trimtab.tensor_parallel", "ideal": "ideal"}
     table = [
         {
             "method": name,
             "step_ms": found[method]["step_ms"],
-            "speed_over_even": found["even"]["step_ms"] / found[method]["step_ms"],
+            "over_even": found["even"]["step_ms"] / found[method]["step_ms"],
             "loss": found[method]["loss"],
         }
         for method, name in shown.items()
     ]
-    print_table("The same GPT split over both, 512 bytes a step", table)
+    print_table("A GPT split over both", table)
 
 
 def _cluster(*, shaped: bool) -> Cluster:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 PLAIN, BITS, SHARES, INT8 = "plain DDP", "trimtab.compress", "+ trimtab.loader", "+ int8 on host b"
-IDEAL = "no communication, rates added"
-EACH = 12
+IDEAL = "no communication"
+EACH = 8
 """Samples of a rank when all have the same."""
 
 CONTEXT = 128
-BLOCK, SETTLING, COUNTED = 4, 4, 3
+BLOCK, SETTLING, COUNTED = 3, 4, 2
 """Steps of a method before the next has its turn; blocks in which shares settle; blocks that count."""
 
 
@@ -56,15 +56,15 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
         {
             "method": method,
             "samples_per_s": rate[method],
-            "speed_over_ddp": rate[method] / rate[PLAIN],
-            "wire_mb_per_step": None if method == IDEAL else run.wire_mb,
-            "samples_a_step": None if method == IDEAL else "/".join(map(str, run.data.shares)),
-            f"loss_after_{blocks * BLOCK}_steps": None if method == IDEAL else run.held_out_loss(),
+            "over_ddp": rate[method] / rate[PLAIN],
+            "wire_mb": None if method == IDEAL else run.wire_mb,
+            "shares": None if method == IDEAL else "/".join(map(str, run.data.shares)),
+            "loss": None if method == IDEAL else run.held_out_loss(),
         }
         for method, run in runs.items()
     ]
     numel = sum(p.numel() for p in runs[PLAIN].ddp.parameters())
-    title = f"A GPT of {numel / 1e6:.0f} million parameters, {2 * EACH} samples of {CONTEXT} bytes a step"
+    title = f"A GPT of {numel / 1e6:.0f} million parameters, {blocks * BLOCK} steps of {2 * EACH} samples"
     return {"title": title, "rows": rows, "explain": trimtab.explain(runs[BITS].ddp)}
 
 
