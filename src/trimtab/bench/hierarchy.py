@@ -117,7 +117,7 @@ class Trainer:
         levels: Mapping[str, Hierarchy],
     ) -> None:
         torch.manual_seed(0)
-        module = Gpt(width=512, layers=layers, heads=8, context=64)
+        module = Gpt(width=512, layers=layers, heads=8, context=16)
         self._silent = method == IDEAL
         # Views: eight models on each of four ranks must fit in memory.
         self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -136,7 +136,7 @@ class Trainer:
 
     def step(self) -> float:
         """One training step; gives the seconds until the last rank has finished it."""
-        batch = tokens(1, 64, seed=0, step=self._steps, rank=dist.get_rank())
+        batch = tokens(1, 16, seed=0, step=self._steps, rank=dist.get_rank())
         self._steps += 1
         dist.barrier()
         sent = wire_bytes()
@@ -145,7 +145,8 @@ class Trainer:
             loss = self._ddp(batch)
             loss.backward()
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        # Without communication DDP keeps no buffers for gradients: they must not be allocated anew each step.
+        self._optimizer.zero_grad(set_to_none=not self._silent)
         dist.barrier()
         taken = time.perf_counter() - start
         # The counter is of the host's interface: what this host sent to the other.
