@@ -81,7 +81,7 @@ def make_task(name: str, device: torch.device) -> Task:
         train=Subset(passages, range(some)),
         held_out=Subset(passages, range(some, len(passages))),
         loss=loss,
-        each=48 if name == "gpt" else 16,
+        each=64 if name == "gpt" else 16,
     )
 
 
@@ -97,7 +97,7 @@ def _digits(device: torch.device) -> Task:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     return Task(
-        model=ConvNet(96).to(device),
+        model=ConvNet(128).to(device),
         train=Subset(everything, range(1437)),
         held_out=Subset(everything, range(1437, len(everything))),
         loss=loss,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trimtab.emulate.layout import Seat
 
 # Short, since a step stalls in lumps of a period; the kernel takes no quota below 1 ms.
-_PERIOD_US = 10_000
+_PERIOD_US = 5_000
 _MIN_QUOTA_US = 1_000
 _MAX_PERIOD_US = 1_000_000
 

@@ -33,15 +33,18 @@ class Verdict:
 
 
 LOSS_BENCH = (
-    Verdict(family=BITS, setting="4 bits, SGD", passed=True, evidence="benchmarks/results/loss.json"),
+    Verdict(family=BITS, setting="4 bits, SGD", passed=True, evidence="benchmarks/results/adaptive.json"),
     Verdict(
         family=BITS_FEEDBACK,
-        setting="2 bits, whole ranges, SGD",
+        setting="2 bits, rounded to nearest, SGD",
         passed=True,
-        evidence="benchmarks/results/loss.json",
+        evidence="benchmarks/results/adaptive.json",
     ),
     Verdict(
-        family=POWERSGD, setting="rank 4, AdamW", passed=False, evidence="benchmarks/results/ddp-100mbit.json"
+        family=POWERSGD,
+        setting="rank 4, AdamW",
+        passed=False,
+        evidence="benchmarks/results/ddp-100mbit-untrained.json",
     ),
 )
 """Families that were tried. One that is not here, or did not pass, is never picked."""
