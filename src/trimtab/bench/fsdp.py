@@ -37,9 +37,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "gradients 4": {"codec": Block(bits=4)},
     BOTH: {"codec": Block(bits=4), "weight_bits": 8},
 }
-GRADIENT_CANARY, WEIGHT_CANARY = "gradients 1, nearest (canary)", "weights 2 (canary)"
+GRADIENT_CANARY, WEIGHT_CANARY = "gradients 1 (canary)", "weights 2 (canary)"
 CANARIES: dict[str, dict[str, Any]] = {
-    GRADIENT_CANARY: {"codec": Block(bits=1, stochastic=False)},
+    GRADIENT_CANARY: {"codec": Block(bits=1)},
     WEIGHT_CANARY: {"codec": Block(bits=4), "weight_bits": 2},
 }
 KEPT = ", weights kept"
