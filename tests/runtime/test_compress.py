@@ -55,6 +55,32 @@ def test_every_rank_decides_alike(ranks: Pool) -> None:
     assert len({words for words, _ in decisions}) == 1
 
 
+def in_two_levels() -> tuple[str, list[float]]:
+    """What compress says on two hosts of two ranks, and the reduced gradients."""
+    import gc
+    import os
+
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        torch.manual_seed(0)
+        ddp = trimtab.compress(Ddp(nn.Linear(256, 256)), Block(bits=4))
+    finally:
+        del os.environ["GROUP_RANK"]
+    ddp(torch.full((4, 256), dist.get_rank() + 1.0)).square().mean().backward()
+    gradients = [float(p.grad.double().norm()) for p in ddp.parameters() if p.grad is not None]
+    said = trimtab.explain(ddp)
+    dist.barrier()
+    del ddp
+    gc.collect()
+    return said, gradients
+
+
+def test_hosts_of_several_ranks_are_gone_through_in_two_levels(ranks: Pool) -> None:
+    answers = ranks(4, in_two_levels, faults=[Throttle(2e7)], allow_groups=True)
+    assert answers == [answers[0]] * 4
+    assert "2 hosts of 2 ranks" in answers[0][0]
+
+
 def measured() -> tuple[float, float]:
     assert dist.group.WORLD is not None
     exchange = measure_exchange(Block(), (dist.group.WORLD,) * 2, torch.device("cpu"))
