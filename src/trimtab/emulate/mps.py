@@ -26,8 +26,8 @@ _GIB = 1024  # in the MiB that nvidia-smi speaks
 PARTS = tuple(count / 132 for count in (132, 128, 124, 120, 66, 64, 62, 34, 32, 30, 22, 18, 16, 14))
 """The parts of a GPU that a rank may have.
 
-On other parts of an H200 (132 multiprocessors) cuBLAS leaves out tiles of its products: silently, and in every
-type. `check_products` finds it out.
+On other parts of an H200 (132 multiprocessors) cuBLAS leaves out tiles of its bf16 products, silently; fp32
+training went wrong there too. `check_products` finds it out.
 """
 
 
