@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from tests.workload.models import MODELS, batch_for
 
-from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Line, Times, key_of
+from trimtab.cluster.profile import Line
+from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
 from trimtab.predict.settings import settable
 from trimtab.workload.capture import capture
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.predict.tables import table_of, workload_of
 
+from trimtab.cluster.profile import Line
 from trimtab.errors import TrimtabError
 from trimtab.predict.costs import (
     CostTable,
     DeviceCosts,
-    Line,
     OperatorKey,
     Times,
     key_of,

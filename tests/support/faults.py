@@ -7,8 +7,10 @@ so the caller overlaps its work with it as with a real slow link; sends and rece
 
 from __future__ import annotations
 
+import os
 import queue
 import random
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -261,3 +263,15 @@ for _names, _how in ((_COLLECTIVES, FaultyGroup._later), (_POINT_TO_POINT, Fault
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # torch 2.13 renamed some; each version has the ones it calls
             setattr(FaultyGroup, _name, _handed_on(_name, _how))
+
+
+@dataclass(frozen=True)
+class Die:
+    """A rank is killed before its next collective once the file is there."""
+
+    rank: int
+    trigger: str
+
+    def __call__(self, call: Call) -> None:
+        if call.rank == self.rank and os.path.exists(self.trigger):  # noqa: PTH110 - a fault is plain data
+            os.kill(os.getpid(), signal.SIGKILL)

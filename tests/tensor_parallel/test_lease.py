@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
-import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.faults import Call, Delay
+from tests.support.faults import Delay, Die
 from tests.support.pool import RanksError
 from tests.tensor_parallel.jobs import Pair, adamw, difference, random_assignment
 from tests.tensor_parallel.models import loss_of, make
@@ -305,18 +302,6 @@ def refused(what: str) -> str:
 def test_a_wrong_lease_is_refused_on_every_rank(ranks: Pool, what: str, said: str) -> None:
     for message in ranks(2, refused, what):
         assert said in message
-
-
-@dataclass(frozen=True)
-class Die:
-    """A rank is killed before its next collective once the file is there."""
-
-    rank: int
-    trigger: str
-
-    def __call__(self, call: Call) -> None:
-        if call.rank == self.rank and os.path.exists(self.trigger):  # noqa: PTH110 - a fault is plain data
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_while_leasing(folder: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.faults import Call, Delay
+from tests.support.faults import Delay, Die
 from tests.support.pool import RanksError
 from tests.tensor_parallel.jobs import Pair, adamw, difference, random_assignment
 from torch import nn
@@ -176,18 +173,6 @@ def refused(what: str) -> str:
 def test_a_wrong_move_is_refused_on_every_rank(ranks: Pool, what: str, said: str) -> None:
     for message in ranks(2, refused, what):
         assert said in message
-
-
-@dataclass(frozen=True)
-class Die:
-    """A rank is killed just before the nth collective after the file appears."""
-
-    rank: int
-    trigger: str
-
-    def __call__(self, call: Call) -> None:
-        if call.rank == self.rank and os.path.exists(self.trigger):  # noqa: PTH110 - a fault is plain data
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_in_a_move(folder: Path) -> None:

@@ -16,7 +16,7 @@ _MAX_BYTES = 4 * 1024 * 1024
 _ADAPTER: TypeAdapter[Cluster] = TypeAdapter(Cluster)
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """YAML without its surprises: no repeated keys, no aliases (which can grow without bound)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -55,7 +55,7 @@ def parse_cluster(text: str, *, source: str, form: str = "yaml") -> Cluster:
     """Read a cluster from text; `source` is what errors call it."""
     try:
         tree = (
-            json.loads(text, object_pairs_hook=_unique) if form == "json" else yaml.load(text, _StrictLoader)
+            json.loads(text, object_pairs_hook=_unique) if form == "json" else yaml.load(text, StrictLoader)
         )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from trimtab.cluster.profile import Line  # noqa: TC001 - pydantic reads the annotations
 from trimtab.errors import TrimtabError
 from trimtab.workload.tensor import STRICT
 
@@ -127,17 +128,6 @@ class Times:
 
     forward_s: Seconds
     backward_s: Seconds
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Line:
-    """Seconds as a·n + c for n elements."""
-
-    a: Seconds
-    c: Seconds
-
-    def seconds(self, elements: int) -> float:
-        return self.a * elements + self.c
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Line, OperatorKey, Times, key_of
+from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
 from trimtab.predict.mapper import CostMapper
 from trimtab.predict.settings import matched
 
@@ -79,8 +79,7 @@ class Measured:
             key = str(self._key(operator.index, precision, samples))
             if key not in operators:
                 operators[key] = self._find(device, operator.index, precision, samples)
-        casts = {direction: Line(a=line.a, c=line.c) for direction, line in profile.casts.items()}
-        costs = DeviceCosts(operators=operators, casts=casts, estimated=profile.estimated)
+        costs = DeviceCosts(operators=operators, casts=profile.casts, estimated=profile.estimated)
         return CostTable(version=COSTS_VERSION, devices={device: costs})
 
     def _find(self, device: str, index: int, precision: str | None, samples: int) -> Times:

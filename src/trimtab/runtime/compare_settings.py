@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimtab.bench.ranks import parse_rate
-from trimtab.cluster.file import _StrictLoader
+from trimtab.cluster.file import StrictLoader
 from trimtab.errors import TrimtabError
 
 _MAX_BYTES = 64 * 1024
@@ -99,7 +99,7 @@ def load_settings(path: str | Path) -> Settings:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise TrimtabError(f"{path}: larger than {_MAX_BYTES >> 10} KiB; is this a settings file?")
-        tree = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)
     except UnicodeDecodeError:
         raise TrimtabError(f"{path}: not UTF-8 text; is this a settings file?") from None
     except OSError as error:
