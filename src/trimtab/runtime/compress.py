@@ -14,11 +14,11 @@ from trimtab.codec import Block, Codec
 from trimtab.collectives import find_hosts
 from trimtab.errors import TrimtabError
 from trimtab.integrations.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
-from trimtab.plan.compression import Decision, decide, decide_family
+from trimtab.plan.compression import Decision, decide_family
 from trimtab.plan.family import passed_families
 from trimtab.runtime.adaptive import Adaptive, Controller
 from trimtab.runtime.compress_fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
-from trimtab.runtime.exchange import measure_exchange, measure_exchanges
+from trimtab.runtime.exchange import measure_exchanges
 from trimtab.runtime.layer_log import LayerLog
 from trimtab.runtime.levels import Levels, choose_levels
 from trimtab.runtime.planner import FAMILIES, Settings
@@ -56,8 +56,8 @@ def compress(
 
     Args:
         codec: how to encode. Without it trimtab measures the link and either chooses the bits of every
-            layer while training runs (`Adaptive`; on GPUs 4 bits for all, unless asked) or, where that would
-            not pay, leaves the module exactly as it is. With it (for example ``Block(bits=8)``,
+            layer while training runs (`Adaptive`) or, where that would not pay,
+            leaves the module exactly as it is. With it (for example ``Block(bits=8)``,
             ``PowerSGD(rank=4)``) there is no such choice.
         overrides: codecs by parameter-name pattern, first match first; None leaves uncompressed.
         min_numel: parameters with fewer values, or with one axis, travel uncompressed.
@@ -100,14 +100,6 @@ def compress(
     reason = f"compressing with {codec}, as asked"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
         return _explained(model, "no parameter is large enough to be worth compressing", say=rank == 0)
-    if codec is None and parameters[0].device.type == "cuda":
-        # Adaptive bits have yet to be checked on a GPU; 4 bits for all have been.
-        codec = Block()
-        groups = stage_groups(model.process_group, parameters[0].device)
-        decision = _worth(codec, groups, parameters)
-        if not decision.compress:
-            return _explained(model, decision.reason, say=rank == 0)
-        reason = f"{decision.reason}; for bits by layer give trimtab.Adaptive()"
     if codec is None or isinstance(codec, Adaptive):
         chosen = _choose(model, codec or Adaptive(), error_feedback)
         groups, reason = chosen.groups, chosen.decision.reason
@@ -147,14 +139,6 @@ def compress(
         if levels.hierarchy is not None:
             weakref.finalize(model, levels.hierarchy.close).atexit = False
     return _explained(model, said, say=rank == 0)
-
-
-def _worth(
-    codec: Block, groups: tuple[dist.ProcessGroup, ...], parameters: list[torch.nn.Parameter]
-) -> Decision:
-    """Whether this codec pays on the job's own link. Collective."""
-    exchange = measure_exchange(codec, groups, parameters[0].device, sum(p.numel() for p in parameters))
-    return decide(exchange, sum(p.numel() * p.element_size() for p in parameters))
 
 
 def _levels(model: DistributedDataParallel, codec: Block) -> Levels | None:
