@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.codec.packing import RAW, Packing
 from trimtab.codec.random import OWN, REDUCED, stream
-from trimtab.collectives.reduction import started
+from trimtab.collectives.reduction import carried, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,6 +127,7 @@ class ScatterReduceAllGather(BlockReduction):
         sums = self._sums[: self._mine.nbytes]
         second = stream(self._seed, step, self._rank, REDUCED)
         if self._memory is not None:
+            carried(owed)
             # The sum itself is needed to know what its encoding left out: no fused form.
             for payload in payloads:
                 kernels.decode(payload, self._mine, flat, add=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.codec.codec import Codec, Uncompressed
 from trimtab.codec.random import OWN, stream
-from trimtab.collectives.reduction import started
+from trimtab.collectives.reduction import carried, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +57,7 @@ class CodecAllGather:
         mine = torch.cat(sent)
         gathered = torch.empty(world * mine.numel(), dtype=torch.uint8, device=flat.device)
         yield started(all_gather_single(gathered, mine, self._group, async_op=True))
+        carried(gathered, mine)
         sizes = [payload.numel() for payload in sent]
         for index, row in enumerate(gathered.view(world, -1)):
             for (piece, shape, codec), payload in zip(self._pieces, row.split_with_sizes(sizes), strict=True):

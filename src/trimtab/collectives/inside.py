@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.collectives.reduction import started
+from trimtab.collectives.reduction import carried, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,6 +63,7 @@ class GroupInside:
                 async_op=True,
             )
         )
+        carried(arrived)
         if own.numel():
             rows = arrived.view(self.world, -1)
             total = rows[0].float() if flat.dtype in (torch.float16, torch.bfloat16) else rows[0]
@@ -78,6 +79,7 @@ class GroupInside:
         mine[: own.numel()] = own
         gathered = torch.empty(self.world * longest, dtype=flat.dtype, device=flat.device)
         yield started(all_gather_single(gathered, mine, self._gather, async_op=True))
+        carried(gathered, mine)
         for rank, (start, end) in enumerate(pairwise(cuts)):
             if rank != self.rank:
                 flat[start:end] = gathered[rank * longest : rank * longest + end - start]

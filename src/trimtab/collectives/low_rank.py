@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trimtab.codec.packing import name_hash
 from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
 from trimtab.codec.random import stream
-from trimtab.collectives.reduction import started
+from trimtab.collectives.reduction import carried, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,6 +66,7 @@ class LowRankReduction:
         ]
         first = _join([*lefts, *(_part(flat, piece).float() for piece in self._raw)], flat)
         yield started(dist.all_reduce(first, group=self._groups[0], async_op=True))
+        carried(first, *matrices)
         parts = first.split_with_sizes(
             [left.numel() for left in lefts] + [piece.numel for piece in self._raw]
         )
@@ -75,6 +76,7 @@ class LowRankReduction:
         rights = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         second = _join(rights, flat)
         yield started(dist.all_reduce(second, group=self._groups[-1], async_op=True))
+        carried(second, *matrices, *bases)
         summed = second.split_with_sizes([right.numel() for right in rights])
         for (piece, _, _), matrix, basis, right, part in zip(
             self._matrices, matrices, bases, rights, summed, strict=True

@@ -69,6 +69,17 @@ class Works:
             self._queued.wait()
 
 
+def carried(*tensors: torch.Tensor) -> None:
+    """Call after a `yield` with the tensors made before it that are still to be used, or are the collective's own.
+
+    On CUDA each stage has a stream of its own, and memory goes back to the stream that made it: the next
+    bucket's first stage would be given it while this one's later stages still read.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def together(values: torch.Tensor, works: Sequence[dist.Work] = ()) -> dist.Work:
     """Several operations on `values`, or none, as one `dist.Work`; who runs a reduction only waits for it."""
     return cast("dist.Work", Works(works, values))

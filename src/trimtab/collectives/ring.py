@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.collectives.block import BlockReduction, keep, restore, rows
-from trimtab.collectives.reduction import started, together
+from trimtab.collectives.reduction import carried, started, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +58,7 @@ class Ring(BlockReduction):
         key = stream(self._seed, step, rank, REDUCED)
         self._encode_sum(flat, came, own, sums, stream=key, scale=scale, meant=meant)
         if self._memory is not None and meant is not None:
+            carried(meant)
             keep(self._memory, self._layout, meant, flat)
         yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
         for owner, row in enumerate(rows(self._gathered, self._sums.numel())):

@@ -17,9 +17,10 @@ from torch._C._distributed_c10d import GradBucket
 from trimtab._compat import all_gather_single
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.packing import RAW
-from trimtab.collectives import MAX_STAGES, Piece, Reduction, reduction_for, runner_for
+from trimtab.collectives import MAX_STAGES, Piece, Reduction, finish, reduction_for, runner_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.errors import TrimtabError
+from trimtab.integrations.ddp_resume import AsSaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,6 +105,9 @@ class DdpCompression:
         self.groups = groups or stage_groups(ddp.process_group, self.device)
         self.scale = 1.0 / dist.get_world_size(self.groups[0])
         self._reductions: dict[Any, tuple[Reduction, list[Piece]]] = {}
+        self._in_step: dict[Any, None] = {}
+        """Keys of the step's reductions, in the order of its buckets."""
+        self._as_saved: AsSaved | None = None
         self._runner = runner_for(self.device)
 
     def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
@@ -120,6 +124,11 @@ class DdpCompression:
         step = self.step
         if bucket.is_last():
             self.step += 1
+        if self._as_saved is not None:
+            as_saved = self._as_saved
+            if bucket.is_last():
+                self._as_saved = None
+            return as_saved.take(bucket, lambda p, g, flat: finish(self._steps(p, g, flat, step)))
         return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
 
     def set_bits(self, bits: Mapping[str, int], *, at_step: int) -> None:
@@ -148,6 +157,7 @@ class DdpCompression:
         if error_feedback != (self.memory is not None):
             self.memory = ErrorFeedback() if error_feedback else None
         self._reductions.clear()
+        self._in_step.clear()
 
     def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Hand every bucket to another communication hook from now on; DDP itself takes only one."""
@@ -167,6 +177,7 @@ class DdpCompression:
             "changes": {step: dict(bits) for step, bits in self._changes.items()},
             "residuals": self.memory.state_dict() if self.memory is not None else {},
             "rights": {name: factor.clone() for name, factor in self._rights.items()},
+            "buckets": [[piece.name for piece in self._reductions[key][1]] for key in self._in_step],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +202,9 @@ class DdpCompression:
         self._rights.clear()
         self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})
         self._reductions.clear()  # they hold the seed and the bits
+        self._in_step.clear()
+        buckets = state.get("buckets")
+        self._as_saved = AsSaved(buckets, self._names) if buckets else None
 
     def _choose(
         self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
@@ -226,6 +240,7 @@ class DdpCompression:
         key = (*map(id, parameters), flat.dtype)
         if key not in self._reductions:
             self._reductions[key] = self._plan(parameters, gradients, flat)
+        self._in_step[key] = None
         reduction, pieces = self._reductions[key]
         if self._observe is not None:
             self._observe(step, pieces, flat)
@@ -247,6 +262,9 @@ class DdpCompression:
         if self.watcher is not None:
             self.watcher.begin(step)
         self._begun = step
+        # DDP's buckets of a first step are not those of later ones: theirs hold memory for nothing.
+        self._reductions = {key: self._reductions[key] for key in self._in_step if key in self._reductions}
+        self._in_step.clear()
         for at_step in sorted(at for at in list(self._changes) if at <= step):
             for name, bits in self._changes.pop(at_step).items():
                 numel, _, block = self.pieces[name]
