@@ -31,6 +31,13 @@ class Choice:
     damage: NotNegative
     """Of one rank of the role with its share of the batch; 0 in the model's own precision."""
 
+    memory: int = 0
+    """Bytes of the rank's peak beyond what it is with this operator in the precision that the plan chose."""
+
+
+OWN = "own"
+"""In the place of a precision: the model's."""
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Role:
@@ -51,8 +58,17 @@ class Role:
     peak_bytes: Annotated[int, Field(ge=0)]
     """Predicted peak of its memory."""
 
+    memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    """What its device offers; None for no limit."""
+
+    fixed_s: NotNegative = 0.0
+    """The part of `compute_s` that does not grow with samples."""
+
+    bytes_per_sample: NotNegative = 0.0
+    """How its peak grows with a sample."""
+
     choices: dict[str, dict[str, Choice]] = Field(default_factory=dict)
-    """By operator and precision ("own" is the model's): what plans made while training runs choose among."""
+    """By operator and precision (`OWN` is the model's): what plans made while training runs choose among."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -92,6 +108,9 @@ class Plan:
     """Roles in rank order, each with how many ranks in a row have it."""
 
     predicted: Predicted
+    budget: NotNegative = 0.0
+    """The damage that was allowed, with free shares."""
+
     reasons: tuple[str, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")

@@ -1,0 +1,27 @@
+"""What a plan knows a model by."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.precision.operators import operators
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short hash of a model's structure: names, shapes and types of its parameters, names and kinds of its
+    operators. Values, devices, DDP, `torch.compile`, frozen parameters and set precisions make no difference, so
+    a model on the meta device has the fingerprint of the one that is trained.
+    """
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        model = inner  # type: ignore[assignment]
+    parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    text = json.dumps([parameters, sorted(operators(model).items())])
+    return sha256(text.encode()).hexdigest()[:16]
