@@ -361,3 +361,9 @@ def test_tied_embeddings_stay_one_tensor_with_one_gradient() -> None:
     assert gradient is not None
     assert gradient.dtype == torch.float32
     assert "lm_head.weight" in model.state_dict()
+
+
+def test_attention_inside_torchs_own_module_is_refused_rather_than_left_as_it_is() -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    with pytest.raises(TrimtabError, match="self_attn is torch's own"):
+        set_precision(layer, {"self_attn/attention": "bf16"})

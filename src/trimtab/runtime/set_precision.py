@@ -85,7 +85,9 @@ def _matched(root: nn.Module, patterns: Mapping[str, Precision]) -> dict[str, tu
     known: dict[str, Kind] = dict(operators(root))
     if any(pattern.endswith(ATTENTION) for pattern in patterns):
         known |= {
-            name + ATTENTION: "attention" for name, _ in root.named_modules() if name and name not in known
+            name + ATTENTION: "attention"
+            for name, module in root.named_modules()
+            if name and name not in known and not isinstance(module, nn.MultiheadAttention)
         }
     chosen: dict[str, tuple[Kind, Precision]] = {}
     unused = set(patterns)
@@ -98,6 +100,17 @@ def _matched(root: nn.Module, patterns: Mapping[str, Precision]) -> dict[str, tu
                 continue  # a wildcard passes over what no device could give
             chosen[name] = (kind, precision)
             break
+    whole = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.MultiheadAttention) and name + ATTENTION in unused
+    ]
+    if whole:
+        raise TrimtabError(
+            f"set_precision: {whole[0]} is torch's own MultiheadAttention, which computes its products in one call "
+            f"that cannot be divided; leave out {whole[0] + ATTENTION!r}, or call scaled_dot_product_attention in a "
+            "module of your own"
+        )
     if unused:
         some = ", ".join(list(known)[:8]) or "none"
         raise TrimtabError(
