@@ -46,6 +46,9 @@ class Role:
     device: str
     """Their device class in the cluster."""
 
+    kind: Literal["cpu", "cuda"] | None = None
+    """What torch calls it; a rank whose model is elsewhere refuses the plan. None where it is not known."""
+
     samples: Count
     """Of every step's batch, for each such rank."""
 
