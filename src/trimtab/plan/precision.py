@@ -1,0 +1,397 @@
+"""Which operators of which ranks are lowered: as many as it takes to keep pace and to fit, and no more.
+
+1. Start each role at its fastest precisions that fit its memory.
+2. The step of that start, or the other ranks' own time where that is longer, is the pace to keep.
+3. Recover: raise the operator that gains most, one step at a time, as long as the replayed step keeps the pace
+   and the memory suffices; take back what does not, exactly.
+4. Refine: recovering in the order of damage alone ignores what each step costs. So it is done in the order of
+   damage for each second, too, and held against the best trade of the operators' own seconds and damages (see
+   `frontier`); the least damaging that keeps the pace when replayed is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import fsum
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.errors import TrimtabError
+from trimtab.plan.frontier import Frontier
+from trimtab.plan.options import Option, damage_of, ladder, option_of, seconds_of
+from trimtab.plan.plan import OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trimtab.plan.options import Chosen, Options
+    from trimtab.plan.pace import Pace
+
+TOLERANCE = 0.002
+"""The part by which a step may exceed the pace. Far below what a prediction is off by; without it the last digit
+of a sum would decide."""
+
+ATTEMPTS = 8
+"""How often a trade that does not keep the pace when replayed is made a little faster and tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowerable:
+    """A role whose operators may be lowered."""
+
+    damages: Mapping[str, Mapping[str, float]]
+    """By operator and precision: of one of its ranks, with its share of the batch."""
+
+    ranks: int = 1
+    memory_bytes: int | None = None
+    """What its device offers; None for no limit."""
+
+    alike: tuple[tuple[str, ...], ...] = ()
+    """Operators in the same place of repeated blocks: what is found of the first holds for the others."""
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """All operators, those that are alike together, in the order of `damages`."""
+        of = {name: group for group in self.alike for name in group}
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.damages:
+            group = of.get(name, (name,))
+            found.setdefault(group[0], tuple(n for n in group if n in self.damages))
+        return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What an allocator chose."""
+
+    chosen: dict[str, Chosen]
+    """By role and operator; `OWN` for the model's precision."""
+
+    options: dict[str, Options]
+    """What it chose among, by role."""
+
+    pace_s: float
+    """The step that had to be kept to."""
+
+    step_s: float
+    damage: float
+    """Of all ranks of these roles."""
+
+    start_damage: float
+    """With every operator at its fastest precision that fits: what recovering began with."""
+
+    recovered: int
+    """Operators that were raised from there."""
+
+    trials: int = field(default=0)
+    """Steps that were replayed."""
+
+
+def allocate(
+    pace: Pace, roles: Mapping[str, Lowerable], *, others_s: float = 0.0, tolerance: float = TOLERANCE
+) -> Allocation:
+    """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `pace` so set.
+
+    Args:
+        pace: the job, nothing lowered yet.
+        others_s: the step of the ranks that stay as they are, by themselves: nobody needs to be faster.
+
+    Raises:
+        TrimtabError: a role that does not fit its memory at any precisions; how much is missing.
+    """
+    start = {name: fastest(pace, name, role) for name, role in roles.items()}
+    options = {name: priced(pace, name, role, start[name]) for name, role in roles.items()}
+    limit = max(pace.step_s(), others_s)
+    job = _Job(pace, roles, options, start, limit * (1 + tolerance))
+    job.improve()
+    return Allocation(
+        chosen={name: dict(own) for name, own in job.chosen.items()},
+        options=options,
+        pace_s=limit,
+        step_s=pace.step_s(),
+        damage=job.damage(),
+        start_damage=fsum(role.ranks * damage_of(options[n], start[n]) for n, role in roles.items()),
+        recovered=sum(
+            job.chosen[n][operator] != precision for n in roles for operator, precision in start[n].items()
+        ),
+        trials=job.trials,
+    )
+
+
+def relieve(
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    chosen: Mapping[str, Chosen],
+    *,
+    pace_s: float,
+    tolerance: float = TOLERANCE,
+) -> Allocation:
+    """Raise what need not be lowered to keep a given pace; `pace` is set to `chosen`, and is left as found."""
+    options = {name: priced(pace, name, role, chosen[name]) for name, role in roles.items()}
+    job = _Job(pace, roles, options, chosen, pace_s * (1 + tolerance))
+    before = job.damage()
+    job.improve()
+    return Allocation(
+        chosen={name: dict(own) for name, own in job.chosen.items()},
+        options=options,
+        pace_s=pace_s,
+        step_s=pace.step_s(),
+        damage=job.damage(),
+        start_damage=before,
+        recovered=sum(job.chosen[n][o] != precision for n in roles for o, precision in chosen[n].items()),
+        trials=job.trials,
+    )
+
+
+# The start
+
+
+def fastest(pace: Pace, name: str, role: Lowerable) -> Chosen:
+    """Set a role to its fastest precisions that fit; operators that are alike get what the first one gets.
+
+    Raises:
+        TrimtabError: nothing fits; how much is missing.
+    """
+    chosen: Chosen = dict.fromkeys(role.damages, OWN)
+    for _ in range(2):  # a second time, now that the neighbours are what they will be
+        again = False
+        for group in role.groups():
+            best = _fastest_of(pace, name, role, group[0], chosen[group[0]])
+            again |= best != chosen[group[0]]
+            for operator in group:
+                if chosen[operator] != best:
+                    pace.change(name, operator, best)
+                    chosen[operator] = best
+        if not again:
+            break
+    if role.memory_bytes is not None and pace.peak(name) > role.memory_bytes:
+        _fit(pace, name, role, chosen)
+    return chosen
+
+
+def _fastest_of(pace: Pace, name: str, role: Lowerable, operator: str, now: str) -> str:
+    times = {}
+    for precision, _ in sorted(
+        _levels(role, operator), key=lambda level: level[1]
+    ):  # the least damaging first
+        change = pace.change(name, operator, precision) if precision != now else None
+        times[precision] = pace.compute_s(name)
+        if change is not None:
+            pace.undo(change)
+    return min(times, key=lambda precision: times[precision])
+
+
+def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
+    """Lower further what saves most memory for its time, until the role fits."""
+    assert role.memory_bytes is not None
+    options = priced(pace, name, role, chosen)
+    smaller = []
+    for operator, several in options.items():
+        now = option_of(options, operator, chosen[operator])
+        for option in several:
+            saved = now.memory - option.memory
+            if saved > 0:
+                smaller.append(((option.seconds - now.seconds) / saved, operator, option))
+    smaller.sort(key=lambda found: found[0])
+    for _, operator, option in smaller:
+        now = option_of(options, operator, chosen[operator])
+        if option.memory >= now.memory:
+            continue
+        pace.change(name, operator, option.precision)
+        chosen[operator] = option.precision
+        if pace.peak(name) <= role.memory_bytes:
+            return
+    missing = pace.peak(name) - role.memory_bytes
+    raise TrimtabError(
+        f"{name}: a step needs {pace.peak(name) / 2**30:.3g} GiB even with every operator at the precision that keeps "
+        f"least, and its device has {role.memory_bytes / 2**30:.3g} GiB: {missing / 2**20:,.0f} MiB are missing; give "
+        "it fewer samples, probe lower precisions, or use more ranks"
+    )
+
+
+def priced(pace: Pace, name: str, role: Lowerable, chosen: Mapping[str, str]) -> Options:
+    """Seconds, damage and memory of every operator in every precision, the others being as they are now."""
+    limited = role.memory_bytes is not None
+    found: Options = {}
+    for group in role.groups():
+        first = group[0]
+        measured: dict[str, tuple[float, int]] = {}
+        for precision, _ in _levels(role, first):
+            change = pace.change(name, first, precision) if precision != chosen[first] else None
+            measured[precision] = pace.compute_s(name), pace.peak(name) if limited else 0
+            if change is not None:
+                pace.undo(change)
+        least_s = min(seconds for seconds, _ in measured.values())
+        least_bytes = min(peak for _, peak in measured.values())
+        for operator in group:
+            found[operator] = tuple(
+                Option(
+                    precision=precision,
+                    seconds=measured[precision][0] - least_s,
+                    damage=damage,
+                    memory=measured[precision][1] - least_bytes,
+                )
+                for precision, damage in _levels(role, operator)
+            )
+    return {operator: found[operator] for operator in role.damages}
+
+
+def _levels(role: Lowerable, operator: str) -> Iterable[tuple[str, float]]:
+    own = role.damages[operator]
+    return ((OWN, 0.0), *((precision, damage) for precision, damage in own.items() if precision != OWN))
+
+
+# Recovering
+
+
+class _Job:
+    """Roles at some precisions, and what may still be raised."""
+
+    def __init__(
+        self,
+        pace: Pace,
+        roles: Mapping[str, Lowerable],
+        options: Mapping[str, Options],
+        chosen: Mapping[str, Chosen],
+        limit_s: float,
+    ) -> None:
+        self.pace, self.roles, self.options, self.limit_s = pace, roles, options, limit_s
+        self.chosen = {name: dict(own) for name, own in chosen.items()}
+        self.trials = 0
+
+    def damage(self) -> float:
+        return fsum(
+            role.ranks * damage_of(self.options[name], self.chosen[name]) for name, role in self.roles.items()
+        )
+
+    def improve(self) -> None:
+        """Recover in both orders, refine, and stay at the least damaging that was found."""
+        start = self._saved()
+        self.recover("damage")
+        found = [(self.damage(), self._saved())]
+        self._set(start)
+        self.recover("rate")
+        found.append((self.damage(), self._saved()))
+        best = min(found, key=lambda one: one[0])  # the first of equals
+        self._set(best[1])
+        if self.refine():
+            self.recover("rate")
+
+    def recover(self, order: Literal["damage", "rate"]) -> None:
+        """Raise one operator after another, the one first that gains most (or most for its seconds)."""
+        ladders = {
+            (name, operator): ladder(several, memory=self.roles[name].memory_bytes is not None)
+            for name, own in self.options.items()
+            for operator, several in own.items()
+        }
+        heap: list[tuple[float, int]] = []
+        entries: list[tuple[str, str, Option]] = []
+
+        def push(name: str, operator: str) -> None:
+            now = option_of(self.options[name], operator, self.chosen[name][operator])
+            higher = [o for o in ladders[name, operator] if o.damage < now.damage]
+            if not higher:
+                return
+            gain = (now.damage - higher[0].damage) * self.roles[name].ranks
+            if order == "rate":
+                gain /= max(higher[0].seconds - now.seconds, 1e-12)
+            entries.append((name, operator, higher[0]))
+            heap.append((-gain, len(entries) - 1))
+
+        for name, operator in ladders:
+            push(name, operator)
+        heapify(heap)
+        while heap:
+            name, operator, option = entries[heappop(heap)[1]]
+            if not self._try(name, {operator: option.precision}):
+                continue
+            size = len(heap)
+            push(name, operator)
+            if len(heap) > size:
+                heappush(heap, heap.pop())
+
+    def refine(self) -> bool:
+        """Replace a role's choice by a better trade of its operators' seconds and damages, if that keeps the pace."""
+        better = False
+        for name, role in self.roles.items():
+            options = self.options[name]
+            present = self.chosen[name]
+            damage = damage_of(options, present)
+            if damage == 0:
+                continue
+            # At most: what others or the link add to the step shows when a trade is tried.
+            room = seconds_of(options, present) + max(0.0, self.limit_s - self.pace.compute_s(name))
+            for price in _prices(options, role.memory_bytes is not None):
+                frontier = Frontier(options, price_of_memory=price)
+                if self._trade(name, frontier, room, damage):
+                    better = True
+                    break
+        return better
+
+    def _trade(self, name: str, frontier: Frontier, room: float, damage: float) -> bool:
+        options = self.options[name]
+        for _ in range(ATTEMPTS):
+            place = frontier.place(room)
+            if place is None:
+                return False
+            found = frontier.chosen(place)
+            if damage_of(options, found) >= damage * (1 - 1e-9):
+                return False
+            over = self._over(name, found)
+            if over is None:
+                return True
+            room = min(room, float(frontier.seconds[place])) - max(over, 1e-6 * room)
+        return False
+
+    def _over(self, name: str, wanted: Chosen) -> float | None:
+        """Set a role; take it back if it misses the pace, and say by how much. None where it stays."""
+        before = dict(self.chosen[name])
+        self._apply(name, wanted)
+        self.trials += 1
+        over = self.pace.step_s() - self.limit_s
+        if over <= 0 and self._fits(name):
+            return None
+        self._apply(name, before)
+        return max(over, 0.0)
+
+    def _try(self, name: str, changes: Mapping[str, str]) -> bool:
+        """Change operators; keep that if the pace is kept and the memory suffices, else take it back exactly."""
+        made = [
+            self.pace.change(name, operator, precision)
+            for operator, precision in changes.items()
+            if precision != self.chosen[name][operator]
+        ]
+        self.trials += 1
+        if self.pace.step_s() <= self.limit_s and self._fits(name):
+            self.chosen[name].update(changes)
+            return True
+        for change in reversed(made):
+            self.pace.undo(change)
+        return False
+
+    def _fits(self, name: str) -> bool:
+        limit = self.roles[name].memory_bytes
+        return limit is None or self.pace.peak(name) <= limit
+
+    def _saved(self) -> dict[str, Chosen]:
+        return {name: dict(own) for name, own in self.chosen.items()}
+
+    def _set(self, chosen: Mapping[str, Chosen]) -> None:
+        for name, own in chosen.items():
+            self._apply(name, own)
+
+    def _apply(self, name: str, wanted: Mapping[str, str]) -> None:
+        for operator, precision in wanted.items():
+            if precision != self.chosen[name][operator]:
+                self.pace.change(name, operator, precision)
+                self.chosen[name][operator] = precision
+
+
+def _prices(options: Options, limited: bool) -> Iterable[float]:
+    """What a byte may count for: nothing, or, where memory is short, up to more than any damage."""
+    yield 0.0
+    if not limited:
+        return
+    worst = max((o.damage for several in options.values() for o in several), default=0.0)
+    most = max((o.memory for several in options.values() for o in several), default=0)
+    if worst > 0 and most > 0:
+        yield from (worst / most * factor for factor in (0.03, 0.1, 0.3, 1.0, 3.0))
