@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster as Cluster
     from trimtab.errors import TrimtabError as TrimtabError
     from trimtab.runtime.adaptive import Adaptive as Adaptive
+    from trimtab.runtime.apply import apply as apply
     from trimtab.runtime.compress import compress as compress
     from trimtab.runtime.compress import explain as explain
     from trimtab.runtime.compress import load_state_dict as load_state_dict
@@ -28,6 +29,7 @@ _HOMES = {
     "Adaptive": "trimtab.runtime.adaptive",
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
+    "apply": "trimtab.runtime.apply",
     "compress": "trimtab.runtime.compress",
     "explain": "trimtab.runtime.compress",
     "load_state_dict": "trimtab.runtime.compress",
@@ -41,6 +43,7 @@ __all__ = [
     "Cluster",
     "TrimtabError",
     "__version__",
+    "apply",
     "compress",
     "explain",
     "load_state_dict",

@@ -2,8 +2,8 @@
 
 The backend "trimtab" is known there too, so that the script may ask for it by name.
 
-python -m trimtab.runtime.bootstrap SCRIPT ARGS
-python -m trimtab.runtime.bootstrap -m MODULE ARGS
+python -m trimtab.runtime.bootstrap [--plan FILE] SCRIPT ARGS
+python -m trimtab.runtime.bootstrap [--plan FILE] -m MODULE ARGS
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from trimtab import backend, environment
 def wrap_ddp() -> None:
     """From here on every DistributedDataParallel is compressed as it is made, where that pays.
 
-    A script that registers a communication hook of its own gets its way: trimtab's hook then
-    hands every bucket to it.
+    With a plan, it runs as that says. A script that registers a communication hook of its own gets its
+    way: trimtab's hook then hands every bucket to it.
     """
     from torch.nn.parallel import DistributedDataParallel
 
+    from trimtab.runtime.apply import apply_launched
     from trimtab.runtime.compress import compress, compression_of
+    from trimtab.runtime.in_force import Launch
 
     construct = DistributedDataParallel.__init__
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        compress(self)
+        if Launch.path is None:
+            compress(self)
+        else:
+            apply_launched(self)
         compression = compression_of(self)
         if compression is not None:
             compression.automatic = True
@@ -44,6 +49,11 @@ def wrap_ddp() -> None:
 def main() -> None:
     """Run the script named on the command line as `__main__`."""
     backend.register()
+    if sys.argv[1] == "--plan":
+        from trimtab.runtime.in_force import Launch
+
+        Launch.path = Path(sys.argv[2])
+        sys.argv = [sys.argv[0], *sys.argv[3:]]
     if not environment.disabled():
         wrap_ddp()
     if sys.argv[1] == "-m":

@@ -19,6 +19,7 @@ from trimtab.plan.family import passed_families
 from trimtab.runtime.adaptive import Adaptive, Controller
 from trimtab.runtime.compress_fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
 from trimtab.runtime.exchange import measure_exchanges
+from trimtab.runtime.in_force import in_force_of
 from trimtab.runtime.layer_log import LayerLog
 from trimtab.runtime.levels import Levels, choose_levels
 from trimtab.runtime.planner import FAMILIES, Settings
@@ -217,16 +218,18 @@ def observe_loss(model: torch.nn.Module, loss: torch.Tensor | float) -> None:
 
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module, and why."""
-    text = str(model.__dict__.get(_EXPLANATION, "trimtab has not been asked to adjust this module"))
+    from trimtab.runtime.apply import explain_plan
+
+    said = [explain_plan(model), model.__dict__.get(_EXPLANATION)]
     controller = adaptive_of(model)
-    if controller is None or not controller.history:
-        return text
-    last = controller.history[-1]
-    return f"{text}; since step {last.step}: {last.reasons[0]}"
+    if controller is not None and controller.history:
+        last = controller.history[-1]
+        said.append(f"since step {last.step}: {last.reasons[0]}")
+    return "; ".join(filter(None, said)) or "trimtab has not been asked to adjust this module"
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """What trimtab must find again to continue with the same bits; goes into the checkpoint.
+    """What trimtab must find again to continue with the same bits and plan; goes into the checkpoint.
 
     Random streams are keyed by rank: save and load per rank when error feedback is on, otherwise
     rank 0's serves all.
@@ -235,11 +238,22 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     state = {} if compression is None else {"compression": compression.state_dict()}
     if controller is not None:
         state["adaptive"] = controller.state_dict()
+    if (in_force := in_force_of(model)) is not None:
+        from trimtab.runtime.apply import state_of_plan
+
+        state["plan"] = state_of_plan(model, in_force)
     return state
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Continue from `state_dict`; a module that is not compressed ignores compression's part."""
+    """Continue from `state_dict`; a module that is not compressed ignores compression's part.
+
+    Every rank calls it. A plan in the state is taken up, unless it is for another number of ranks.
+    """
+    if "plan" in state and not environment.disabled():
+        from trimtab.runtime.apply import load_state_of_plan
+
+        load_state_of_plan(model, state["plan"])
     compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
     if controller is not None and "adaptive" in state:
         controller.load_state_dict(state["adaptive"])

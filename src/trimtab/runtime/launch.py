@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
@@ -32,7 +33,8 @@ def launch(arguments: Sequence[str]) -> int:
 def torchrun_command(arguments: Sequence[str]) -> list[str]:
     """The torchrun command for these arguments: its own flags, then SCRIPT (or -m MODULE) and the script's.
 
-    torchrun's own parser tells where its flags end.
+    torchrun's own parser tells where its flags end. A plan is read here, so that one that cannot be used is
+    refused before any process starts.
     """
     from torch.distributed.run import get_args_parser
 
@@ -40,7 +42,11 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parser.prog = "trimtab run"
     parser.description = (
         "Train a script, unchanged, as torchrun does; the gradients of its DistributedDataParallel travel "
-        "in 4 bits where that pays. The flags are torchrun's. TRIMTAB_DISABLE=1 makes it plain torchrun."
+        "in 4 bits where that pays. The flags are torchrun's, and --plan. TRIMTAB_DISABLE=1 makes it plain "
+        "torchrun."
+    )
+    parser.add_argument(
+        "--plan", help="What each rank does, as `trimtab plan` wrote it: precisions, bits and batch shares."
     )
     parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
@@ -51,6 +57,9 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
+    if parsed.plan is not None:
+        flags = _without_plan(flags)
+        _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
     if parsed.module:
         flags = [flag for flag in flags if flag not in ("-m", "--module")]
         script = ["-m", *script]
@@ -58,9 +67,40 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         *(sys.executable, "-m", "torch.distributed.run"),
         *flags,
         *("-m", BOOTSTRAP),
+        *(("--plan", str(Path(parsed.plan).resolve())) if parsed.plan is not None else ()),
         *script,
         *parsed.training_script_args,
     ]
+
+
+def _check_plan(path: str, per_node: str, nodes: str) -> None:
+    """Refuse what cannot be read, is another trimtab's, or is for another number of ranks, where that is known."""
+    import trimtab
+    from trimtab.plan.plan_file import load_plan
+    from trimtab.runtime.in_force import refuse_world
+
+    plan = load_plan(path)
+    if plan.trimtab != trimtab.__version__:
+        raise TrimtabError(
+            f"run: {path} was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; make the plan anew "
+            "with `trimtab plan`"
+        )
+    fewest, _, most = str(nodes).partition(":")
+    if str(per_node).isdigit() and fewest == (most or fewest):
+        try:
+            refuse_world(plan, int(per_node) * int(fewest))
+        except TrimtabError as error:
+            raise TrimtabError(f"run: {path}: {error}") from None
+
+
+def _without_plan(flags: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for flag in flags:
+        if kept and kept[-1] == "--plan":
+            kept.pop()
+        elif not flag.startswith("--plan="):
+            kept.append(flag)
+    return kept
 
 
 def _refuse(message: str) -> NoReturn:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab import environment
 from trimtab.errors import TrimtabError
 from trimtab.plan.batch_shares import Adjust, rebalance, share_batch
+from trimtab.runtime.in_force import in_force_for
 from trimtab.runtime.local_time import LocalClock, leave_out
 from trimtab.runtime.meeting import device_of, gather, place, refuse_differences
 from trimtab.runtime.room import Room
@@ -28,11 +29,17 @@ from trimtab.runtime.share_sampler import Cut, ShareSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from os import PathLike
 
     from torch.utils.data import Dataset
 
+    from trimtab.plan.plan import Plan
+    from trimtab.runtime.in_force import InForce
+
 _OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 _END = object()
+FOLLOW = Adjust()
+"""Unless something else is asked for, shares follow measured speeds."""
 
 
 def loader(
@@ -42,9 +49,10 @@ def loader(
     accumulate: int = 1,
     count: Callable[[Any], int | torch.Tensor] | None = None,
     shares: Sequence[float] | None = None,
+    plan: Plan | str | PathLike[str] | torch.nn.Module | None = None,
     max_batch: int | None = None,
     min_batch: int = 1,
-    adjust: Adjust | None = Adjust(),  # noqa: B008  # frozen
+    adjust: Adjust | None = FOLLOW,
     shuffle: bool = True,
     drop_last: bool = False,
     seed: int = 0,
@@ -67,9 +75,12 @@ def loader(
         count: what a batch counts for in the loss's denominator, where that is not samples: for a mean over
             tokens ``lambda batch: (batch["labels"] != -100).sum()``. Costs one number a step to add up.
         shares: speeds to start from, one for each rank; equal when absent.
+        plan: whose shares to start from: a plan, its file, or a model that runs under one (`trimtab.apply`) and
+            whose later plans count too. Under `trimtab run --plan` that plan counts, unless `shares` are given.
         max_batch: the most samples this rank has memory for at once; a GPU's is also measured.
         min_batch: the fewest samples a rank shall have at once (BatchNorm on vectors needs 2).
-        adjust: when to follow measured speeds; None keeps the shares as they are.
+        adjust: when to follow measured speeds; None keeps the shares as they are, and so does a plan that was
+            made for equal ones, unless an `Adjust` is given.
         shuffle: in an order that depends on `seed` and the epoch alone.
         drop_last: leave out the samples that do not fill a step.
         group: the ranks that train together; all when absent.
@@ -90,6 +101,11 @@ def loader(
             f"at least {min_batch}; batch_size counts all ranks and accumulated batches: raise it to "
             f"{max(1, world * accumulate * min_batch)} or more"
         )
+    in_force = _plan(plan, shares, group, world)
+    if in_force is not None:
+        shares = in_force.plan.shares
+        if in_force.plan.batch == "fixed" and adjust is FOLLOW:
+            adjust = None
     speeds = [1.0] * world if shares is None else [float(share) for share in shares]
     if len(speeds) != world or min(speeds) <= 0:
         raise TrimtabError(f"loader: shares={list(speeds)}: give each of {world} ranks a speed above 0")
@@ -108,9 +124,35 @@ def loader(
         seed=seed,
     )
     data: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
-    return Loader(
+    made = Loader(
         data, sampler, count=count, max_batch=max_batch, min_batch=min_batch, adjust=adjust, group=group
     )
+    made._most = most
+    if in_force is not None:
+        in_force.loaders.add(made)
+        if rank == 0 and in_force.plan.batch_size != batch_size:
+            environment.logger().info(
+                "the plan shares %d samples out as %s; a step of %d takes %s",
+                in_force.plan.batch_size,
+                "/".join(map(str, in_force.plan.shares)),
+                batch_size,
+                "/".join(map(str, made.shares)),
+            )
+    return made
+
+
+def _plan(
+    plan: Plan | str | PathLike[str] | torch.nn.Module | None,
+    shares: Sequence[float] | None,
+    group: dist.ProcessGroup | None,
+    world: int,
+) -> InForce | None:
+    """The plan whose shares count, if there is one; the script's own shares come before those of `trimtab run`."""
+    if plan is not None and shares is not None:
+        raise TrimtabError("loader: shares and plan both say who takes how much; give one of them")
+    if shares is not None or environment.disabled():
+        return None
+    return in_force_for(plan, group, world)
 
 
 class Loader:
@@ -128,7 +170,7 @@ class Loader:
         count: Callable[[Any], int | torch.Tensor] | None = None,
         max_batch: int | None = None,
         min_batch: int = 1,
-        adjust: Adjust | None = Adjust(),  # noqa: B008  # frozen
+        adjust: Adjust | None = FOLLOW,
         group: dist.ProcessGroup | None = None,
         ahead: int | None = None,
     ) -> None:
@@ -145,6 +187,8 @@ class Loader:
         self._room = Room(max_batch)
         self._clock: LocalClock | None = None
         self._windows: list[list[float]] = []
+        self._planned: Sequence[float] | None = None
+        self._most: list[int | None] | None = None
         self._counted = 0
         self._weighed = True
         self._cut: Cut | None = None
@@ -242,6 +286,10 @@ class Loader:
         """The epoch that the next iteration begins or goes on with."""
         return self.sampler.epoch
 
+    def take_shares(self, plan: Plan) -> None:
+        """Deal out as this plan says, from the next step that is not dealt out yet; the same call on every rank."""
+        self._planned = plan.shares
+
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, for a checkpoint made between two steps; the same on every rank."""
         return self.sampler.state_dict()
@@ -300,6 +348,7 @@ class Loader:
     def _between_steps(self) -> None:
         """Count the step that ended; after a window of them compare the ranks and perhaps move samples."""
         self._refuse_unweighed()
+        self._take_planned()
         cut, self._cut = self._cut, None
         if self._adjust is None or cut is None or self._clock is None:
             return
@@ -316,10 +365,22 @@ class Loader:
         if not all(own > 0 for own in seconds):
             return
         self._windows.append(seconds)
-        most = [None if room < 0 else int(room) * self.sampler.accumulate for _, room in every]
-        new = rebalance(self.shares, self._windows, self._adjust, most=most, least=self._least)
+        self._most = [None if room < 0 else int(room) * self.sampler.accumulate for _, room in every]
+        new = rebalance(self.shares, self._windows, self._adjust, most=self._most, least=self._least)
         if new is not None:
             self._move(new, seconds)
+
+    def _take_planned(self) -> None:
+        """Shares of a new plan, once a change before them has taken effect."""
+        if self._planned is None or self.sampler.changing:
+            return
+        speeds, self._planned = self._planned, None
+        new = share_batch(
+            self.sampler.batch_size, [1 / speed for speed in speeds], most=self._most, least=self._least
+        )
+        if new != self.shares:
+            self.sampler.change(new, after_steps=self._delay)
+            self._reset()
 
     def _move(self, new: tuple[int, ...], seconds: Sequence[float]) -> None:
         if self._rank == 0:

@@ -112,6 +112,11 @@ class ShareSampler(Sampler[list[int]]):
         """Samples of a whole step for each rank, as they will be in the next step that is cut."""
         return self._shares if self._later is None else self._later[1]
 
+    @property
+    def changing(self) -> bool:
+        """Whether other shares are on their way, and no step has been cut by them yet."""
+        return self._later is not None
+
     def change(self, shares: Sequence[int], *, after_steps: int = 0) -> None:
         """Other shares, from so many steps after the one that comes next; all ranks must say the same."""
         assert sum(shares) == self.batch_size
