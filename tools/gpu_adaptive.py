@@ -10,7 +10,6 @@ copy is saved and a third resumes it: that one must go on to the bit.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.ranks import run_on_ranks, slices
+from trimtab.bench.result import Result
 from trimtab.emulate import Emulation
 from trimtab.runtime.compress import adaptive_of, compression_of
 
@@ -102,16 +102,16 @@ def check(family: str) -> dict[str, Any]:
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "steps": STEPS,
-        **{family: check(family) for family in ("bits", "bits-feedback")},
-    }
+    return {family: check(family) for family in ("bits", "bits-feedback")}
 
 
 if __name__ == "__main__":
     from tools.gpu_adaptive import on_rank as imported  # by its importable name, for the ranks
 
     with Emulation(slices(3)) as emulation:
-        print(json.dumps(run_on_ranks(emulation, imported, {"device": "cuda"}), indent=2))
+        found = run_on_ranks(emulation, imported, {"device": "cuda"})
+    rows = [{"family": family, **row} for family, row in found.items()]
+    wrong = sum(value for row in rows for key, value in row.items() if key.startswith("wrong"))
+    fine = all(value for row in rows for key, value in row.items() if key.startswith("ok"))
+    summary = {"steps": STEPS, "wrong": wrong, "ok": fine}
+    print(Result(bench="adaptive on a GPU", summary=summary, rows=rows).to_json())

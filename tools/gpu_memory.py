@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trimtab.bench.result import Result
 from trimtab.precision.devices import offers
 from trimtab.predict.memory import memory
 from trimtab.predict.settings import matched
@@ -187,13 +187,13 @@ def main() -> None:
     if errors:
         print(f"mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}")
     if options.json:
-        report = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+        summary: dict[str, float | bool | str] = {
+            "cases": len(errors),
+            "mean_error": sum(errors) / len(errors),
+            "max_error": max(errors),
             "workspace_bytes": workspace,
-            "rows": rows,
         }
-        options.json.write_text(json.dumps(report, indent=1))
+        options.json.write_text(Result(bench="memory on a GPU", summary=summary, rows=rows).to_json() + "\n")
 
 
 if __name__ == "__main__":

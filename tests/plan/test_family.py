@@ -103,3 +103,14 @@ def test_verdicts_say_what_the_committed_results_say() -> None:
 def _rows(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
     return rows
+
+
+@pytest.mark.parametrize(("slower", "chosen"), [(1.05, BITS), (1.2, BITS_FEEDBACK)])
+def test_of_two_that_are_about_as_fast_the_one_that_errs_less_is_taken(slower: float, chosen: str) -> None:
+    two = [
+        Candidate(family=BITS_FEEDBACK, seconds=0.1, how="measured"),
+        Candidate(family=BITS, seconds=0.1 * slower, how="measured"),
+    ]
+    choice = choose_family(two)
+    assert choice.family == chosen
+    assert all(c.family in choice.reason for c in two)

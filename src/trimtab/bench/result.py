@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
     """Machine, versions, date and command, so that a figure can be made again."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["trimtab", *sys.argv[1:]]),
+        "command": _command(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": _gpu(),
@@ -39,6 +39,12 @@ def environment() -> dict[str, Any]:
         "torch": _version("torch"),
         "trimtab": _version("trimtab"),
     }
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    called = f"python3 tools/{program.name}" if program.parent.name == "tools" else "trimtab"
+    return " ".join([called, *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 
+SAME = 0.1
+"""Where bits alone take at most this much longer than the fastest family, they are taken: they have the smaller
+error in each step, and owe nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -120,7 +124,7 @@ def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH) -> frozenset[str]:
 
 
 def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | None = None) -> FamilyChoice:
-    """The candidate that takes least time among the families that passed the loss bench.
+    """The candidate that takes least time among the families that passed the loss bench; see `SAME`.
 
     Raises:
         ValueError: when no candidate is of a family that passed.
@@ -134,7 +138,15 @@ def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | 
         )
     best = fitting[0]
     said = [f"{best.family} takes least time on this link, {_timed(best)}"]
-    said += [f"{c.family} {_timed(c)}" for c in fitting[1:]]
+    gentle = next(
+        (c for c in fitting[1:] if c.family == BITS and c.seconds <= (1 + SAME) * best.seconds), None
+    )
+    if gentle is not None:
+        best = gentle
+        said = [
+            f"{best.family} is about as fast as any on this link and errs least in a step, {_timed(best)}"
+        ]
+    said += [f"{c.family} {_timed(c)}" for c in fitting if c is not best]
     said += [
         f"{c.family} {_timed(c)} is left out: its loss was not shown to match fp32's"
         for c in candidates

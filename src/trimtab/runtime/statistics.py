@@ -191,7 +191,7 @@ class Snapshot:
             self._source = values  # must outlive the copy
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._ready = torch.cuda.Event()
+            self._ready = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
             self._ready.record(torch.cuda.current_stream(values.device))
 
     def layers(self) -> list[Layer]:
