@@ -26,7 +26,7 @@ from trimtab.runtime.meeting import gather
 from trimtab.runtime.training_steps import TrainingSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from torch import nn
@@ -48,9 +48,10 @@ class Follower:
         rules: Follow,
         *,
         switch: Callable[[Plan], None],
+        anew: Callable[[Plan, Mapping[str, float]], Plan] = replan,
     ) -> None:
-        """`switch` takes up another plan's precisions on this rank."""
-        self._in_force, self._rules, self._switch = in_force, rules, switch
+        """`switch` takes up another plan's precisions on this rank; `anew` is `trimtab.plan.replan`."""
+        self._in_force, self._rules, self._switch, self._anew = in_force, rules, switch, anew
         self._group = ddp.process_group
         self._rank = dist.get_rank(self._group)
         self._clock = LocalClock(next(ddp.parameters()).device)
@@ -135,7 +136,7 @@ class Follower:
             return {"plan": None, "reasons": []}
         said = ", ".join(f"{role} takes {times:.2f} times as long" for role, times in drift.items())
         try:
-            new = replan(plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()})
+            new = self._anew(plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()})
         except Exception as error:  # a job that trains is worth more than its next plan
             return {"plan": None, "reasons": [f"{said} as at first; planning anew failed: {error!r}"]}
         if new.hash == plan.hash:
