@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import fsum
@@ -14,7 +17,7 @@ from trimtab.plan.plan import OWN
 from trimtab.plan.precision import TOLERANCE, Lowerable, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from trimtab.plan.options import Chosen, Options
     from trimtab.plan.pace import Pace
@@ -50,16 +53,32 @@ def exact(options: Options, *, seconds: float, memory: int | None = None) -> Cho
         constraints.append(
             LinearConstraint(np.array([[o.memory / most for _, o in flat]]), -np.inf, memory / most + 1e-12)
         )
-    solved = milp(
-        np.array([option.damage / worst for _, option in flat]),
-        integrality=np.ones(len(flat)),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": 1e-9},
-    )
+    with _quiet():
+        solved = milp(
+            np.array([option.damage / worst for _, option in flat]),
+            integrality=np.ones(len(flat)),
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-9},
+        )
     if solved.x is None:
         return None
     return {operator: o.precision for (operator, o), taken in zip(flat, solved.x, strict=True) if taken > 0.5}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """HiGHS writes stray lines to the process's standard output whatever it is told, which would spoil JSON there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def exhaustive(pace: Pace, roles: Mapping[str, Lowerable], *, limit_s: float) -> dict[str, Chosen] | None:

@@ -1,0 +1,225 @@
+"""Shares of the batch and precisions together: the fastest step whose damage is within a budget.
+
+Shares cost nothing, so they come first: what a rank can do in the model's own precision within the step does no
+damage. For a given step, the samples that are left over go where they do least; the fastest step whose damage is
+within the budget is found by halving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import fsum, inf
+from typing import TYPE_CHECKING, Protocol
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PRECISE = 1e-4
+"""A step is found to within this part of it."""
+
+
+class Trades(Protocol):
+    """What a rank of a device class can do in a time."""
+
+    def own_s(self, device: str, samples: int) -> float:
+        """Seconds that so many samples take in the model's own precision; infinite where they do not fit."""
+        ...
+
+    def damage(self, device: str, samples: int, seconds: float) -> float:
+        """The least damage of a rank that does so many samples in a time; infinite where it cannot."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A batch, shared out."""
+
+    seconds: float
+    """What every rank keeps to."""
+
+    samples: dict[str, tuple[int, ...]]
+    """By device class: of each of its ranks, the larger shares first."""
+
+    damage: float
+
+
+def quickest(
+    trades: Trades,
+    ranks: Mapping[str, int],
+    total: int,
+    *,
+    budget: float,
+    beside_s: Mapping[str, float] | None = None,
+) -> Shared:
+    """The shares with the fastest step whose damage is within a budget.
+
+    Args:
+        ranks: by device class, how many there are.
+        total: samples, at least one for each rank.
+        budget: of all ranks together.
+        beside_s: by device class, what its step takes beside what `trades` knows.
+
+    Raises:
+        TrimtabError: no shares fit the memory, or only with more damage than the budget.
+    """
+    world = sum(ranks.values())
+    assert total >= world
+    beside = beside_s or {}
+    high = max(_positive(trades, device, -(-total // world)) + beside.get(device, 0.0) for device in ranks)
+    found = within(trades, ranks, total, high, beside)
+    doubled = 0
+    while found is None or found.damage > budget:
+        high, doubled = high * 2, doubled + 1
+        if doubled > 40:
+            raise _impossible(found, budget)
+        found = within(trades, ranks, total, high, beside)
+    low = 0.0
+    while high - low > PRECISE * high:
+        middle = (low + high) / 2
+        tried = within(trades, ranks, total, middle, beside)
+        if tried is None or tried.damage > budget:
+            low = middle
+        else:
+            high, found = middle, tried
+    return found
+
+
+def within(
+    trades: Trades, ranks: Mapping[str, int], total: int, seconds: float, beside_s: Mapping[str, float]
+) -> Shared | None:
+    """The least damaging shares with which every rank keeps to so many seconds; None if there are none."""
+    room = {device: seconds - beside_s.get(device, 0.0) for device in ranks}
+    level: dict[str, int] = {}
+    for device in ranks:
+        level[device] = max(1, _most(trades, device, room[device], total))
+    free = sum(level[device] * count for device, count in ranks.items())
+    if free >= total:
+        return _shared(trades, ranks, total, seconds, room, level, free - total)
+    # Beyond that, one sample after another goes where it does least.
+    samples = {device: [level[device]] * count for device, count in ranks.items()}
+    heap = [(_more(trades, d, level[d], room[d]), index, d) for index, d in enumerate(ranks)]
+    heapify(heap)
+    left = total - free
+    while left and heap:
+        cost, index, device = heappop(heap)
+        if cost == inf:
+            return None
+        for rank in range(min(left, ranks[device])):
+            samples[device][rank] += 1
+            left -= 1
+        level[device] += 1
+        heappush(heap, (_more(trades, device, level[device], room[device]), index, device))
+    return _measured(trades, seconds, room, samples)
+
+
+def _most(trades: Trades, device: str, seconds: float, total: int) -> int:
+    """The most samples that a rank does in a time in the model's own precision."""
+    low, high = 0, 1
+    while high <= total and trades.own_s(device, high) <= seconds:
+        low, high = high, high * 2
+    high = min(high, total + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if trades.own_s(device, middle) <= seconds else (low, middle)
+    return low
+
+
+def _more(trades: Trades, device: str, samples: int, seconds: float) -> float:
+    now = trades.damage(device, samples, seconds)
+    return inf if now == inf else trades.damage(device, samples + 1, seconds) - now
+
+
+def _shared(
+    trades: Trades,
+    ranks: Mapping[str, int],
+    total: int,
+    seconds: float,
+    room: Mapping[str, float],
+    level: Mapping[str, int],
+    spare: int,
+) -> Shared | None:
+    """Give back what is too much, each time where the rank has least room left."""
+    samples = {device: [level[device]] * count for device, count in ranks.items()}
+    heap = [
+        (room[device] - trades.own_s(device, level[device]), index, device)
+        for index, device in enumerate(ranks)
+        if level[device] > 1
+    ]
+    heapify(heap)
+    now = dict(level)
+    while spare and heap:
+        _, index, device = heappop(heap)
+        for rank in range(min(spare, ranks[device])):
+            samples[device][-1 - rank] -= 1
+            spare -= 1
+        now[device] -= 1
+        if now[device] > 1:
+            heappush(heap, (room[device] - trades.own_s(device, now[device]), index, device))
+    assert not spare, f"{total} samples are fewer than ranks"
+    return _measured(trades, seconds, room, samples)
+
+
+def _measured(
+    trades: Trades, seconds: float, room: Mapping[str, float], samples: Mapping[str, list[int]]
+) -> Shared | None:
+    damage = fsum(
+        trades.damage(device, count, room[device]) for device, counts in samples.items() for count in counts
+    )
+    if damage == inf:
+        return None
+    ordered = {device: tuple(sorted(counts, reverse=True)) for device, counts in samples.items()}
+    return Shared(seconds=seconds, samples=ordered, damage=damage)
+
+
+def pace_for(
+    trades: Trades,
+    samples: Mapping[str, tuple[int, ...]],
+    *,
+    budget: float,
+    beside_s: Mapping[str, float] | None = None,
+) -> Shared | None:
+    """With given shares, the fastest step whose damage is within a budget; None if there is none."""
+    beside = beside_s or {}
+
+    def at(seconds: float) -> Shared | None:
+        room = {device: seconds - beside.get(device, 0.0) for device in samples}
+        return _measured(trades, seconds, room, {device: list(own) for device, own in samples.items()})
+
+    high = max(_positive(trades, device, own[0]) + beside.get(device, 0.0) for device, own in samples.items())
+    found = at(high)
+    for _ in range(12):
+        if found is not None and found.damage <= budget:
+            break
+        high *= 2
+        found = at(high)
+    if found is None or found.damage > budget:
+        return None
+    low = 0.0
+    while high - low > PRECISE * high:
+        middle = (low + high) / 2
+        tried = at(middle)
+        if tried is None or tried.damage > budget:
+            low = middle
+        else:
+            high, found = middle, tried
+    return found
+
+
+def _positive(trades: Trades, device: str, samples: int) -> float:
+    own = trades.own_s(device, samples)
+    return own if 0 < own < inf else 1e-6
+
+
+def _impossible(found: Shared | None, budget: float) -> TrimtabError:
+    if found is None:
+        return TrimtabError(
+            "the batch does not fit: however it is shared, some rank has too little memory even at the precisions "
+            "that keep least; lower the batch size, probe lower precisions, or use more ranks"
+        )
+    return TrimtabError(
+        f"the batch fits only with operators lowered whose damage is {found.damage:.3g}, and {budget:.3g} is "
+        "allowed; allow more (--damage), or lower the batch size"
+    )

@@ -1,0 +1,245 @@
+"""Time and memory of a job while precisions are tried out on it: only what a change touches is worked out anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trimtab.cluster import Cluster, Host
+from trimtab.errors import TrimtabError
+from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
+from trimtab.predict.job import segments
+from trimtab.predict.mapper import CostMapper
+from trimtab.predict.measured import Measured
+from trimtab.predict.memory import memory
+from trimtab.predict.replay import replay
+from trimtab.predict.step import JobSetting, RankSetting, build_step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.cluster.profile import CollectiveTime, Profile
+    from trimtab.predict.backend import DeviceKind
+    from trimtab.predict.mapper import Change
+    from trimtab.predict.replay import Role
+    from trimtab.predict.timeline import Timeline
+
+OWN = "own"
+"""In the place of a precision: the model's."""
+
+ADJUSTABLE = ("linear", "conv", "attention", "matmul", "embedding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSetting:
+    """What the ranks of a role do. Two roles may have devices of one class."""
+
+    device: str
+    samples: int
+    precisions: Mapping[str, str]
+    """By the operator's name."""
+
+
+def probed(profile: Profile, device: str) -> tuple[str, ...]:
+    """The precisions in which some operator was measured on a device class."""
+    found: dict[str, None] = {}
+    for text in profile.devices[device].operators:
+        key = OperatorKey.parse(text)
+        if key.kind in ADJUSTABLE:
+            found[key.precision] = None
+    return tuple(sorted(found))
+
+
+class Offers:
+    """The precisions that every operator was measured in, and all of their times in one table."""
+
+    def __init__(self, measured: Measured) -> None:
+        self.measured = measured
+        self._tables: dict[tuple[str, int], tuple[CostTable, dict[str, tuple[str, ...]]]] = {}
+
+    def table(self, device: str, samples: int) -> CostTable:
+        return self._found(device, samples)[0]
+
+    def precisions(self, device: str, samples: int) -> dict[str, tuple[str, ...]]:
+        """By the name that sets an operator; its own precision is left out."""
+        return self._found(device, samples)[1]
+
+    def _found(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
+        asked = (device, samples)
+        if asked not in self._tables:
+            self._tables[asked] = self._collect(device, samples)
+        return self._tables[asked]
+
+    def _collect(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
+        measured, workload = self.measured, self.measured.at(samples)
+        times: dict[str, Times] = dict(measured.table(device, samples, {}).devices[device].operators)
+        offered: dict[str, tuple[str, ...]] = dict.fromkeys(workload.settings, ())
+        for precision in probed(measured.profile, device):
+            known: dict[tuple[OperatorKey, ...], bool] = {}
+            chosen = {}
+            for name, indices in workload.settings.items():
+                # Operators with equal keys take equal times: one of them is asked for.
+                keys = tuple(dict.fromkeys(key_of(workload.operators[i], precision) for i in indices))
+                if keys == tuple(dict.fromkeys(key_of(workload.operators[i]) for i in indices)):
+                    continue
+                if keys not in known:
+                    known[keys] = self._is_known(device, samples, name, precision)
+                if known[keys]:
+                    chosen[name] = precision
+                    offered[name] = (*offered[name], precision)
+            if chosen:
+                times |= measured.table(device, samples, chosen).devices[device].operators
+        profile = measured.device(device)
+        costs = DeviceCosts(operators=times, casts=profile.casts, estimated=profile.estimated)
+        return CostTable(version=COSTS_VERSION, devices={device: costs}), offered
+
+    def _is_known(self, device: str, samples: int, name: str, precision: str) -> bool:
+        try:
+            self.measured.table(device, samples, {name: precision})
+        except TrimtabError:
+            return False
+        return True
+
+    def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
+        """One of its own, nothing lowered, in which every precision on offer can be set."""
+        return CostMapper(self.measured.at(samples), self.table(device, samples), device, kind=kind)
+
+
+def by_roles(
+    cluster: Cluster, roles: Mapping[str, RoleSetting], ranks: Sequence[tuple[str, int]]
+) -> tuple[Cluster, Profile]:
+    """The cluster with a device class for each role, and its profile.
+
+    Args:
+        ranks: roles in rank order, each with how many ranks in a row have it.
+    """
+    assert cluster.profile is not None
+    order = [name for name, count in ranks for _ in range(count)]
+    placed = list(cluster.ranks())
+    if len(order) != len(placed):
+        raise TrimtabError(f"the plan is for {len(order)} ranks, and the cluster has {len(placed)}")
+    machines: dict[str, dict[str, int]] = {}
+    for rank, role in zip(placed, order, strict=True):
+        if roles[role].device != rank.device:
+            raise TrimtabError(
+                f"rank {rank.rank} is of device class {rank.device!r} in the cluster and of {roles[role].device!r} "
+                "in the plan; make the plan anew for this cluster"
+            )
+        own = machines.setdefault(rank.host, {})
+        own[role] = own.get(role, 0) + 1
+    links = {name: host.link for name, host in cluster.machines()}
+    of = {role: own.device for role, own in roles.items()}
+    profile = cluster.profile
+    changed = replace(
+        profile,
+        devices={role: profile.devices[device] for role, device in of.items() if device in profile.devices},
+        links={
+            link: {name: _for_roles(time, of) for name, time in collectives.items()}
+            for link, collectives in profile.links.items()
+        },
+    )
+    return (
+        Cluster(
+            version=cluster.version,
+            devices={role: cluster.devices[device] for role, device in of.items()},
+            links=cluster.links,
+            hosts=tuple(
+                Host(name=f"host-{index}", devices=own, link=links[name])
+                for index, (name, own) in enumerate(machines.items())
+            ),
+            profile=changed,
+        ),
+        changed,
+    )
+
+
+def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
+    return replace(time, drag={r: time.drag[device] for r, device in of.items() if device in time.drag})
+
+
+class ReplayPace:
+    """A job on a cluster, replayed whenever it is asked how long its step takes (see `trimtab.plan.pace.Pace`)."""
+
+    def __init__(
+        self,
+        offers: Offers,
+        cluster: Cluster,
+        roles: Mapping[str, RoleSetting],
+        ranks: Sequence[tuple[str, int]],
+        *,
+        bits: int | None = None,
+    ) -> None:
+        """
+        Args:
+            offers: of the model on this cluster; jobs that share them look nothing up twice.
+            cluster: with its profile, estimates included.
+            ranks: roles in rank order, each with how many ranks in a row have it.
+        """
+        workload = offers.measured.workload
+        self.roles, self.bits = dict(roles), bits
+        self.cluster, profile = by_roles(cluster, roles, ranks)
+        measured = Measured(workload, profile)
+        plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
+        self._replayed, self._buckets = build_step(measured, self.cluster, JobSetting(ranks=plain, bits=bits))
+        self._place = {role.name: i for i, role in enumerate(self._replayed)}
+        self._now: list[Role] = list(self._replayed)
+        self._dirty: set[str] = set()
+        self._timeline: Timeline | None = None
+        self._peaks: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
+        self.mappers: dict[str, CostMapper] = {}
+        for name, own in roles.items():
+            kind = cluster.devices[own.device].kind
+            self.mappers[name] = offers.mapper(own.device, own.samples, kind)
+            for operator, precision in own.precisions.items():
+                self.change(name, operator, precision)
+
+    def change(self, role: str, operator: str, precision: str) -> tuple[str, Change]:
+        change = self.mappers[role].change(operator, None if precision == OWN else precision)
+        self._touch(role)
+        return role, change
+
+    def undo(self, change: tuple[str, Change]) -> None:
+        role, made = change
+        self.mappers[role].undo(made)
+        self._touch(role)
+
+    def _touch(self, role: str) -> None:
+        self._dirty.add(role)
+        self._timeline = None
+
+    def timeline(self) -> Timeline:
+        """The step in the precisions of the moment."""
+        if self._timeline is None:
+            for name in self._dirty:
+                mapper, place = self.mappers[name], self._place[name]
+                parts = segments(mapper.workload, mapper.forward_s, mapper.backward_s)
+                if not self._buckets:
+                    parts = tuple(replace(part, buckets=()) for part in parts)
+                self._now[place] = replace(self._replayed[place], segments=parts)
+            self._dirty.clear()
+            self._timeline = replay(self._now, self._buckets)
+        return self._timeline
+
+    def step_s(self) -> float:
+        return self.timeline().step_s
+
+    def compute_s(self, role: str) -> float:
+        return self.mappers[role].total_s + self._replayed[self._place[role]].optimiser_s
+
+    def peak(self, role: str) -> int:
+        """What the device must have for it: more than is allocated at any moment, by what an allocator wastes."""
+        mapper = self.mappers[role]
+        precisions = mapper.precisions
+        asked = (role, tuple(sorted(precisions.items())))
+        if asked not in self._peaks:
+            world = self.cluster.world_size
+            found = memory(
+                mapper.workload,
+                precisions or None,
+                kind=self.cluster.devices[role].kind,
+                data_parallel=world > 1,
+                bits=self.bits,
+                world=world,
+            )
+            self._peaks[asked] = found.reserved
+        return self._peaks[asked]
