@@ -1,0 +1,195 @@
+"""What passes through a model's operators in one step: operands, results and their gradients, by hooks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from trimtab.precision.half import HalfProducts
+from trimtab.precision.operators import ATTENTION, Kind, operators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+@dataclass
+class Seen:
+    """One call of an operator."""
+
+    name: str
+    kind: Kind
+    module: nn.Module | None
+    """None for products of activations."""
+
+    operands: list[torch.Tensor]
+    """Of a module its input; of a product of activations all of them."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    result: torch.Tensor
+    operand_grads: list[torch.Tensor | None]
+    """Through this call alone, whatever else the operands were used for."""
+
+    result_grad: torch.Tensor | None = None
+    wanted: list[bool] = field(default_factory=list)
+    """Whether the operand has a gradient when nobody watches."""
+
+
+class Watch:
+    """Inside `with`, every operator call of the model's forward passes becomes a `Seen` in `calls`.
+
+    Args:
+        every: also ask for gradients that training does not need, those of a first layer's input. They are
+            leaves of the graph, and `leaves` names them for whoever calls autograd.
+    """
+
+    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
+        self.calls: list[Seen] = []
+        self.leaves: list[torch.Tensor] = []
+        self._model = model
+        self._every = every
+        self._names: list[str] = []
+        self._inside: list[tuple[torch.Tensor, bool]] = []
+        self._backward = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        kinds = operators(self._model)
+        for name, module in self._model.named_modules():
+            # Hooks of the modules themselves, not global ones: another model may run meanwhile.
+            if name in kinds:
+                self._hook(module, self._enter_operator, partial(self._leave_operator, name, kinds[name]))
+            else:
+                self._hook(module, partial(self._enter_module, name), self._leave_module)
+        self._stack.enter_context(_Products(self))
+        return self
+
+    def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        self._stack.callback(before.remove)
+        self._stack.callback(after.remove)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A product of activations inside a module that has a name."""
+        if not (self._names and self._names[-1] and torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        operands: list[tuple[torch.Tensor, bool]] = []
+
+        def enter(place: int | str, value: Any) -> Any:
+            if not _floating(value) or place in (3, "attn_mask"):
+                return value
+            operands.append(self._entered(value))
+            return operands[-1][0]
+
+        result = func(
+            *(enter(i, value) for i, value in enumerate(args)),
+            **{key: enter(key, value) for key, value in kwargs.items()},
+        )
+        self._add(self._names[-1] + ATTENTION, "attention", None, operands, result)
+        return result
+
+    def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._model:
+            self._backward = False
+        self._names.append(name)
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._names.pop()
+
+    def _enter_operator(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is self._model:
+            self._backward = False
+        self._names.append("")
+        key = next((k for k in ("input", "x") if k in kwargs), None)
+        x = args[0] if args else kwargs.get(key)
+        if not isinstance(x, torch.Tensor) or not torch.is_grad_enabled():
+            return None
+        entered = self._entered(x) if _floating(x) else (x, False)
+        self._inside.append(entered)
+        return ((entered[0], *args[1:]), kwargs) if args else (args, {**kwargs, key: entered[0]})
+
+    def _leave_operator(
+        self, name: str, kind: Kind, module: nn.Module, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        self._names.pop()
+        if not self._inside:
+            return
+        entered = self._inside.pop()
+        if isinstance(result, torch.Tensor):
+            self._add(name, kind, module, [entered], result)
+
+    def _entered(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """x by another name, so that its gradient is that of one call; whether x had one anyway."""
+        if x.requires_grad:
+            return x.view_as(x), True
+        if not self._every:
+            return x, False
+        leaf = x.detach().requires_grad_()
+        if not self._backward:
+            self.leaves.append(leaf)
+        return leaf, False
+
+    def _add(
+        self,
+        name: str,
+        kind: Kind,
+        module: Any,
+        operands: list[tuple[torch.Tensor, bool]],
+        result: torch.Tensor,
+    ) -> None:
+        if self._backward or not result.requires_grad:
+            return  # in backward, it is a checkpoint that computes again what was seen
+        bias = None if module is None else getattr(module, "bias", None)
+        seen = Seen(
+            name=name,
+            kind=kind,
+            module=module,
+            operands=[operand.detach() for operand, _ in operands],
+            weight=None if module is None else module.weight.detach(),
+            bias=None if bias is None else bias.detach(),
+            # A copy: what follows may change it in place (a ReLU does).
+            result=result.detach().clone(),
+            operand_grads=[None] * len(operands),
+            wanted=[wanted for _, wanted in operands],
+        )
+        self.calls.append(seen)
+        result.register_hook(partial(self._keep_result, seen))
+        for place, (alias, _) in enumerate(operands):
+            if alias.requires_grad:
+                alias.register_hook(partial(_keep_operand, seen, place))
+
+    def _keep_result(self, seen: Seen, grad: torch.Tensor) -> None:
+        self._backward = True
+        seen.result_grad = grad.detach()
+
+
+class _Products(TorchFunctionMode):
+    """Sees the products that `HalfProducts` would lower."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HalfProducts._PRODUCTS and args and isinstance(args[0], torch.Tensor):
+            return self.watch.product(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _keep_operand(seen: Seen, place: int, grad: torch.Tensor) -> None:
+    seen.operand_grads[place] = grad.detach()
