@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.compress import observe_loss as observe_loss
     from trimtab.runtime.compress import state_dict as state_dict
     from trimtab.runtime.loader import loader as loader
+    from trimtab.runtime.plan import plan as plan
     from trimtab.runtime.set_precision import set_precision as set_precision
     from trimtab.runtime.tensor_parallel import tensor_parallel as tensor_parallel
 
@@ -49,6 +50,7 @@ __all__ = [
     "load_state_dict",
     "loader",
     "observe_loss",
+    "plan",
     "set_precision",
     "state_dict",
     "tensor_parallel",
@@ -56,8 +58,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "tensor_parallel":  # a package that is itself the verb: Python binds its name here
-        return import_module("trimtab.tensor_parallel")
+    if name in ("plan", "tensor_parallel"):  # packages that are the verbs: Python binds their names here
+        return import_module(f"trimtab.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(__all__)}")

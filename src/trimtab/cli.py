@@ -149,6 +149,53 @@ def probe(
 
 
 @app.command()
+def plan(
+    cluster: Annotated[
+        Path, typer.Option(help="Cluster file with its profile, as `trimtab probe` writes it.")
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step, over all ranks.")],
+    model: Annotated[str, typer.Option(help="As `trimtab probe` takes it.")] = "gpt",
+    batch: Annotated[
+        str, typer.Option(help="free: shares follow speed. fixed: equal shares, slow ranks are lowered.")
+    ] = "free",
+    damage: Annotated[
+        float, typer.Option(min=0, help="Squared relative error of the gradient that is allowed.")
+    ] = 0.01,
+    bits: Annotated[
+        str, typer.Option(help="Of gradients: 1 to 8, none, adaptive, or auto for the fastest.")
+    ] = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="To choose among, comma-separated; all that were probed when absent.")
+    ] = None,
+    indicator: Annotated[
+        str, typer.Option(help="variance, measured, depth, curvature or random.")
+    ] = "variance",
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write (.json).")] = Path("plan.json"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """What should each rank do? Samples, precisions and bits for every rank, as a file that `trimtab run` takes.
+
+    Example: [bold]trimtab plan --cluster cluster.json --model gpt --batch-size 8 --out plan.json[/bold]
+    """
+    from trimtab.runtime.plan_command import command
+
+    command(
+        cluster,
+        model,
+        out,
+        bits=bits,
+        batch=batch,
+        as_json=json,
+        batch_size=batch_size,
+        damage=damage,
+        indicator=indicator,
+        precisions=None if precision is None else [p for p in precision.split(",") if p],
+        autocast=autocast,
+    )
+
+
+@app.command()
 def simulate(
     cluster: Annotated[
         Path, typer.Option(help="Cluster file with its profile, as `trimtab probe` writes it.")
