@@ -201,8 +201,8 @@ def simulate(
         Path, typer.Option(help="Cluster file with its profile, as `trimtab probe` writes it.")
     ],
     model: Annotated[str, typer.Option(help="As `trimtab probe` takes it.")] = "gpt",
-    plan: Annotated[Path | None, typer.Option(help="Shares, precisions and bits (.json).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank the plan does not name.")] = 4,
+    plan: Annotated[Path | None, typer.Option(help="What each rank does, from `trimtab plan`.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank that no plan speaks of.")] = 4,
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
     remove: Annotated[list[str] | None, typer.Option(help="What if this host or class had one less?")] = None,
     add: Annotated[list[str] | None, typer.Option(help="What if there were more: 2xT4.")] = None,

@@ -6,18 +6,20 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 
 from trimtab.cluster import Device, Host, save_cluster
 from trimtab.errors import TrimtabError
+from trimtab.plan.plan import PLAN_VERSION, Plan, Predicted, Role
+from trimtab.predict.step import JobSetting, RankSetting
 from trimtab.runtime.simulate import (
     added,
     even,
     faster_links,
-    load_setting,
+    planned,
     simulate,
     what_ifs,
     without,
@@ -102,35 +104,45 @@ def test_a_cluster_without_measurements_says_how_to_get_them() -> None:
         simulate(old, workload())
 
 
-def write(path: Path, tree: Any) -> Path:
-    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
-    return path
+def plan(**roles: Role) -> Plan:
+    return Plan(
+        version=PLAN_VERSION,
+        trimtab="0",
+        model="m",
+        batch="free",
+        bits=4,
+        roles=roles,
+        ranks=tuple((name, 1) for name in roles),
+        predicted=Predicted(step_s=1.0, plain_step_s=1.0, damage=0.0, uniform_damage=0.0),
+    )
 
 
-def test_a_plan_is_read(tmp_path: Path) -> None:
-    tree = {"version": 1, "bits": 4, "devices": {SLOW: {"samples": 1, "precisions": {"*": "int8"}}}}
-    found = load_setting(write(tmp_path / "p.json", tree), cluster(), 3)
-    assert found.bits == 4
-    assert found.ranks[FAST].samples == 3
-    assert found.ranks[SLOW].samples == 1
-    assert found.ranks[SLOW].precisions == {"*": "int8"}
+def role(device: str, samples: int, **precisions: str) -> Role:
+    return Role(device=device, samples=samples, precisions=precisions, compute_s=1.0, peak_bytes=0)
 
 
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        ("{", "not valid JSON"),
-        ({"version": 2}, "version 1"),
-        ([], "version 1"),
-        ({"version": 1, "bit": 4}, "bit: unknown key"),
-        ({"version": 1, "bits": 9}, "9 is no number of bits"),
-        ({"version": 1, "devices": {"gpu": {}}}, "no rank of it; it has fast, slow"),
-        ({"version": 1, "devices": {FAST: {"samples": 0}}}, "no whole number above 0"),
-    ],
-)
-def test_a_damaged_plan_is_refused_by_place(tmp_path: Path, tree: Any, words: str) -> None:
-    with pytest.raises(TrimtabError, match=words):
-        load_setting(write(tmp_path / "p.json", tree), cluster(), 2)
+def test_a_plan_speaks_of_roles() -> None:
+    given, setting = planned(plan(most=role(FAST, 3), least=role(SLOW, 1, head="int8")), cluster())
+    assert setting.bits == 4
+    assert setting.ranks["most"].samples == 3
+    assert setting.ranks["least"].precisions == {"head": "int8"}
+    found = simulate(given, workload(), setting)
+    assert [r.name for r in found.timeline.roles] == ["most", "least"]
+    by_class = JobSetting(
+        ranks={
+            FAST: RankSetting(samples=3, precisions={}),
+            SLOW: RankSetting(samples=1, precisions={"head": "int8"}),
+        },
+        bits=4,
+    )
+    assert found.timeline.step_s == simulate(cluster(), workload(), by_class).timeline.step_s
+
+
+def test_a_plan_for_another_cluster_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="for 1 ranks, and the cluster has 2"):
+        planned(plan(most=role(FAST, 3)), cluster())
+    with pytest.raises(TrimtabError, match="rank 0 is of device class 'fast' in the cluster and of 'slow'"):
+        planned(plan(most=role(SLOW, 3), least=role(FAST, 1)), cluster())
 
 
 def test_models_are_captured_without_being_made() -> None:

@@ -175,7 +175,7 @@ def _lowered_words(
     lower = {name: lowered(chosen) for name, chosen in found.chosen.items()}
     if any(lower.values()):
         words = "; ".join(
-            f"{name} lowers {len(own)} of {len(composer.workload.settings)} operators "
+            f"{name} lowers {len(own)} of {len(found.chosen[name])} operators "
             f"({', '.join(sorted(set(own.values())))})"
             for name, own in lower.items()
             if own
@@ -189,6 +189,8 @@ def _lowered_words(
         return said
     if len(_unprobed(composer, found)) == len(composer.counts):
         return ["nothing is lowered: no lower precision was probed; see `trimtab probe --precision`"]
+    if batch == "free" and not budget:
+        return ["nothing is lowered: no damage is allowed"]
     if batch == "free":
         return [f"nothing is lowered: that would gain less than {GAIN - 1:.0%} beyond the shares"]
     return [f"nothing is lowered: no rank is slow, or lowering it would gain less than {GAIN - 1:.0%}"]

@@ -144,7 +144,8 @@ def by_roles(
             devices={role: cluster.devices[device] for role, device in of.items()},
             links=cluster.links,
             hosts=tuple(
-                Host(name=f"host-{index}", devices=own, link=links[name])
+                # With its number, a machine's name may be longer than a host's.
+                Host(name=name if len(name) <= 32 else f"host-{index}", devices=own, link=links[name])
                 for index, (name, own) in enumerate(machines.items())
             ),
             profile=changed,

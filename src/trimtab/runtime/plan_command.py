@@ -37,7 +37,11 @@ def command(
     if as_json:
         print(json.dumps(tree(found, out), indent=2))
         return
-    print_table(f"{out}: {found.batch} shares, {model}", rows(found))
+    shown = rows(found)
+    for column in ("device", "memory_gib"):  # only where they tell something
+        if all(row[column] in (None, row["role"]) for row in shown):
+            shown = [{key: value for key, value in row.items() if key != column} for row in shown]
+    print_table(f"{out}: {found.batch} shares, {model}", shown)
     print_table("predicted", [summary(found)])
     for reason in found.reasons:
         print(f"- {reason}")
@@ -67,7 +71,8 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
             "device": role.device,
             "ranks": counts[name],
             "samples": role.samples,
-            "lowered": f"{len(role.precisions)} of {len(role.choices)}",
+            "lowered": len(role.precisions),
+            "of": len(role.choices),
             "to": ", ".join(sorted(set(role.precisions.values()))) or None,
             "compute_ms": role.compute_s * 1e3,
             "peak_gib": role.peak_bytes / 2**30,

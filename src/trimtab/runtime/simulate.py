@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +15,7 @@ from trimtab.cluster.profile import Profile, check_profile
 from trimtab.errors import TrimtabError
 from trimtab.predict.estimate import with_estimates
 from trimtab.predict.measured import Measured
+from trimtab.predict.pace import RoleSetting, by_roles
 from trimtab.predict.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, rank_counts
 from trimtab.predict.timeline import Timeline, bottleneck
@@ -26,11 +25,10 @@ from trimtab.workload.capture import capture
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trimtab.plan.plan import Plan
     from trimtab.predict.memory import Memory
     from trimtab.predict.replay import Role
     from trimtab.workload import Workload
-
-PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,36 +157,24 @@ def even(cluster: Cluster, samples: int, *, bits: int | None = None) -> JobSetti
     return JobSetting(ranks=ranks, bits=bits)
 
 
-def load_setting(path: str | Path, cluster: Cluster, samples: int) -> JobSetting:
-    """Read a plan: ``{"version": 1, "bits": 4, "devices": {CLASS: {"samples": 2, "precisions": {PATTERN: NAME}}}}``.
+def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
+    """The job of a plan: the cluster with its roles for device classes, and what they do.
 
-    Device classes it does not name take `samples` each, as they are.
+    Raises:
+        TrimtabError: a plan for another number of ranks, or other devices.
     """
-    try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TrimtabError(f"{path}: cannot be read: {error.strerror}; check the path") from None
-    except ValueError as error:
-        raise TrimtabError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(tree, dict) or tree.get("version") != PLAN_VERSION:
-        raise TrimtabError(f"{path}: a plan is a mapping with version {PLAN_VERSION}; write it anew")
-    if unknown := sorted(tree.keys() - {"version", "bits", "devices"}):
-        raise TrimtabError(f"{path}: {unknown[0]}: unknown key; a plan has version, bits and devices")
-    bits = tree.get("bits")
-    if bits is not None and not (isinstance(bits, int) and 1 <= bits <= 8):
-        raise TrimtabError(f"{path}: bits: {bits!r} is no number of bits from 1 to 8; leave it out for none")
-    setting = even(cluster, samples, bits=bits)
-    ranks = dict(setting.ranks)
-    for name, own in tree.get("devices", {}).items():
-        if name not in ranks:
-            raise TrimtabError(
-                f"{path}: devices.{name}: the cluster has no rank of it; it has {', '.join(ranks)}"
-            )
-        count = own.get("samples", samples)
-        if not isinstance(count, int) or count < 1:
-            raise TrimtabError(f"{path}: devices.{name}.samples: {count!r} is no whole number above 0")
-        ranks[name] = RankSetting(samples=count, precisions=dict(own.get("precisions", {})))
-    return replace(setting, ranks=ranks)
+    roles = {
+        name: RoleSetting(device=role.device, samples=role.samples, precisions=role.precisions)
+        for name, role in plan.roles.items()
+    }
+    filled = replace(cluster, profile=with_estimates(cluster, _profile(cluster)))
+    changed, _ = by_roles(filled, roles, plan.ranks)
+    ranks = {
+        name: RankSetting(samples=role.samples, precisions=role.precisions)
+        for name, role in plan.roles.items()
+    }
+    # Adaptive bits are about as many.
+    return changed, JobSetting(ranks=ranks, bits=4 if plan.bits == "adaptive" else plan.bits)
 
 
 # What if

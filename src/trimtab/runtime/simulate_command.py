@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trimtab.cluster import load_cluster
 from trimtab.errors import TrimtabError
+from trimtab.plan.plan_file import load_plan
 from trimtab.predict.trace import save_trace
 from trimtab.report.terminal import print_table
-from trimtab.runtime.simulate import Outcome, even, load_setting, what_ifs, workload_of
+from trimtab.runtime.fingerprint import fingerprint
+from trimtab.runtime.model_spec import load_model
+from trimtab.runtime.simulate import Outcome, even, planned, what_ifs, workload_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from trimtab.plan.plan import Plan
 
 SHOWN = (
     "what",
@@ -44,8 +51,11 @@ def command(
     given = load_cluster(cluster)
     kinds = {device.kind for device in given.devices.values()}
     workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds), real=real)
-    setting = even(given, batch) if plan is None else load_setting(plan, given, batch)
     try:
+        if plan is None:
+            setting = even(given, batch)
+        else:
+            given, setting = planned(_plan_for(plan, model), given)
         outcomes = what_ifs(given, workload, setting, **changes)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
@@ -59,6 +69,18 @@ def command(
     print_table("ranks, as given", ranks(outcomes[0]))
     for outcome in outcomes:
         print(outcome.words())
+
+
+def _plan_for(path: Path, model: str) -> Plan:
+    """A plan, if it is for this model."""
+    plan = load_plan(path)
+    found = fingerprint(load_model(model, torch.device("meta")).model)
+    if plan.model != found:
+        raise TrimtabError(
+            f"{path} was made for another model (fingerprint {plan.model}) than {model} ({found}); make it anew with "
+            f"`trimtab plan --model {model}`"
+        )
+    return plan
 
 
 def ranks(outcome: Outcome) -> list[dict[str, Any]]:
