@@ -101,6 +101,8 @@ def _roles(composer: Composer, found: Candidate) -> dict[str, Role]:
             + fsum(o.seconds for op, p in picked.items() for o in one.options.get(op, ()) if o.precision == p)
             for one in (menu, more)
         ]
+        after = found.pace.optimiser_s(name)
+        fixed = max(0.0, seconds[0] - samples * (seconds[1] - seconds[0])) + after
         peak = menus.peak(device, samples, picked)
         memory = {
             operator: next(o.memory for o in several if o.precision == picked[operator])
@@ -114,7 +116,8 @@ def _roles(composer: Composer, found: Candidate) -> dict[str, Role]:
             compute_s=times[name].compute_s,
             peak_bytes=peak,
             memory_bytes=menus.limits[device],
-            fixed_s=min(max(0.0, seconds[0] - samples * (seconds[1] - seconds[0])), times[name].compute_s),
+            fixed_s=min(fixed, times[name].compute_s),
+            after_s=min(after, times[name].compute_s),
             bytes_per_sample=float(max(0, menus.peak(device, samples + 1, picked) - peak)),
             choices={
                 operator: {

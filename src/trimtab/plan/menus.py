@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from math import fsum, inf
+from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.plan.frontier import Frontier
-from trimtab.plan.options import Option, damage_of
+from trimtab.plan.options import Option
 from trimtab.plan.plan import OWN
+from trimtab.plan.trading import Menu, Trading
 from trimtab.predict.costs import key_of
 from trimtab.predict.memory import memory
 from trimtab.predict.step import rank_counts
@@ -25,21 +24,8 @@ EVERY = 16
 """Up to this many samples, costs are looked up one by one; above, at steps of a fifth, and between them linear."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Menu:
-    """One rank of a device class with so many samples."""
-
-    base_s: float
-    """What a step takes beside the operators that can be lowered, the optimiser included."""
-
-    own_s: float
-    """A step with nothing lowered."""
-
-    options: Options
-
-
-class Menus:
-    """Implements `trimtab.plan.joint.Trades`."""
+class Menus(Trading):
+    """Of the device classes of a cluster, from its profile."""
 
     def __init__(
         self,
@@ -56,18 +42,16 @@ class Menus:
             total: samples of the whole batch.
         """
         self.offers, self.cluster, self.damages, self.total = offers, cluster, damages, total
-        self.resolution = resolution
         self.bits: int | None = None
         """Of gradients, whose codec takes memory."""
 
-        self.limits = {
+        limits = {
             name: None if device.memory_gib is None else int(device.memory_gib * 2**30)
             for name, device in cluster.devices.items()
         }
+        super().__init__(limits, resolution=resolution)
         self._menus: dict[tuple[str, int], Menu] = {}
-        self._frontiers: dict[tuple[str, int, float], Frontier] = {}
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
-        self._limited: dict[tuple[str, int, int | None, float], tuple[float, Chosen] | None] = {}
 
     def menu(self, device: str, samples: int) -> Menu:
         asked = (device, samples)
@@ -78,74 +62,7 @@ class Menus:
             )
         return self._menus[asked]
 
-    # What `joint` asks
-
-    def own_s(self, device: str, samples: int) -> float:
-        if not self.fits(device, samples, {}):
-            return inf
-        return self.menu(device, samples).own_s
-
-    def damage(self, device: str, samples: int, seconds: float) -> float:
-        found = self._best(device, samples, seconds)
-        return inf if found is None else found[0]
-
-    def chosen(self, device: str, samples: int, seconds: float) -> Chosen:
-        """The precisions behind `damage`."""
-        found = self._best(device, samples, seconds)
-        assert found is not None
-        return found[1] if found[1] is not None else self._at(device, samples, seconds)
-
-    def _best(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen | None] | None:
-        menu = self.menu(device, samples)
-        place = self._frontier(device, samples).place(seconds - menu.base_s)
-        if place is None:
-            return None
-        if self.limits[device] is None:
-            return float(self._frontier(device, samples).cost[place]), None
-        asked = (device, samples, self.bits, seconds)
-        if asked not in self._limited:
-            self._limited[asked] = self._fitting(device, samples, seconds)
-        return self._limited[asked]
-
-    def _at(self, device: str, samples: int, seconds: float, price: float = 0.0) -> Chosen:
-        frontier = self._frontier(device, samples, price)
-        place = frontier.place(seconds - self.menu(device, samples).base_s)
-        assert place is not None
-        return frontier.chosen(place)
-
-    def _fitting(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen] | None:
-        """The least damaging choice that fits the memory, too: with bytes dearer and dearer until it does."""
-        menu = self.menu(device, samples)
-        best: tuple[float, Chosen] | None = None
-        for price in self._prices(menu.options):
-            chosen = self._at(device, samples, seconds, price)
-            damage = damage_of(menu.options, chosen)
-            if (best is None or damage < best[0]) and self.fits(device, samples, chosen):
-                best = damage, chosen
-                if price == 0:
-                    break
-        return best
-
-    @staticmethod
-    def _prices(options: Options) -> tuple[float, ...]:
-        worst = max((o.damage for several in options.values() for o in several), default=0.0)
-        most = max((o.memory for several in options.values() for o in several), default=0)
-        if not worst or not most:
-            return (0.0,)
-        return (0.0, *(worst / most * factor for factor in (0.01, 0.1, 1.0, 10.0)))
-
-    def _frontier(self, device: str, samples: int, price: float = 0.0) -> Frontier:
-        asked = (device, samples, price)
-        if asked not in self._frontiers:
-            options = self.menu(device, samples).options
-            self._frontiers[asked] = Frontier(options, price_of_memory=price, resolution=self.resolution)
-        return self._frontiers[asked]
-
     # Memory
-
-    def fits(self, device: str, samples: int, chosen: Mapping[str, str]) -> bool:
-        limit = self.limits[device]
-        return limit is None or self.peak(device, samples, chosen) <= limit
 
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
         """Bytes that a rank needs of its device."""
@@ -169,9 +86,7 @@ class Menus:
         offers, weight = self.offers, (samples / self.total) ** 2
         mapper = offers.mapper(device, samples, self.cluster.devices[device].kind)
         workload = mapper.workload
-        optimiser = offers.measured.device(device).optimiser
-        elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
-        whole = mapper.total_s + (optimiser.seconds(elements) if optimiser is not None else 0.0)
+        whole = mapper.total_s
         offered = offers.precisions(device, samples)
         options: Options = {}
         of_key: dict[object, dict[str, tuple[float, int]]] = {}

@@ -29,7 +29,7 @@ class Pace(Protocol):
         ...
 
     def compute_s(self, role: str) -> float:
-        """What a rank of the role computes in a step, with its device to itself."""
+        """What a rank of the role computes until the ranks meet, with its device to itself."""
         ...
 
     def peak(self, role: str) -> int:

@@ -225,7 +225,11 @@ class ReplayPace:
         return self.timeline().step_s
 
     def compute_s(self, role: str) -> float:
-        return self.mappers[role].total_s + self._replayed[self._place[role]].optimiser_s
+        return self.mappers[role].total_s
+
+    def optimiser_s(self, role: str) -> float:
+        """What a rank of the role takes once the ranks have met."""
+        return self._replayed[self._place[role]].optimiser_s
 
     def peak(self, role: str) -> int:
         """What the device must have for it: more than is allocated at any moment, by what an allocator wastes."""
