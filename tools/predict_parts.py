@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from trimtab.bench.predict import LINKS, PLANS, two_ranks
-from trimtab.bench.predict_ranks import SLOW, Job, _update
+from trimtab.bench.predict import LINKS, PLANS, PROBED, two_ranks
+from trimtab.bench.predict_ranks import SLOW, Job
+from trimtab.bench.predict_trainers import PROBE, _update
 from trimtab.bench.ranks import run_on_ranks
 from trimtab.emulate import Emulation
 from trimtab.predict.measured import Measured
@@ -37,15 +40,15 @@ RANKS = ("fast", SLOW)
 class Parts(Job):
     """A job of the bench, taken apart."""
 
-    def bare(self, precisions: Mapping[str, str], size: int, way: Any = "probe") -> tuple[float, ...]:
-        """Forward, backward, optimiser and all of one step with nothing timed inside."""
-        module, ddp, optimiser = self._trainers[way]
+    def bare(self, precisions: Mapping[str, str], size: int, way: Any = PROBE) -> tuple[float, ...]:
+        """Forward, backward, optimiser, all, and the host's part of one step with nothing timed inside."""
+        module, ddp, optimiser = self.trainers._made[way]
         set_precision(module, precisions)
-        batch = self._task.batch(size)
+        batch = self.trainers._task.batch(size)
         self._together()
         marks = [self._now()]
         start = time.perf_counter()
-        with self._half():
+        with self.trainers._half():
             loss = ddp(*batch)
         marks.append(self._now())
         loss.backward()
@@ -55,7 +58,10 @@ class Parts(Job):
         host = time.perf_counter() - start
         self._wait()
         wall = time.perf_counter() - start
-        return (*(self._between(a, b) for a, b in zip(marks, marks[1:])), wall, host)
+        return (*(self._between(a, b) for a, b in pairwise(marks)), wall, host)
+
+    def _together(self) -> None:
+        self.trainers.together()
 
     def sequence(self, bits: int | None) -> float:
         """All buckets of a step one after another, with nothing to compute."""
@@ -68,7 +74,7 @@ class Parts(Job):
                 work.wait()
             self._wait()
             return time.perf_counter() - start
-        compression = compression_of(self._trainers[bits][1])
+        compression = compression_of(self.trainers._made[bits][1])
         seen: set[str] = set()
         chosen = []
         for reduction, pieces in reversed(list(compression._reductions.values())):
@@ -124,12 +130,12 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
     found: dict[str, Any] = {"buckets": [b.nbytes for b in job.workload.buckets]}
     uniform = found["uniform: fwd, bwd, opt, wall, host (hooked: fwd, bwd, opt)"] = {}
     for low in (False, True):
-        for size in job._sizes:
+        for size in [share * job.unit for share in PROBED]:
             name = f"{'low' if low else 'plain'} {size}"
-            set_ = job._low if low else {}
+            set_ = job.low if low else {}
 
             def hooked(set_: Any = set_, size: int = size) -> tuple[float, ...]:
-                step = job._timed_step(set_, size)
+                step = job.trainers.timed(job.workload, size, set_)
                 return sum(step.forward), sum(step.backward), step.optimiser
 
             uniform[f"{name} hooked"] = job.repeated(hooked)
@@ -154,7 +160,9 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
         n: {b: [[line.a, line.c] for line in (c.encode, c.decode, c.add)] for b, c in d.codec.items()}
         for n, d in last.devices.items()
     }
-    found["casts"] = {n: {k: [line.a, line.c] for k, line in d.casts.items()} for n, d in last.devices.items()}
+    found["casts"] = {
+        n: {k: [line.a, line.c] for k, line in d.casts.items()} for n, d in last.devices.items()
+    }
     found["optimiser"] = {
         n: median(p.devices[n].optimiser.a for p in profiles)
         * sum(p.tensor.numel for p in job.workload.parameters if p.trainable)
@@ -175,13 +183,11 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
         row["measured"] = job.repeated(lambda plan=plan: job.measure(plan))
         whole[str(words)] = row
     sequences = found["sequences"] = {}
-    for bits in (None, *job._bits):
+    for bits in (None, *job.bits):
         plan = next(p for p in job.plans if p.bits == bits)
         totals = []
         for one in measured:
             roles, buckets = build_step(one, job.cluster, plan)
-            from dataclasses import replace
-
             idle = [
                 replace(
                     role,

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.bench.predict import LINKS, MODELS, PLANS, PROBED, Plan, _row, predict_job, regret, summary
+from trimtab.bench.predict import (
+    LINKS,
+    MODELS,
+    PLANS,
+    PROBED,
+    UNITS,
+    Plan,
+    _row,
+    predict_job,
+    regret,
+    summary,
+)
 
 
 def test_at_least_twelve_plans_of_three_models_are_held_out() -> None:
     assert len(MODELS["cpu"]) >= 3
     assert sum(len(PLANS[link]) for link in LINKS["cpu"]) * len(MODELS["cpu"]) >= 12
     for link in LINKS["cpu"]:
-        totals = {sum(plan.shares) for plan in PLANS[link]}
-        assert len(totals) == 1, "steps of unlike batches cannot be compared"
-        assert all(set(plan.shares) != set(PROBED) or plan.low != "all" for plan in PLANS[link])
+        assert {sum(plan.shares) for plan in PLANS[link]} == {UNITS}, "unlike batches cannot be compared"
+
+
+@pytest.mark.parametrize("link", list(PLANS))
+def test_no_plan_computes_what_was_probed(link: str) -> None:
+    # Probed are steps in one precision throughout.
+    assert not [p for p in PLANS[link] if p.shares[0] in PROBED and p.low in ("none", "all")]
 
 
 def test_an_error_is_of_each_round_with_itself() -> None:
@@ -60,6 +75,14 @@ def test_errors_count_without_their_sign() -> None:
     assert found["max_error"] == pytest.approx(0.2)
     assert found["repeat_error"] == pytest.approx(0.02)
     assert found["regret"] == 0
+
+
+def test_a_memory_error_has_its_sign() -> None:
+    found = {"predicted": [1.0], "naive": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
+    row = _row(Plan((4, 4), "half", 4), {**found, "memory": [1.02, 0.9]})
+    assert row["memory_error"] == pytest.approx(-0.1)
+    rows = [{"model": "a", "link": "x", **row, "memory_error": error} for error in (-0.1, 0.05)]
+    assert summary(rows)["memory_error"] == pytest.approx(0.1)
 
 
 def test_one_job_end_to_end() -> None:

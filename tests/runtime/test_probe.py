@@ -253,7 +253,7 @@ def test_the_codec_is_fitted_in_both_directions() -> None:
 
 
 def _probe_link() -> dict[str, list[tuple[float, float, float]]]:
-    trial = LinkProbe(Placement(per_host=(2,)), CPU, sizes=(1 << 12, 1 << 16))
+    trial = LinkProbe(Placement(per_host=(2,)), CPU, rows=((1 << 12,) * 3, (1 << 16, 1 << 12)))
     trial.round()
     trial.round()
     return {k: [(f.per_message_s, f.per_byte_s, f.drag) for f in fits] for k, fits in trial.fits().items()}

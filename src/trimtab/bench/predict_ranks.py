@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import time
 import warnings
-from contextlib import nullcontext
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.predict import LOW, PROBED, two_ranks
+from trimtab.bench.predict import LOW, PROBED, UNITS, two_ranks
 from trimtab.bench.predict_models import make_task
+from trimtab.bench.predict_trainers import PROBE, Trainers
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -26,7 +23,7 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.codec import Block
+from trimtab.predict.job import payloads
 from trimtab.predict.links import Collective, Placement
 from trimtab.predict.measured import Measured
 from trimtab.predict.memory import memory
@@ -35,8 +32,7 @@ from trimtab.predict.timeline import bottleneck
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
 from trimtab.runtime.probe_links import LinkProbe
-from trimtab.runtime.probe_steps import StepClock, StepTimes, operator_times, without_communication
-from trimtab.runtime.set_precision import set_precision
+from trimtab.runtime.probe_steps import StepTimes, operator_times
 from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
@@ -44,9 +40,12 @@ if TYPE_CHECKING:
 
     from trimtab.workload import Workload
 
-SLOW = "slow"
+FAST, SLOW = "fast", "slow"
 STEPS = 2
 """Timed steps of each kind in a round."""
+
+SMALL_ROW = (1 << 14,) * 8
+"""Transfers that tell what a message costs."""
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
@@ -79,71 +78,57 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
 
 
 class Job:
-    """The models of one rank: one for each way to communicate."""
+    """One rank's part in probing and measuring."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.device = torch.device(spec["device"])
         self.cluster = two_ranks(spec["device"], spec["link"])
-        self._task = make_task(spec["model"], self.device)
-        unit = self._task.unit
-        self._name = ("fast", SLOW)[dist.get_rank()]
-        self._sizes = [size * unit for size in PROBED]
+        task = make_task(spec["model"], self.device)
+        self.unit = task.unit
+        self.name = (FAST, SLOW)[dist.get_rank()]
+        self.trainers = Trainers(task, self.device)
         cuda = self.device.type == "cuda"
         self.workload: Workload = capture(
-            self._task.model, self._task.batch(self._sizes[0]), autocast="bf16" if cuda else None
+            task.model, task.batch(PROBED[0] * self.unit), autocast="bf16" if cuda else None
         )
-        self._low = {
+        self.low = {
             name: LOW for name, (first, *_) in self.workload.settings.items() if self._may_be_low(first)
         }
         self.plans = [
             JobSetting(
                 bits=bits,
                 ranks={
-                    "fast": RankSetting(samples=shares[0] * unit, precisions={}),
-                    SLOW: RankSetting(samples=shares[1] * unit, precisions=self._chosen(low)),
+                    FAST: RankSetting(samples=shares[0] * self.unit, precisions={}),
+                    SLOW: RankSetting(samples=shares[1] * self.unit, precisions=self._chosen(low)),
                 },
             )
             for shares, low, bits in spec["plans"]
         ]
+        self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
-        self._trainers: dict[Any, tuple[torch.nn.Module, DistributedDataParallel, torch.optim.Optimizer]] = {}
-        self._static: dict[Any, int] = {}
-        """Bytes that each trainer holds between steps (CUDA)."""
-        self._bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._link: LinkProbe | None = None
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
-        self._trainers["probe"] = self._trainer("probe")
-        for precisions in ({}, self._low):
-            for size in self._sizes:
-                self._timed_step(precisions, size)
+        self.trainers.make(PROBE)
+        self._steps()
         for plan in self.plans:
-            before = self._allocated()
-            fresh = plan.bits not in self._trainers
-            if fresh:
-                self._trainers[plan.bits] = self._trainer(plan.bits)
-            for _ in range(2):
+            before = self.trainers.allocated()
+            fresh = self.trainers.make(plan.bits)
+            for _ in range(3 if fresh else 1):
                 self.measure(plan)
             if fresh:
-                self._static[plan.bits] = self._allocated() - before
+                self.trainers.held[plan.bits] = self.trainers.allocated() - before
 
     def probe(self) -> list[Profile]:
-        """What both ranks, the link and the codec do right now: a profile for each timed step.
+        """What both ranks, the link and the codec do right now: profiles of single steps.
 
         A step is as long as its slower rank, and on a machine that flutters that is longer than the longer of two
         usual times. So steps are not averaged before they are replayed, but after.
         """
-        taken: list[dict[tuple[bool, int], StepTimes]] = []
-        for _ in range(STEPS):
-            steps: dict[tuple[bool, int], StepTimes] = {}
-            for low in (True, False):
-                for size in self._sizes:
-                    lowered = low and self._name == SLOW
-                    steps[lowered, size] = self._timed_step(self._low if lowered else {}, size)
-            taken.append(steps)
+        taken = [steps for _ in range(STEPS) for steps in self._steps()]
         casts = cast_lines(self.device, self._casts)
-        codec = {str(bits): self._codec(bits) for bits in self._bits}
+        codec = {str(bits): self._codec(bits) for bits in self.bits}
         links = {next(iter(self.cluster.links), LOCAL): self._links()}
         both: list[Any] = [None, None]
         dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in taken])
@@ -152,11 +137,30 @@ class Job:
                 version=PROFILE_VERSION,
                 trimtab=trimtab.__version__,
                 torch=torch.__version__,
-                devices=dict(zip(("fast", SLOW), pair, strict=True)),
+                devices=dict(zip((FAST, SLOW), pair, strict=True)),
                 links=links,
             )
             for pair in zip(*both, strict=True)
         ]
+
+    def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
+        """Two sets of steps without communication, by whether all is low and by samples.
+
+        While this rank has a share of the job's batch, the other has the rest, as in every plan: ranks of one
+        machine are slower while the other computes. The fast rank has plain steps only, so it has two of each.
+        """
+        sets: list[dict[tuple[bool, int], StepTimes]] = []
+        for low in (True, False):
+            steps: dict[tuple[bool, int], StepTimes] = {}
+            for share in PROBED:
+                samples = (share if self.name == FAST else UNITS - share) * self.unit
+                lowered = low and self.name == SLOW
+                steps[lowered, samples] = self.trainers.timed(
+                    self.workload, samples, self.low if lowered else {}
+                )
+            sets.append(steps)
+        # Plain steps last: they know best what nobody set.
+        return sets if self.name == FAST else [sets[0] | sets[1]] * 2
 
     def _profile(
         self,
@@ -165,27 +169,27 @@ class Job:
         codec: dict[str, CodecTime],
     ) -> DeviceProfile:
         operators: dict[str, OperatorTime] = {}
-        for (low, size), step in steps.items():  # plain steps last: they know best what nobody set
-            precisions = self._low if low else {}
-            operators |= operator_times(self.workload.at_batch(size), [step], precisions)
+        for (low, samples), step in steps.items():
+            precisions = self.low if low else {}
+            operators |= operator_times(self.workload.at_batch(samples), [step], precisions)
         elements = sum(p.tensor.numel for p in self.workload.parameters if p.trainable)
         update = median(step.optimiser for step in steps.values())
         return DeviceProfile(
-            called=self._name,
+            called=self.name,
             operators=operators,
             casts=casts,
             codec=codec,
-            batches={self.workload.model: tuple(self._sizes)},
+            batches={self.workload.model: tuple(sorted({samples for _, samples in steps}))},
             optimiser=Line(a=update / elements, c=0.0),
         )
 
     def memory(self, plan: JobSetting) -> list[float]:
         """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""
-        own = plan.ranks[self._name]
+        own = plan.ranks[self.name]
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.measure(plan)
-        allocated = self._static[plan.bits] + torch.cuda.max_memory_allocated() - before
+        allocated = self.trainers.held[plan.bits] + torch.cuda.max_memory_allocated() - before
         predicted = memory(
             self.workload.at_batch(own.samples),
             own.precisions,
@@ -200,100 +204,46 @@ class Job:
         return both
 
     def measure(self, plan: JobSetting) -> float:
-        """Seconds of one step, until the last rank has ended it."""
-        own = plan.ranks[self._name]
-        module, ddp, optimiser = self._trainers[plan.bits]
-        set_precision(module, own.precisions)
-        batch = self._task.batch(own.samples)
-        self._together()
-        start = time.perf_counter()
-        with self._half():
-            loss = ddp(*batch)
-        loss.backward()
-        _update(optimiser)
-        self._together()
-        return time.perf_counter() - start
-
-    def _timed_step(self, precisions: Mapping[str, str], size: int) -> StepTimes:
-        module, ddp, optimiser = self._trainers["probe"]
-        set_precision(module, precisions)
-        batch = self._task.batch(size)
-        clock = StepClock(module, self.workload, self.device)
-        self._together()
-
-        def loss() -> torch.Tensor:
-            with self._half():
-                found: torch.Tensor = ddp(*batch)
-                return found
-
-        return clock.step(loss, lambda: _update(optimiser))
+        """Seconds of one step of a plan."""
+        own = plan.ranks[self.name]
+        return self.trainers.step(plan.bits, own.samples, own.precisions)
 
     def _links(self) -> dict[str, CollectiveTime]:
         """From all rounds so far: a link does not drift as a busy machine does."""
         if self._link is None:
+            rows = self._rows()
             self._link = LinkProbe(
-                Placement(per_host=(1, 1)),
-                self.device,
-                sizes=self._transfers(),
-                collectives=("all_reduce", "all_gather") if self._bits else ("all_reduce",),
+                Placement(per_host=(1, 1)), self.device, rows=rows, collectives=tuple(rows)
             )
             self._link.round()
-        self._link.round()
         self._link.round()
         return {
             collective: CollectiveTime(
                 per_message_s=fits[0].per_message_s,
                 per_byte_s=fits[0].per_byte_s,
-                drag={"fast": fits[0].drag, SLOW: fits[1].drag},
+                drag={FAST: fits[0].drag, SLOW: fits[1].drag},
             )
             for collective, fits in self._link.fits().items()
         }
 
-    def _transfers(self) -> dict[Collective, tuple[int, ...]]:
-        """Bytes of the trial transfers: as large as the job's own, since a full queue makes large ones slower."""
-        largest = max(bucket.nbytes for bucket in self.workload.buckets)
-        packed = largest * max(self._bits, default=8) // 32
-        return {
-            "all_reduce": (1 << 14, max(1 << 16, largest // 8), max(1 << 18, largest)),
-            "all_gather": (1 << 14, max(1 << 16, packed // 4), max(1 << 18, packed)),
+    def _rows(self) -> dict[Collective, list[tuple[int, ...]]]:
+        """Trial transfers: the job's own buckets, as they are and encoded, and small ones."""
+        rows: dict[Collective, list[tuple[int, ...]]] = {
+            "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in self.workload.buckets)]
         }
+        if self.bits:
+            rows["all_gather"] = [SMALL_ROW, *(payloads(self.workload, bits) for bits in self.bits)]
+        return rows
 
     def _codec(self, bits: int) -> CodecTime:
         probe = CodecProbe(bits, self.device)
         probe.round()
         return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in probe.fits().items()})
 
-    def _trainer(self, way: Any) -> tuple[torch.nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
-        module = copy.deepcopy(self._task.model)
-        ddp = DistributedDataParallel(module)
-        if way == "probe":
-            without_communication(ddp)
-        elif way is not None:
-            trimtab.compress(ddp, Block(bits=way))
-        return module, ddp, torch.optim.AdamW(module.parameters(), lr=1e-4)
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-
     def _may_be_low(self, index: int) -> bool:
         return self.workload.operators[index].kind in ("linear", "conv")
 
     def _chosen(self, low: str) -> dict[str, str]:
-        names = list(self._low)
+        names = list(self.low)
         kept = {"none": [], "all": names, "half": names[::2], "third": names[1::3]}[low]
         return dict.fromkeys(kept, LOW)
-
-    def _half(self) -> Any:
-        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
-
-    def _together(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def _update(optimiser: torch.optim.Optimizer) -> None:
-    optimiser.step()
-    optimiser.zero_grad()

@@ -44,6 +44,21 @@ def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:
     }
 
 
+def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
+    """Bytes of every bucket once it is encoded."""
+    sizes = {p.name: p.tensor.numel for p in workload.parameters}
+    chosen = bits_of(workload, bits)
+    return tuple(
+        payload([sizes[name] for name in bucket.parameters], [chosen[name] for name in bucket.parameters])
+        for bucket in workload.buckets
+    )
+
+
+def in_one_gather(nbytes: int, world: int) -> bool:
+    """Whether a bucket of so many encoded bytes is all-gathered, instead of scattered, added up and gathered."""
+    return world <= 2 or nbytes <= TINY_BYTES
+
+
 def segments(workload: Workload, forward: Sequence[float], backward: Sequence[float]) -> tuple[Segment, ...]:
     """The compute stream of a step: operators forward, then backward in reverse, with the buckets they complete."""
     ready: dict[int, list[int]] = {}
@@ -107,7 +122,7 @@ def compressed_buckets(
         numel = sum(numels)
         nbytes = payload(numels, [bits[name] for name in bucket.parameters])
         name = f"bucket {index}"
-        if world <= 2 or nbytes <= TINY_BYTES:
+        if in_one_gather(nbytes, world):
             buckets.append(Bucket(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),)))
             for role, codec in zip(local, codecs, strict=True):
                 after = codec.seconds("decode", numel) + (world - 1) * codec.seconds("add", numel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from trimtab.predict.job import in_one_gather, payloads
 from trimtab.predict.step_memory import StepMemory
 from trimtab.workload.tensor import BYTES
 
@@ -93,7 +94,7 @@ def memory(
         workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
     state = STATES[optimiser] * held.trainable
     buckets = sum(b.nbytes for b in workload.buckets) if data_parallel else 0
-    codec = held.trainable_numel * bits // 8 * (world + 1) if bits else 0
+    codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, bits)) if bits else 0
     base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
     step = StepMemory(workload, precisions or {}, kind, rounding)
     step.run()
@@ -126,13 +127,20 @@ class _Held:
         def rounded(nbytes: int) -> int:
             return -(-nbytes // rounding) * rounding
 
-        sizes = [(rounded(p.tensor.nbytes), p.trainable, p.tensor) for p in workload.parameters]
-        self.parameters = sum(size for size, _, _ in sizes)
-        self.trainable = sum(size for size, trainable, _ in sizes if trainable)
-        self.trainable_numel = sum(t.numel for _, trainable, t in sizes if trainable)
-        self.largest = max((size for size, trainable, _ in sizes if trainable), default=0)
+        sizes = [(rounded(p.tensor.nbytes), p.trainable) for p in workload.parameters]
+        self.parameters = sum(size for size, _ in sizes)
+        self.trainable = sum(size for size, trainable in sizes if trainable)
+        self.largest = max((size for size, trainable in sizes if trainable), default=0)
         self.buffers = workload.buffer_bytes
         self.batch = sum(rounded(t.numel * BYTES[t.dtype]) for t in workload.batch)
+
+
+def _codec_buffers(payload: int, world: int) -> int:
+    """What a reduction holds for one bucket: what it sends, and what it receives."""
+    if in_one_gather(payload, world):
+        return (1 + world) * payload
+    # All chunks but its own, its own from all others, their sum, and everyone's sums.
+    return payload * (3 * world - 1) // world
 
 
 def _temporary(optimiser: OptimiserName, kind: DeviceKind, held: _Held) -> int:

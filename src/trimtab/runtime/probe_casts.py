@@ -18,7 +18,7 @@ from trimtab.runtime.probe_codec import line
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ROWS = (32, 256, 1024)
+ROWS = {"cpu": (32, 256, 1024), "cuda": (256, 2048, 16384)}
 COLUMNS = 512
 REPEATS = 5
 
@@ -28,7 +28,7 @@ def cast_lines(device: torch.device, directions: Sequence[str]) -> dict[str, Lin
     found = {}
     for direction in directions:
         points = []
-        for rows in ROWS:
+        for rows in ROWS[device.type]:
             run = cast(direction, rows, device)
             points.append((rows * COLUMNS, median(timed(run, device) for _ in range(REPEATS))))
         a, c = line(points)

@@ -14,7 +14,7 @@ from trimtab.codec.packing import Packing, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUMELS = (1 << 14, 1 << 17, 1 << 20)
+NUMELS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 14, 1 << 20, 1 << 23)}
 
 
 class CodecProbe:
@@ -24,7 +24,8 @@ class CodecProbe:
         self._device, self._kernels = device, kernels_for(device)
         self._cases: dict[tuple[str, int], Callable[[], None]] = {}
         self._taken: dict[tuple[str, int], list[float]] = {}
-        for numel in NUMELS:
+        self._numels = NUMELS[device.type]
+        for numel in self._numels:
             segment = Segment(offset=0, numel=numel, bits=bits, block=block)
             packing = Packing(segments=(segment,), dtype=torch.float32)
             flat = torch.randn(numel, device=device)
@@ -45,7 +46,7 @@ class CodecProbe:
         """(seconds per value, seconds besides) of `encode`, `decode` and `add` (decode onto a sum)."""
         found = {}
         for which in ("encode", "decode", "add"):
-            points = [(numel, median(self._taken[which, numel])) for numel in NUMELS]
+            points = [(numel, median(self._taken[which, numel])) for numel in self._numels]
             found[which] = line(points)
         return found
 

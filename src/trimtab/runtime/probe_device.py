@@ -23,7 +23,14 @@ from trimtab.predict.settings import matched
 from trimtab.runtime.probe_cache import ProbeCache
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
-from trimtab.runtime.probe_steps import StepClock, StepTimes, operator_times, without_communication
+from trimtab.runtime.probe_steps import (
+    StepClock,
+    StepTimes,
+    anchored,
+    host_ahead,
+    operator_times,
+    without_communication,
+)
 from trimtab.runtime.set_precision import set_precision
 from trimtab.workload.capture import capture
 
@@ -145,7 +152,15 @@ class DeviceProbe:
             optimiser.step()
             optimiser.zero_grad()
 
-        return StepClock(self._task.spec.model, self.workload, self._device).step(loss, update)
+        clock = StepClock(self._task.spec.model, self.workload, self._device)
+
+        def ready() -> None:
+            host_ahead(self._device)
+
+        step = clock.step(loss, update, ready=ready)
+        if self._device.type == "cpu":
+            return step  # reading a clock costs nothing beside an operator
+        return anchored(step, clock.step(loss, update, ready=ready, whole=True))
 
     def _cast(self, direction: str) -> Callable[[DeviceProfile], DeviceProfile]:
         return lambda profile: replace(

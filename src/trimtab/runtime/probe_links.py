@@ -6,7 +6,7 @@ Collective: every rank of the group calls these at the same point, and every ran
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,20 @@ from trimtab.collectives.reduction import started
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-SIZES = (1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the trial vectors."""
+Rows = Sequence[Sequence[int]]
+
+ROWS: Rows = ((1 << 16,) * 8, (1 << 20,) * 4, (1 << 23,) * 2)
+"""For each trial the bytes of its transfers."""
 
 
 class LinkProbe:
-    """Trial transfers of one group; rounds can be added, and fitted at any time."""
+    """Trial transfers of one group; rounds can be added, and fitted at any time.
+
+    A trial is a row of transfers that are started without waiting for one another, as a job's buckets are: the
+    next is under way while the last ends, and nothing begins from rest but the first.
+    """
 
     def __init__(
         self,
@@ -33,43 +39,51 @@ class LinkProbe:
         device: torch.device,
         *,
         group: dist.ProcessGroup | None = None,
-        sizes: Sequence[int] | Mapping[Collective, Sequence[int]] = SIZES,
+        rows: Rows | Mapping[Collective, Rows] = ROWS,
         collectives: Sequence[Collective] = COLLECTIVES,
     ) -> None:
+        """
+        Args:
+            rows: the bytes of each trial's transfers; those of the job itself are predicted best.
+        """
         self._placement, self._device, self._group = placement, device, group
         self._world = dist.get_world_size(group)
         self._collectives = tuple(collectives)
-        self._sizes: dict[Collective, tuple[int, ...]] = {
-            c: tuple(sorted(sizes[c] if isinstance(sizes, Mapping) else sizes)) for c in collectives
+        self._rows: dict[Collective, list[tuple[int, ...]]] = {
+            c: sorted(map(tuple, rows[c] if isinstance(rows, Mapping) else rows), key=sum)
+            for c in collectives
         }
-        self._taken: dict[tuple[Collective, int], list[float]] = {}
+        self._taken: dict[tuple[Collective, tuple[int, ...]], list[float]] = {}
         self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
         self._unit = _Unit(device)
-        self._buffers = {(c, n): self._make(c, n) for c in self._collectives for n in self._sizes[c]}
+        self._trials = {(c, row): self._row(c, row) for c in self._collectives for row in self._rows[c]}
 
     def round(self) -> None:
-        """Time every collective at every size once, and the largest beside a computation."""
-        for (collective, size), run in self._buffers.items():
-            self._taken.setdefault((collective, size), []).append(self._timed(run))
+        """Time every trial of every collective once, and the largest beside a computation."""
+        for key, run in self._trials.items():
+            self._taken.setdefault(key, []).append(self._timed(run))
         for collective in self._collectives:
-            self._drags[collective].append(
-                self._beside(self._buffers[collective, self._sizes[collective][-1]])
-            )
+            self._drags[collective].append(self._beside(self._trials[collective, self._rows[collective][-1]]))
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
         """For each collective a fit for each rank: they differ in drag alone."""
         found: dict[Collective, tuple[Fit, ...]] = {}
         for collective in self._collectives:
             points = []
-            for size in self._sizes[collective]:
-                messages, sent = volume(collective, size, self._placement)
-                points.append((messages, sent, median(self._taken[collective, size])))
+            for row in self._rows[collective]:
+                volumes = [volume(collective, size, self._placement) for size in row]
+                messages, sent = sum(m for m, _ in volumes), sum(v for _, v in volumes)
+                points.append((messages, sent, median(self._taken[collective, row])))
             rest = points[-1][2]
             found[collective] = tuple(
                 fit(points, drag=max(0.0, median(taken) / rest))
                 for taken in zip(*self._drags[collective], strict=True)
             )
         return found
+
+    def _row(self, collective: Collective, row: Sequence[int]) -> Callable[[], list[dist.Work]]:
+        transfers = [self._make(collective, size) for size in row]
+        return lambda: [transfer() for transfer in transfers]
 
     def _make(self, collective: Collective, nbytes: int) -> Callable[[], dist.Work]:
         device, group, world = self._device, self._group, self._world
@@ -86,29 +100,31 @@ class LinkProbe:
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
 
-    def _timed(self, run: Callable[[], dist.Work]) -> float:
+    def _timed(self, run: Callable[[], list[dist.Work]]) -> float:
         """Seconds until the slowest rank has finished."""
         self._together()
         start = time.perf_counter()
-        run().wait()
+        for work in run():
+            work.wait()
         self._finish()
         return self._largest(time.perf_counter() - start)
 
-    def _beside(self, run: Callable[[], dist.Work]) -> list[float]:
-        """For each rank, the seconds of computing that one transfer costs it."""
+    def _beside(self, run: Callable[[], list[dist.Work]]) -> list[float]:
+        """For each rank, the seconds of computing that the transfers cost it."""
         alone = self._unit.seconds()
         self._together()
         start = time.perf_counter()
         if self._device.type == "cuda":
             lost = self._unit.beside(run, alone)
         else:
-            work = run()
+            works = run()
             units = 0
-            while not work.is_completed():
+            while not all(work.is_completed() for work in works):
                 self._unit.run()
                 units += 1
             lost = time.perf_counter() - start - units * alone
-            work.wait()
+            for work in works:
+                work.wait()
         mine = torch.tensor([lost], dtype=torch.float64, device=self._device)
         everyone = torch.empty(self._world, dtype=torch.float64, device=self._device)
         of: dist.ProcessGroup = self._group or dist.group.WORLD  # type: ignore[assignment]
@@ -156,15 +172,17 @@ class _Unit:
             units += 1
         return taken / units
 
-    def beside(self, run: Callable[[], dist.Work], alone: float) -> float:
-        """How much longer a long row of units takes with a transfer beside it (CUDA)."""
+    def beside(self, run: Callable[[], list[dist.Work]], alone: float) -> float:
+        """How much longer a long row of units takes with the transfers beside it (CUDA)."""
         start = time.perf_counter()
-        run().wait()
+        for work in run():
+            work.wait()
         torch.cuda.synchronize(self._device)
         units = max(1, round(1.5 * (time.perf_counter() - start) / alone))
-        work = run()
+        works = run()
         taken = self._on_stream(units)
-        work.wait()
+        for work in works:
+            work.wait()
         torch.cuda.synchronize(self._device)
         return taken - units * alone
 

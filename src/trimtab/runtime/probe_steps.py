@@ -9,7 +9,7 @@ they move. All intervals together make up the step: nothing is left out and noth
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 
 NONE = -1
+
+AHEAD_CYCLES = 20_000_000
+"""About ten milliseconds: longer than an optimiser's launches take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +57,31 @@ class StepClock:
         self._marks: list[tuple[str, int, Any]] = []
         self._hooks: list[Any] = []
 
-    def step(self, loss: Callable[[], torch.Tensor], update: Callable[[], None]) -> StepTimes:
-        """Run one step: `loss` runs the model, `update` the optimiser. Backward is called here."""
-        self._attach()
+    def step(
+        self,
+        loss: Callable[[], torch.Tensor],
+        update: Callable[[], None],
+        *,
+        ready: Callable[[], None] | None = None,
+        whole: bool = False,
+    ) -> StepTimes:
+        """Run one step: `loss` runs the model, `update` the optimiser. Backward is called here.
+
+        Args:
+            ready: called before the optimiser, and not timed: in a job all ranks begin it at one moment.
+            whole: time each pass as a whole, with nothing of ours inside it.
+        """
+        self._marks, self._calls = [], {}
+        if not whole:
+            self._attach()
         try:
             self._mark("start", -1)
             result = loss()
             self._mark("turn", -1)
             result.backward()
+            self._mark("ready", -1)
+            if ready is not None:
+                ready()
             self._mark("update", -1)
             update()
             self._mark("stop", -1)
@@ -72,7 +92,6 @@ class StepClock:
         return self._read()
 
     def _attach(self) -> None:
-        self._marks, self._calls = [], {}
         for name, indices in self._workload.settings.items():
             if name.endswith(ATTENTION):
                 continue  # no module of its own: part of what runs between
@@ -117,6 +136,8 @@ class StepClock:
         into, running, ended = forward, NONE, NONE
         for (what, index, moment), (following, coming, later) in pairwise(self._marks):
             taken = self._between(moment, later)
+            if what == "ready":
+                continue
             if what == "update":
                 optimiser = taken
                 break
@@ -150,6 +171,31 @@ class StepClock:
         whole = sum(weights)
         for operator, weight in zip(inside, weights, strict=True):
             into[operator.index] += taken * weight / whole
+
+
+def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
+    """A step timed operator by operator, as long as the same one timed as a whole.
+
+    Timing an operator takes the host some time. Where the device waits for its host, that is in every interval.
+    """
+    forward = sum(whole.forward) / sum(step.forward)
+    backward = sum(whole.backward) / sum(step.backward)
+    return replace(
+        step,
+        forward=tuple(seconds * forward for seconds in step.forward),
+        backward=tuple(seconds * backward for seconds in step.backward),
+        optimiser=whole.optimiser,
+    )
+
+
+def host_ahead(device: torch.device) -> None:
+    """Keep a GPU waiting until the host has queued some work: what follows is timed without gaps between kernels.
+
+    So it is in a job after the last average: while the device waited for it, the host went on.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(AHEAD_CYCLES)
 
 
 def without_communication(ddp: DistributedDataParallel) -> None:
