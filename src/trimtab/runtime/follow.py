@@ -55,6 +55,7 @@ class Follower:
         self._group = ddp.process_group
         self._rank = dist.get_rank(self._group)
         self._clock = LocalClock(next(ddp.parameters()).device)
+        in_force.clocks.add(self._clock)
         self._background = Background(self._group)
         self._drift = Drift(rules)
         self._step = 0
@@ -136,7 +137,9 @@ class Follower:
             return {"plan": None, "reasons": []}
         said = ", ".join(f"{role} takes {times:.2f} times as long" for role, times in drift.items())
         try:
-            new = self._anew(plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()})
+            new = self._anew(
+                plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()}
+            )
         except Exception as error:  # a job that trains is worth more than its next plan
             return {"plan": None, "reasons": [f"{said} as at first; planning anew failed: {error!r}"]}
         if new.hash == plan.hash:

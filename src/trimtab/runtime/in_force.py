@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.plan.plan import Plan
+    from trimtab.runtime.local_time import LocalClock
 
 _ATTRIBUTE = "_trimtab_plan"
 
@@ -48,6 +49,8 @@ class InForce:
         self.history: list[Switch] = []
         self.loaders: WeakSet[TakesShares] = WeakSet()
         """They deal out samples as the plan says."""
+        self.clocks: WeakSet[LocalClock] = WeakSet()
+        """They count what ranks take under it."""
         self.notes: tuple[str, ...] = ()
         """What applying it did, in words."""
 

@@ -9,7 +9,7 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,7 @@ def loader(
     )
     made._most = most
     if in_force is not None:
+        made._in_force = in_force
         in_force.loaders.add(made)
         if rank == 0 and in_force.plan.batch_size != batch_size:
             environment.logger().info(
@@ -187,6 +188,7 @@ class Loader:
         self._room = Room(max_batch)
         self._clock: LocalClock | None = None
         self._windows: list[list[float]] = []
+        self._in_force: InForce | None = None
         self._planned: Sequence[float] | None = None
         self._most: list[int | None] | None = None
         self._counted = 0
@@ -259,9 +261,14 @@ class Loader:
         quiet: AbstractContextManager[Any] = nullcontext() if self.last else model.no_sync()
         return quiet
 
-    def waiting(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
         """Around what is no part of this rank's work in a step: collectives of your own, an evaluation."""
-        return nullcontext() if self._clock is None else self._clock.waiting()
+        clocks = set() if self._in_force is None else set(self._in_force.clocks)
+        with ExitStack() as paused:
+            for clock in clocks if self._clock is None else {self._clock, *clocks}:
+                paused.enter_context(clock.waiting())
+            yield
 
     def watch(
         self, model: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.SyncBatchNorm,)

@@ -1,0 +1,213 @@
+"""The plans that `trimtab bench hybrid` runs: probed, damaged and allocated inside the job that they are for."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Subset
+
+import trimtab
+from trimtab.bench.gpt import Gpt
+from trimtab.bench.share_tasks import Passages, Task
+from trimtab.cluster.profile import LOCAL, PROFILE_VERSION, CollectiveTime, Profile
+from trimtab.plan.make import make_plan
+from trimtab.plan.plan import OWN
+from trimtab.plan.plan_file import parse_plan
+from trimtab.predict.links import Placement
+from trimtab.predict.memory import memory
+from trimtab.runtime import probe_device
+from trimtab.runtime.fingerprint import fingerprint
+from trimtab.runtime.in_force import text_of
+from trimtab.runtime.indicators import damage
+from trimtab.runtime.model_spec import ModelSpec
+from trimtab.runtime.probe_links import LinkProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from trimtab.cluster import Cluster
+    from trimtab.plan.plan import Plan
+    from trimtab.workload import Workload
+
+LOW = {"cpu": ("bf16", "int8"), "cuda": ("fp8",)}
+"""Precisions that are probed beside the model's own."""
+
+BITS = (4, 8)
+SIZES = {"cpu": (256, 3, 32, 24), "cuda": (1536, 6, 512, 32)}
+"""Width, layers, bytes of a sample, and samples of a rank when all have the same."""
+
+TRAINED = 12
+"""Steps before damage is looked at: a model that knows nothing yet hardly cares where it is rounded."""
+
+CALIBRATION = 2
+"""Batches that damage is computed from."""
+
+
+def task(device: torch.device, seed: int = 0) -> Task:
+    """A GPT over bytes, and the standard library's text."""
+    width, layers, length, each = SIZES[device.type]
+    torch.manual_seed(seed)
+    model = Gpt(width=width, layers=layers, heads=width // 64, context=length).to(device)
+    passages = Passages(length + 1)
+    some = len(passages) - 64
+    return Task(
+        model=model,
+        train=Subset(passages, range(some)),
+        held_out=Subset(passages, range(some, len(passages))),
+        loss=lambda called, batch: called(batch),
+        each=each,
+    )
+
+
+def samples_of(data: Any, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """So many samples of a dataset, the same whenever asked for, far apart so that they differ."""
+    return torch.stack([data[(start + i) * 7919 % len(data)] for i in range(count)]).to(device)
+
+
+def autocast(device: torch.device) -> Any:
+    """What the model computes in by itself: fp32 on a CPU, bf16 on a GPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the job found out about itself, the same on every rank."""
+
+    fixed: Plan
+    free: Plan
+    cluster: Cluster
+    workload: Workload
+
+    @property
+    def uniform(self) -> tuple[dict[str, str], ...]:
+        """By rank: a slow one wholly at its fastest precisions, a fast one as it is."""
+        devices = self.cluster.devices
+        fast = max(devices, key=lambda name: devices[name].speed)
+        found: list[dict[str, str]] = []
+        for name, count in self.fixed.ranks:
+            role = self.fixed.roles[name]
+            chosen = {
+                operator: min(choices, key=lambda p: (choices[p].seconds, choices[p].damage))
+                for operator, choices in role.choices.items()
+            }
+            lowered = {} if role.device == fast else {o: p for o, p in chosen.items() if p != OWN}
+            found += [lowered] * count
+        return tuple(found)
+
+    def peak(self, samples: int, precisions: Mapping[str, str], bits: int | None) -> int:
+        """Predicted bytes of a rank."""
+        kind: Any = next(iter(self.cluster.devices.values())).kind
+        return peak(self.workload, samples, precisions, kind, bits)
+
+
+def peak(
+    workload: Workload, samples: int, precisions: Mapping[str, str], kind: Any, bits: int | None = None
+) -> int:
+    return memory(
+        workload.at_batch(samples),
+        precisions,
+        kind=kind,
+        data_parallel=True,
+        bits=bits,
+        world=dist.get_world_size(),
+    ).peak
+
+
+def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float | None) -> Made:
+    """Probe, damage, allocate. Collective.
+
+    Args:
+        memory_ratio: where the last device class has so much of the first one's memory: then that is four fifths of
+            what a plain step takes there.
+    """
+    model = copy.deepcopy(of.model)
+    kind: Any = device.type
+    sizes = (max(1, of.each // 2), of.each * 3 // 2)
+    spec = ModelSpec(name="gpt", model=model, batch=(samples_of(of.train, 0, sizes[0], device),))
+    half = "bf16" if kind == "cuda" else None
+    probe = probe_device.DeviceProbe(
+        probe_device.Task(
+            spec=spec, batches=sizes, precisions=LOW[kind], bits=BITS, autocast=half, seconds=300.0
+        ),
+        device,
+        probe_device.cache_of(device),
+    )
+    dist.barrier()
+    profile, _ = probe.run(lambda done, total: None)
+    workload = probe.workload
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, profile)
+    names = [rank.device for rank in cluster.ranks()]
+    if memory_ratio is not None:
+        least = 0.8 * peak(workload, of.each, {}, kind) / 2**30
+        limits = dict(zip(dict.fromkeys(names), (least / memory_ratio, least), strict=True))
+        cluster = replace(
+            cluster,
+            devices={n: replace(d, memory_gib=limits[n]) for n, d in cluster.devices.items()},
+        )
+    cluster = replace(
+        cluster,
+        profile=Profile(
+            version=PROFILE_VERSION,
+            trimtab=trimtab.__version__,
+            torch=torch.__version__,
+            devices=dict(zip(names, every, strict=True)),
+            links={next(iter(cluster.links), LOCAL): _links(device, names)},
+        ),
+    )
+    texts: list[Any] = [None]
+    if dist.get_rank() == 0:
+        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device)]]
+    dist.broadcast_object_list(texts)
+    fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
+    return Made(fixed=fixed, free=free, cluster=cluster, workload=workload)
+
+
+def _plans(
+    of: Task, model: nn.Module, cluster: Cluster, workload: Workload, device: torch.device
+) -> Sequence[Plan]:
+    total = of.each * cluster.world_size
+    model.load_state_dict(of.model.state_dict())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(TRAINED):
+        with autocast(device):
+            loss = of.loss(model, samples_of(of.train, step * of.each, of.each, device))
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    batches = [samples_of(of.train, 10_000 + i * total, total, device) for i in range(CALIBRATION)]
+    with autocast(device):
+        damages = damage(model, batches, precisions=LOW[device.type])
+    return [
+        make_plan(
+            cluster,
+            workload,
+            {name: found for name, found in damages.items() if name in workload.settings},
+            model=fingerprint(of.model),
+            trimtab=trimtab.__version__,
+            batch_size=total,
+            batch=batch,
+        )
+        for batch in ("fixed", "free")
+    ]
+
+
+def _links(device: torch.device, names: Sequence[str]) -> dict[str, CollectiveTime]:
+    trial = LinkProbe(Placement(per_host=(1,) * len(names)), device)
+    for _ in range(4):
+        trial.round()
+    return {
+        collective: CollectiveTime(
+            per_message_s=fits[0].per_message_s,
+            per_byte_s=fits[0].per_byte_s,
+            drag={name: fit.drag for name, fit in zip(names, fits, strict=True)},
+        )
+        for collective, fits in trial.fits().items()
+    }
