@@ -189,7 +189,7 @@ def moved_by(trial: Trial, seed: int, length: float) -> dict[str, torch.Tensor]:
     moved = {}
     for name, parameter in trial.parameters.items():
         up = torch.randint(0, 2, parameter.shape, generator=generator, device=trial.device)
-        moved[name] = parameter.detach() + (length * (2 * up - 1)).to(parameter.dtype)
+        moved[name] = parameter.detach() + (length * (2 * up - 1)).to(parameter)
     return moved
 
 

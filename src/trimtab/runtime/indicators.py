@@ -158,7 +158,8 @@ def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
 
 
 def _curvature(trial: Trial, precisions: Sequence[str]) -> Damage:
-    """Trace of the loss's second derivatives by each weight (Hutchinson), times ‖Q(w) − w‖².
+    """What the loss is expected to gain: half the mean of the weight's second derivatives (Hutchinson's estimate of
+    their trace, over their number) times ‖Q(w) − w‖².
 
     Products of activations have no weight, so it takes them for harmless.
     """
@@ -178,7 +179,7 @@ def _curvature(trial: Trial, precisions: Sequence[str]) -> Damage:
         trace = abs(traces.get(id(module.weight), 0.0)) / CURVATURE_PROBES / len(trial.batches)
         weight = module.weight.detach()
         totals[name] = {
-            precision: trace * float(of_weight(weight, precision).sum())
+            precision: 0.5 * trace * float(of_weight(weight, precision).mean())
             for precision in precisions
             if precision in EVER[kind] and precision != "fp32"
         }
