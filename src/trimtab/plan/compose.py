@@ -166,6 +166,7 @@ class Composer:
     def free(self, bits: int | None, budget: float) -> Candidate:
         """Shares and precisions of all ranks: the fastest step whose damage is within the budget."""
         self.menus.bits = bits
+        self._refuse_too_large()
         lowering = self._searched(bits, budget)
         if not lowering.damage:
             return lowering
@@ -175,6 +176,26 @@ class Composer:
             return self._relieved(lowering)
         relieved = self._relieved(lowering)
         return sharing if sharing.step_s < GAIN * relieved.step_s else relieved
+
+    def _refuse_too_large(self) -> None:
+        """A batch for which there is no memory, however it is shared and lowered."""
+        room = {device: self.menus.most(device, self.total) for device in self.counts}
+        for device, most in room.items():
+            if most < 1:
+                need, have = self.menus.least_peak(device, 1), self.menus.limits[device] or 0
+                raise TrimtabError(
+                    f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
+                    f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.0f} MiB are "
+                    "missing; leave it out, or use a smaller model"
+                )
+        held = sum(self.counts[device] * most for device, most in room.items())
+        if held < self.total:
+            each = ", ".join(f"{most} on each of {self.counts[d]} {d}" for d, most in room.items())
+            raise TrimtabError(
+                f"a batch of {self.total} does not fit: even with every operator at the precision that keeps least "
+                f"there is memory for {held} samples ({each}); {self.total - held} are too many: lower the batch size, "
+                "accumulate over several batches, or use more ranks"
+            )
 
     def _searched(self, bits: int | None, budget: float) -> Candidate:
         beside: dict[str, float] = {}
@@ -269,7 +290,12 @@ class Composer:
         """The fastest over these bits; fewer bits only where that gains. The first must be possible."""
         best: Candidate | None = None
         for count in sorted(bits, key=lambda b: -(b or 32)):
-            found = self.fixed(count) if batch == "fixed" else self.free(count, budget)
+            try:
+                found = self.fixed(count) if batch == "fixed" else self.free(count, budget)
+            except TrimtabError:
+                if best is None:
+                    raise
+                continue  # the codec takes memory: without it there was enough
             if best is None or best.step_s >= GAIN * found.step_s:
                 best = found
         assert best is not None

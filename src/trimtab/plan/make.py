@@ -147,7 +147,7 @@ def _reasons(
     slow, fast = max(own, key=lambda n: own[n]), min(own, key=lambda n: own[n])
     if own[slow] > 1.02 * own[fast]:
         said.append(
-            f"with even shares {slow} computes {own[slow] * 1e3:.3g} ms a step and {fast} {own[fast] * 1e3:.3g} ms, so "
+            f"with even shares {slow} computes {_ms(own[slow])} a step and {fast} {_ms(own[fast])}, so "
             f"that {fast} waits"
         )
     else:
@@ -164,7 +164,7 @@ def _reasons(
         said.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
     gain = plain.step_s / found.step_s
     said.append(
-        f"a step is predicted to take {found.step_s * 1e3:.3g} ms in place of plain DDP's {plain.step_s * 1e3:.3g} ms: "
+        f"a step is predicted to take {_ms(found.step_s)} in place of plain DDP's {_ms(plain.step_s)}: "
         f"{gain:.3g} times as fast"
         if gain >= 1.005
         else "nothing here makes a step faster than plain DDP's"
@@ -218,3 +218,7 @@ def _bits_words(composer: Composer, found: Candidate, bits: Bits) -> list[str]:
     if not composer.bits_measured():
         return ["gradients travel as they are: the codec was not measured on every device class"]
     return [f"gradients travel as they are: fewer bits would gain less than {GAIN - 1:.0%}"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

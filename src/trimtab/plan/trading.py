@@ -53,6 +53,26 @@ class Trading(ABC):
         limit = self.limits[device]
         return limit is None or self.peak(device, samples, chosen) <= limit
 
+    def least_peak(self, device: str, samples: int) -> int:
+        """What a rank needs with every operator at the precision that keeps least."""
+        options = self.menu(device, samples).options
+        leanest = {name: min(several, key=lambda o: o.memory).precision for name, several in options.items()}
+        return self.peak(device, samples, leanest)
+
+    def most(self, device: str, total: int) -> int:
+        """The most samples, up to `total`, for which a rank has memory at any precisions."""
+        limit = self.limits[device]
+        if limit is None:
+            return total
+        low, high = 0, 1
+        while high <= total and self.least_peak(device, high) <= limit:
+            low, high = high, high * 2
+        high = min(high, total + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.least_peak(device, middle) <= limit else (low, middle)
+        return low
+
     # What `joint` asks
 
     def own_s(self, device: str, samples: int) -> float:
