@@ -40,8 +40,9 @@ class Watched(AdditivePace):
 
     @property
     def trials(self) -> list[tuple[str, str]]:
-        """Changes after which the step was asked for."""
-        pairs = zip(self.log, self.log[1:], strict=False)
+        """Changes after which the step was asked for, from when the pace was known."""
+        later = self.log[self.log.index(("step", "")) :]
+        pairs = zip(later, later[1:], strict=False)
         return [before for before, after in pairs if after[0] == "step" != before[0]]
 
 
