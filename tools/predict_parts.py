@@ -1,9 +1,11 @@
 """Where a predicted step parts from the measured one: computing, transfers, codec, or all together.
 
-PYTHONPATH=src:. python3 tools/predict_parts.py --device cuda --model vit --json parts.json
+PYTHONPATH=src:. python3 tools/predict_parts.py --device cuda --model vit --rounds 3 --json parts.json
 
-Every figure is seconds, [fast rank, slow rank], medians. `hooked` are steps without communication with every
-operator timed, `bare` the same steps with only their beginning and end timed, `alone` with the other rank idle.
+First the bench itself, its rows under `rows`. Then seconds, [fast rank, slow rank], medians: for each plan its
+computing alone (`own`) and its whole step; each way's transfers alone (`sequences`); with --uniform also steps
+without communication: `hooked` with every operator timed, `bare` with only their beginning and end, `alone` with
+the other rank idle.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import json
 import time
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from trimtab.bench.predict import LINKS, PLANS, PROBED, two_ranks
+from trimtab._compat import all_gather_single
+from trimtab.bench.predict import LINKS, PLANS, PROBED, _row, summary, two_ranks
 from trimtab.bench.predict_ranks import SLOW, Job
 from trimtab.bench.predict_trainers import PROBE, _update
 from trimtab.bench.ranks import run_on_ranks
 from trimtab.emulate import Emulation
+from trimtab.predict.job import payloads
 from trimtab.predict.measured import Measured
 from trimtab.predict.replay import replay
 from trimtab.predict.step import build_step, predict_step
@@ -33,7 +37,7 @@ from trimtab.runtime.set_precision import set_precision
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-REPEATS = 7
+REPEATS = 3
 RANKS = ("fast", SLOW)
 
 
@@ -93,6 +97,20 @@ class Parts(Job):
         self._wait()
         return time.perf_counter() - start
 
+    def gathers(self, bits: int, group: Any) -> float:
+        """The all-gathers of a step one after another, without the codec."""
+        sizes = payloads(self.workload, bits)
+        mine = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        all_ = [torch.zeros(2 * n, dtype=torch.uint8, device=self.device) for n in sizes]
+        self._together()
+        start = time.perf_counter()
+        of = group or dist.group.WORLD
+        works = [all_gather_single(b, a, of, async_op=True) for a, b in zip(mine, all_, strict=True)]
+        for work in works:
+            work.wait()
+        self._wait()
+        return time.perf_counter() - start
+
     def _now(self) -> Any:
         if self.device.type == "cpu":
             return time.perf_counter()
@@ -118,7 +136,7 @@ class Parts(Job):
     def repeated(self, run: Callable[[], Any]) -> list[Any]:
         taken = [run() for _ in range(REPEATS)]
         if isinstance(taken[0], tuple):
-            return self.both([round(median(column), 5) for column in zip(*taken)])
+            return self.both([round(median(column), 5) for column in zip(*taken, strict=True)])
         return self.both(round(median(taken), 5))
 
 
@@ -128,6 +146,30 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
     job.settle()
     slow = dist.get_rank() == 1
     found: dict[str, Any] = {"buckets": [b.nbytes for b in job.workload.buckets]}
+    profiles = []
+    rows: list[dict[str, Any]] = [
+        {"predicted": [], "naive": [], "measured": [], "again": [], "bottleneck": ""} for _ in job.plans
+    ]
+    for _ in range(spec["rounds"]):
+        profiles += (now := job.probe())
+        ones = [Measured(job.workload, profile) for profile in now]
+        for plan, of in zip(job.plans, rows, strict=True):
+            of["predicted"].append(mean(predict_step(one, job.cluster, plan).step_s for one in ones))
+            of["naive"].append(of["predicted"][-1])
+        for which in ("measured", "again"):
+            for plan, of in zip(job.plans, rows, strict=True):
+                of[which].append(job.measure(plan))
+    if job.device.type == "cuda":
+        for plan, of in zip(job.plans, rows, strict=True):
+            of["memory"] = job.memory(plan)
+    found["rounds"] = rows
+    if spec["uniform"]:
+        _uniform(job, slow, found)
+    measured = [Measured(job.workload, profile) for profile in profiles]
+    return _parts(job, slow, found, profiles, measured, spec)
+
+
+def _uniform(job: Parts, slow: bool, found: dict[str, Any]) -> None:
     uniform = found["uniform: fwd, bwd, opt, wall, host (hooked: fwd, bwd, opt)"] = {}
     for low in (False, True):
         for size in [share * job.unit for share in PROBED]:
@@ -150,8 +192,11 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
                     return (0.0,) * 5
 
                 uniform[f"{name} alone {RANKS[rank]}"] = job.repeated(alone)[rank]
-    profiles = [p for _ in range(3) for p in job.probe()]
-    measured = [Measured(job.workload, profile) for profile in profiles]
+
+
+def _parts(
+    job: Parts, slow: bool, found: dict[str, Any], profiles: Any, measured: Any, spec: Mapping[str, Any]
+) -> dict[str, Any]:
     last = profiles[-1]
     found["links"] = {
         k: {c: [v.per_message_s, v.per_byte_s, v.drag] for c, v in of.items()} for k, of in last.links.items()
@@ -169,7 +214,7 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
         for n in RANKS
     }
     whole = found["plans"] = {}
-    for plan, words in zip(job.plans, spec["plans"]):
+    for plan, words in zip(job.plans, spec["plans"], strict=True):
         own = plan.ranks[RANKS[int(slow)]]
         row: dict[str, Any] = {}
         steps = [predict_step(one, job.cluster, plan) for one in measured]
@@ -180,7 +225,6 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
         row["measured, in the real trainer"] = job.repeated(
             lambda own=own, plan=plan: job.bare(own.precisions, own.samples, plan.bits)
         )
-        row["measured"] = job.repeated(lambda plan=plan: job.measure(plan))
         whole[str(words)] = row
     sequences = found["sequences"] = {}
     for bits in (None, *job.bits):
@@ -201,6 +245,12 @@ def parts(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
             "predicted": median(totals),
             "measured": job.repeated(lambda bits=bits: job.sequence(bits)),
         }
+        if bits is not None:
+            group = compression_of(job.trainers._made[bits][1]).groups[0]
+            for name, of_group in (("default group", None), ("compression's group", group)):
+                sequences[str(bits)][f"gathers alone, {name}"] = job.repeated(
+                    lambda bits=bits, of=of_group: job.gathers(bits, of)
+                )
     return found
 
 
@@ -209,6 +259,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", action="append")
     parser.add_argument("--link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--uniform", action="store_true")
     parser.add_argument("--json")
     given = parser.parse_args()
     from tools.predict_parts import parts as on_rank
@@ -221,11 +273,15 @@ def main() -> None:
             "model": model,
             "link": link,
             "plans": [[list(p.shares), p.low, p.bits] for p in PLANS[link]],
-            "rounds": 1,
+            "rounds": given.rounds,
+            "uniform": given.uniform,
         }
         with Emulation(two_ranks(given.device, link)) as emulation:
             found[model] = run_on_ranks(emulation, on_rank, spec)
-        print(model, json.dumps(found[model], indent=1), flush=True)
+        of_plans = zip(PLANS[link], found[model]["rounds"], strict=True)
+        found[model]["rows"] = [{"model": model, "link": link, **_row(plan, of)} for plan, of in of_plans]
+        found[model]["summary"] = summary(found[model]["rows"])
+        print(model, json.dumps(found[model]["summary"]), flush=True)
         if given.json:
             with open(given.json, "w") as file:  # noqa: PTH123
                 json.dump(found, file, indent=1)

@@ -171,7 +171,7 @@ def bench_straggler(
 
 
 @bench.command("predict")
-def bench_predict(device: Device = "cpu", rounds: Repeats = 5, json: Json = False) -> None:
+def bench_predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = False) -> None:
     """Predicted steps of plans beside measured ones: three models on two unequal ranks."""
     from trimtab.bench.predict import predict
 

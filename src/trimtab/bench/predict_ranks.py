@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from trimtab.workload import Workload
 
 FAST, SLOW = "fast", "slow"
-STEPS = 2
-"""Timed steps of each kind in a round."""
-
 SMALL_ROW = (1 << 14,) * 8
 """Transfers that tell what a message costs."""
 
@@ -126,7 +123,7 @@ class Job:
         A step is as long as its slower rank, and on a machine that flutters that is longer than the longer of two
         usual times. So steps are not averaged before they are replayed, but after.
         """
-        taken = [steps for _ in range(STEPS) for steps in self._steps()]
+        taken = self._steps()
         casts = cast_lines(self.device, self._casts)
         codec = {str(bits): self._codec(bits) for bits in self.bits}
         links = {next(iter(self.cluster.links), LOCAL): self._links()}
