@@ -178,6 +178,26 @@ def bench_predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = Fals
     _show("predictor", json, lambda progress: predict(device, rounds, progress))
 
 
+@bench.command("hybrid")
+def bench_hybrid(
+    device: Device = "cpu",
+    repeats: Repeats = 5,
+    seeds: Annotated[int, typer.Option(min=2, help="Of the runs for the losses.")] = 5,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Clusters (1.0/0.75, 1.0/0.4, memory) and parts (loss, allocator, indicator); all when absent."
+        ),
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Unequal ranks by lower precision, by batch shares and by both, as planned; losses, gradients, indicators."""
+    from trimtab.bench.hybrid import hybrid
+
+    chosen = [name for name in only.split(",") if name]
+    _show("hybrid", json, lambda progress: hybrid(device, repeats, seeds, chosen, progress))
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; those this machine lacks something for say so."""
@@ -187,6 +207,7 @@ def bench_all() -> None:
         ("ddp", bench_ddp),
         ("fsdp", bench_fsdp),
         ("hierarchy", bench_hierarchy),
+        ("hybrid", bench_hybrid),
         ("loss", bench_loss),
         ("adaptive", bench_adaptive),
         ("precision", bench_precision),
