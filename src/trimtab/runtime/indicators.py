@@ -204,8 +204,8 @@ INDICATORS: dict[str, Indicator] = {
 
 def _calls(trial: Trial, batch: int = 0) -> list[Seen]:
     """The operator calls that the gradient of a batch comes through."""
-    with Watch(trial.model) as watch:
-        trial.gradient(batch)
+    with Watch(trial.model, every=True) as watch:
+        trial.gradient(batch, leaves=watch.leaves)
     return [seen for seen in watch.calls if seen.result_grad is not None]
 
 

@@ -46,8 +46,8 @@ class Watch:
     """Inside `with`, every operator call of the model's forward passes becomes a `Seen` in `calls`.
 
     Args:
-        every: also ask for gradients that training does not need, those of a first layer's input. They are
-            leaves of the graph, and `leaves` names them for whoever calls autograd.
+        every: also ask for gradients that training does not need, such as those of a first layer's input. They
+            are leaves of the graph, and `leaves` names them for whoever calls autograd.
     """
 
     def __init__(self, model: nn.Module, *, every: bool = False) -> None:
@@ -57,7 +57,7 @@ class Watch:
         self._every = every
         self._names: list[str] = []
         self._inside: list[tuple[torch.Tensor, bool]] = []
-        self._backward = False
+        self._running = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -96,20 +96,18 @@ class Watch:
             *(enter(i, value) for i, value in enumerate(args)),
             **{key: enter(key, value) for key, value in kwargs.items()},
         )
-        self._add(self._names[-1] + ATTENTION, "attention", None, operands, result)
-        return result
+        return self._add(self._names[-1] + ATTENTION, "attention", None, operands, result)
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self._model:
-            self._backward = False
+        self._running = self._running or module is self._model
         self._names.append(name)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         self._names.pop()
+        self._running = self._running and module is not self._model
 
     def _enter_operator(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is self._model:
-            self._backward = False
+        self._running = self._running or module is self._model
         self._names.append("")
         key = next((k for k in ("input", "x") if k in kwargs), None)
         x = args[0] if args else kwargs.get(key)
@@ -121,13 +119,14 @@ class Watch:
 
     def _leave_operator(
         self, name: str, kind: Kind, module: nn.Module, args: Any, kwargs: Any, result: Any
-    ) -> None:
+    ) -> Any:
         self._names.pop()
-        if not self._inside:
-            return
-        entered = self._inside.pop()
-        if isinstance(result, torch.Tensor):
-            self._add(name, kind, module, [entered], result)
+        if self._inside:
+            entered = self._inside.pop()
+            if isinstance(result, torch.Tensor):
+                result = self._add(name, kind, module, [entered], result)
+        self._running = self._running and module is not self._model
+        return result
 
     def _entered(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """x by another name, so that its gradient is that of one call; whether x had one anyway."""
@@ -135,10 +134,13 @@ class Watch:
             return x.view_as(x), True
         if not self._every:
             return x, False
+        return self._leaf(x), False
+
+    def _leaf(self, x: torch.Tensor) -> torch.Tensor:
         leaf = x.detach().requires_grad_()
-        if not self._backward:
+        if self._running:
             self.leaves.append(leaf)
-        return leaf, False
+        return leaf
 
     def _add(
         self,
@@ -147,9 +149,16 @@ class Watch:
         module: Any,
         operands: list[tuple[torch.Tensor, bool]],
         result: torch.Tensor,
-    ) -> None:
-        if self._backward or not result.requires_grad:
-            return  # in backward, it is a checkpoint that computes again what was seen
+    ) -> torch.Tensor:
+        """Note a call; gives what the model shall go on with."""
+        if not result.requires_grad:
+            if not (self._every and torch.is_grad_enabled()):
+                return result
+            result = self._leaf(result)  # nothing before it learns, but errors in it still reach what does
+        # A copy goes on: what follows may change it in place (a ReLU does), and then the original's gradient is lost.
+        onward = result.clone()
+        if not self._running:
+            return onward  # in backward, a checkpoint computes again what was seen
         bias = None if module is None else getattr(module, "bias", None)
         seen = Seen(
             name=name,
@@ -158,20 +167,16 @@ class Watch:
             operands=[operand.detach() for operand, _ in operands],
             weight=None if module is None else module.weight.detach(),
             bias=None if bias is None else bias.detach(),
-            # A copy: what follows may change it in place (a ReLU does).
-            result=result.detach().clone(),
+            result=result.detach(),
             operand_grads=[None] * len(operands),
             wanted=[wanted for _, wanted in operands],
         )
         self.calls.append(seen)
-        result.register_hook(partial(self._keep_result, seen))
+        result.register_hook(partial(_keep_result, seen))
         for place, (alias, _) in enumerate(operands):
             if alias.requires_grad:
                 alias.register_hook(partial(_keep_operand, seen, place))
-
-    def _keep_result(self, seen: Seen, grad: torch.Tensor) -> None:
-        self._backward = True
-        seen.result_grad = grad.detach()
+        return onward
 
 
 class _Products(TorchFunctionMode):
@@ -189,6 +194,10 @@ class _Products(TorchFunctionMode):
 
 def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _keep_result(seen: Seen, grad: torch.Tensor) -> None:
+    seen.result_grad = grad.detach()
 
 
 def _keep_operand(seen: Seen, place: int, grad: torch.Tensor) -> None:
