@@ -49,6 +49,7 @@ def indicator_rows(
     models: Sequence[str] = ("gpt", "resnet", "bert"),
     device: str = "cpu",
     trained: int = TRAINED,
+    batches: int = BATCHES,
 ) -> list[dict[str, Any]]:
     """For each model and indicator: rank correlation with the measured damage, and cost in training steps.
 
@@ -63,7 +64,7 @@ def indicator_rows(
     try:
         rows: list[dict[str, Any]] = []
         for done, name in enumerate(models):
-            rows += _model_rows(name, torch.device(device), trained)
+            rows += _model_rows(name, torch.device(device), trained, batches)
             progress(done + 1, len(models))
         return rows
     finally:
@@ -103,7 +104,7 @@ def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return ranks
 
 
-def _model_rows(name: str, device: torch.device, trained: int) -> list[dict[str, Any]]:
+def _model_rows(name: str, device: torch.device, trained: int, batches: int) -> list[dict[str, Any]]:
     subject = _subject(name, device)
     step = _training(subject, device)
     seconds = median([step(i) for i in range(trained)][trained // 2 :])
@@ -111,9 +112,9 @@ def _model_rows(name: str, device: torch.device, trained: int) -> list[dict[str,
     precisions = [p for p in ("bf16", "fp8", "int8") if p in offered]
 
     def timed(indicator: str, first: int = 1000) -> tuple[Damage, float]:
-        batches = [subject.batch(first + i) for i in range(BATCHES)]
+        given = [subject.batch(first + i) for i in range(batches)]
         start = time.perf_counter()
-        found = damage(subject.model, batches, precisions=precisions, indicator=indicator)
+        found = damage(subject.model, given, precisions=precisions, indicator=indicator)
         return found, time.perf_counter() - start
 
     truth, truth_s = timed(TRUTH)
