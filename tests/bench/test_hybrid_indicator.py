@@ -28,7 +28,7 @@ def test_every_indicator_has_its_row() -> None:
     assert ("correlation_int8" in by["variance"]) == ("int8" in cpu_precisions())
     assert by["variance"]["cost_steps"] < by["measured"]["cost_steps"]
     summary = indicator_summary(rows)
-    assert summary["indicator_correlation"] == by["variance"]["correlation"]
+    assert summary["correlation"] == by["variance"]["correlation"]
     assert summary["best_alternative"] in ("depth", "curvature", "random")
 
 

@@ -82,9 +82,9 @@ def indicator_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float | bool 
     best = max(means, key=means.__getitem__)
     within = [value for row in own for key, value in row.items() if key.startswith("correlation_")]
     return {
-        "indicator_correlation": min(row["correlation"] for row in own),
-        "indicator_correlation_within_precision": min(within),
-        "indicator_cost_steps": max(row["cost_steps"] for row in own),
+        "correlation": min(row["correlation"] for row in own),
+        "correlation_within_precision": min(within),
+        "cost_steps": max(row["cost_steps"] for row in own),
         "best_alternative": best,
         "best_alternative_correlation": min(r["correlation"] for r in rows if r["indicator"] == best),
     }

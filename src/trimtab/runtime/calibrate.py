@@ -13,6 +13,7 @@ import torch
 from trimtab.codec.random import stream
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import EVER
+from trimtab.precision.products import tf32_products
 from trimtab.predict.damage import Damage, Source, Sources, damage_of
 from trimtab.runtime.sources import Shaped, errors, responses, shaped
 from trimtab.runtime.trial import Trial
@@ -136,7 +137,12 @@ def _source(hurt: float, error: float, size: float) -> Source:
 
 def _watched(trial: Trial, batch: int, moved: Mapping[str, torch.Tensor] | None) -> tuple[float, list[Seen]]:
     """The gradient's squared length (NaN where the loss is), and the calls that it came through."""
-    with Watch(trial.model, every=True) as watch, torch.autocast(trial.device.type, enabled=False):
+    # Small differences are wanted, so fp32 is to be fp32.
+    with (
+        Watch(trial.model, every=True) as watch,
+        tf32_products(False),
+        torch.autocast(trial.device.type, enabled=False),
+    ):
         loss, gradient = trial.gradient(batch, moved=moved, leaves=watch.leaves)
     squared = sum(float(g.double().square().sum()) for g in gradient.values())
     return squared + 0.0 * float(loss), _finished(watch.calls)
