@@ -16,7 +16,7 @@ from trimtab.bench.gpt import Gpt
 from trimtab.cluster import load_cluster, save_cluster
 from trimtab.errors import TrimtabError
 from trimtab.predict.costs import key_of
-from trimtab.predict.links import Placement
+from trimtab.predict.links import Placement, volume
 from trimtab.runtime.model_spec import ModelSpec, load_model
 from trimtab.runtime.probe import classify, merge_files, probe
 from trimtab.runtime.probe_cache import ProbeCache
@@ -24,7 +24,13 @@ from trimtab.runtime.probe_casts import cast
 from trimtab.runtime.probe_codec import CodecProbe, line
 from trimtab.runtime.probe_device import DeviceProbe, Task, alone, fingerprint
 from trimtab.runtime.probe_links import LinkProbe
-from trimtab.runtime.probe_steps import StepClock, operator_times, without_communication
+from trimtab.runtime.probe_steps import (
+    StepClock,
+    StepTimes,
+    anchored,
+    operator_times,
+    without_communication,
+)
 from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
@@ -96,6 +102,40 @@ def test_time_is_put_where_it_was_spent() -> None:
     assert sum(taken.backward[i] for i in between) >= 0.04
     assert taken.optimiser >= 0.03
     assert max(taken.forward[i] for i in linear) < 0.02
+
+
+def test_waiting_for_the_others_is_nobodys_time() -> None:
+    model, batch = tiny()
+    clock = StepClock(model, capture(model, batch), CPU)
+    start = time.perf_counter()
+    taken = clock.step(lambda: model(*batch), lambda: None, ready=lambda: time.sleep(0.05))
+    assert taken.total <= time.perf_counter() - start - 0.05
+
+
+def test_a_step_timed_as_a_whole_has_nothing_inside_it() -> None:
+    model, batch = tiny()
+    seen = []
+
+    def loss() -> torch.Tensor:
+        seen.append(any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()))
+        found: torch.Tensor = model(*batch)
+        return found
+
+    clock = StepClock(model, capture(model, batch), CPU)
+    whole = clock.step(loss, lambda: time.sleep(0.01), whole=True)
+    assert seen == [False]
+    assert min(sum(whole.forward), sum(whole.backward)) > 0
+    assert whole.optimiser >= 0.01
+
+
+def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
+    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimiser=5.0)
+    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimiser=4.0)
+    found = anchored(step, whole)
+    assert found.forward == pytest.approx((0.5, 1.5))
+    assert found.backward == pytest.approx((1.5, 4.5))
+    assert found.optimiser == 4.0
+    assert found.total == pytest.approx(whole.total)
 
 
 def test_hooks_are_gone_after_the_step() -> None:
@@ -266,6 +306,28 @@ def test_every_rank_gets_the_same_figures_of_the_link(ranks: Any) -> None:
     for fits in one.values():
         assert len(fits) == 2
         assert all(m >= 0 and b >= 0 and m + b > 0 and d >= 0 for m, b, d in fits)
+
+
+def _row_sums() -> list[tuple[float, float]]:
+    """What is fitted to a row of transfers, and what that row took."""
+    rows = ((1 << 12,) * 4, (1 << 18, 1 << 16, 1 << 18))
+    placement = Placement(per_host=(1, 1))
+    trial = LinkProbe(placement, CPU, rows=rows, collectives=("all_reduce",))
+    trial.round()
+    found = trial.fits()["all_reduce"][0]
+    sums = []
+    for row in rows:
+        volumes = [volume("all_reduce", size, placement) for size in row]
+        fitted = sum(m * found.per_message_s + v * found.per_byte_s for m, v in volumes)
+        sums.append((fitted, trial._taken["all_reduce", row][0]))
+    return sums
+
+
+def test_a_row_of_transfers_is_fitted_as_a_whole(ranks: Any) -> None:
+    for sums in ranks(2, _row_sums):
+        # Two rows, two unknowns. Where one of those would be negative, the larger row counts.
+        fitted, taken = sums[-1]
+        assert fitted == pytest.approx(taken)
 
 
 def test_devices_of_one_name_and_speed_are_one_class() -> None:

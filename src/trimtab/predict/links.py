@@ -100,11 +100,12 @@ def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit
         message, byte = (p * c - q * b) / determinant, (q * a - p * b) / determinant
         if message >= 0 and byte >= 0:
             return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
-        if message < 0 and c > 0:
-            # Large transfers are slower by the byte than small ones (queues fill up): those that matter are large.
-            _, sent, seconds = max(points, key=lambda point: point[1])
-            return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
-    return Fit(per_message_s=p / a if a else 0.0, per_byte_s=0.0, drag=drag)
+    # One of the two came out negative: large transfers are slower by the byte than small ones (queues fill up), or
+    # the small ones met with a disturbance. Those that matter are large.
+    count, sent, seconds = max(points, key=lambda point: point[1])
+    if determinant > 0 and message < 0 and sent > 0:
+        return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
+    return Fit(per_message_s=seconds / count if count else 0.0, per_byte_s=0.0, drag=drag)
 
 
 def payload(numels: Sequence[int], bits: Sequence[int], *, block: int = 1024, itemsize: int = 4) -> int:
