@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ class Watched(AdditivePace):
     def trials(self) -> list[tuple[str, str]]:
         """Changes after which the step was asked for, from when the pace was known."""
         later = self.log[self.log.index(("step", "")) :]
-        pairs = zip(later, later[1:], strict=False)
+        pairs = pairwise(later)
         return [before for before, after in pairs if after[0] == "step" != before[0]]
 
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     mib = 1 << 20
     of = options(a={OWN: (1.0, 0.0, 100 * mib), "int8": (0.5, 1.0, 25 * mib)})
     pace = AdditivePace({"small": of}, base_bytes={"small": 40 * mib})
-    with pytest.raises(TrimtabError, match=r"small: a step needs 0\.0635 GiB .* 15 MiB are missing"):
+    with pytest.raises(TrimtabError, match=r"small: a step needs 0\.0635 GiB .* 15\.00 MiB are missing"):
         allocate(pace, {"small": role(of, memory_bytes=50 * mib)})
 
 
@@ -183,6 +183,17 @@ def test_alike_operators_are_searched_once_and_get_the_same_start() -> None:
 @given(random_options(most=14), parts)
 def test_damage_is_within_two_percent_of_the_least(of: Options, part: float) -> None:
     assert grade(of, pace_s=between(of, part)).gap <= 0.02
+
+
+def test_two_that_fit_together_are_better_than_the_one_that_both_orders_take() -> None:
+    of = options(
+        one={OWN: (6.0, 0.0), "int8": (0.0, 6.1)},
+        two={OWN: (5.0, 0.0), "int8": (0.0, 5.0)},
+        three={OWN: (5.0, 0.0), "int8": (0.0, 5.0)},
+    )
+    assert grade(of, pace_s=10.0).gap == 0.0
+    found = allocate(AdditivePace({"r": of}, least_s=10.0), {"r": role(of)}, others_s=10.0)
+    assert found.chosen["r"] == {"one": "int8", "two": OWN, "three": OWN}
 
 
 @settings(max_examples=25, deadline=None)

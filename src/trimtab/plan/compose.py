@@ -185,7 +185,7 @@ class Composer:
                 need, have = self.menus.least_peak(device, 1), self.menus.limits[device] or 0
                 raise TrimtabError(
                     f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
-                    f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.0f} MiB are "
+                    f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
                     "missing; leave it out, or use a smaller model"
                 )
         held = sum(self.counts[device] * most for device, most in room.items())

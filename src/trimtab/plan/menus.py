@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trimtab.cluster import Cluster
-    from trimtab.plan.options import Chosen, Options
+    from trimtab.plan.options import Options
     from trimtab.predict.pace import Offers
 
 EVERY = 16
@@ -87,23 +87,24 @@ class Menus(Trading):
         mapper = offers.mapper(device, samples, self.cluster.devices[device].kind)
         workload = mapper.workload
         whole = mapper.total_s
-        offered = offers.precisions(device, samples)
+        offered = {
+            name: tuple(p for p in several if p in self.damages.get(name, {}))
+            for name, several in offers.precisions(device, samples).items()
+        }
+        saved = self._saved(device, samples, offered)
         options: Options = {}
-        of_key: dict[object, dict[str, tuple[float, int]]] = {}
+        of_key: dict[object, dict[str, float]] = {}
         for name, indices in workload.settings.items():
-            choices = [p for p in offered[name] if p in self.damages.get(name, {})]
+            choices = offered[name]
             if not choices:
                 continue
-            key = (tuple(key_of(workload.operators[i]) for i in indices), tuple(choices))
+            key = (tuple(key_of(workload.operators[i]) for i in indices), choices)
             if key not in of_key:
                 own = fsum(mapper.forward_s[i] + mapper.backward_s[i] for i in indices)
-                figures = {OWN: (own, self._extra(device, samples, {}))}
+                figures = {OWN: own}
                 for precision in choices:
                     change = mapper.change(name, precision)
-                    figures[precision] = (
-                        max(0.0, own + change.delta_s),
-                        self._extra(device, samples, {name: precision}),
-                    )
+                    figures[precision] = max(0.0, own + change.delta_s)
                     mapper.undo(change)
                 of_key[key] = figures
             options[name] = tuple(
@@ -111,18 +112,37 @@ class Menus(Trading):
                     precision=precision,
                     seconds=seconds,
                     damage=0.0 if precision == OWN else self.damages[name][precision] * weight,
-                    memory=extra,
+                    memory=-saved.get((name, precision), 0),
                 )
-                for precision, (seconds, extra) in of_key[key].items()
+                for precision, seconds in of_key[key].items()
             )
         own = fsum(several[0].seconds for several in options.values())
         return Menu(base_s=max(0.0, whole - own), own_s=whole, options=options)
 
-    def _extra(self, device: str, samples: int, chosen: Chosen) -> int:
-        """Bytes beyond nothing lowered; not worked out where there is no limit."""
+    def _saved(
+        self, device: str, samples: int, offered: Mapping[str, tuple[str, ...]]
+    ) -> dict[tuple[str, str], int]:
+        """By operator and precision, its part of what the peak falls by when all of them have that precision.
+
+        One by itself need not change the peak, which may be elsewhere; together they do. Parts go by the size of
+        what comes in, which is what operators keep. Not worked out where there is no limit.
+        """
+        found: dict[tuple[str, str], int] = {}
         if self.limits[device] is None:
-            return 0
-        return self.peak(device, samples, chosen) - self.peak(device, samples, {})
+            return found
+        workload = self.offers.measured.at(samples)
+        for precision in dict.fromkeys(p for several in offered.values() for p in several):
+            names = [name for name, several in offered.items() if precision in several]
+            sizes = {
+                name: sum(
+                    t.nbytes for i in workload.settings[name] for t in workload.operators[i].input_tensors
+                )
+                for name in names
+            }
+            all_low = self.peak(device, samples, dict.fromkeys(names, precision))
+            per_byte = (self.peak(device, samples, {}) - all_low) / max(1, sum(sizes.values()))
+            found |= {(name, precision): round(size * per_byte) for name, size in sizes.items()}
+        return found
 
     def _between(self, device: str, samples: int, low: int, high: int) -> Menu:
         a, b = self.menu(device, low), self.menu(device, high)

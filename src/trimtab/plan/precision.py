@@ -183,6 +183,7 @@ def _fastest_of(pace: Pace, name: str, role: Lowerable, operator: str, now: str)
 def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
     """Lower further what saves most memory for its time, until the role fits."""
     assert role.memory_bytes is not None
+    start = dict(chosen)
     options = priced(pace, name, role, chosen)
     smaller = []
     for operator, several in options.items():
@@ -200,11 +201,22 @@ def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
         chosen[operator] = option.precision
         if pace.peak(name) <= role.memory_bytes:
             return
-    missing = pace.peak(name) - role.memory_bytes
+    # Where the peak is elsewhere, one operator by itself shows nothing of what all of them save.
+    least = pace.peak(name)
+    every = dict.fromkeys(p for operator in role.damages for p, _ in _levels(role, operator))
+    for wanted in every:
+        for operator in chosen:
+            precision = wanted if wanted in dict(_levels(role, operator)) else start[operator]
+            if precision != chosen[operator]:
+                pace.change(name, operator, precision)
+                chosen[operator] = precision
+        if pace.peak(name) <= role.memory_bytes:
+            return
+        least = min(least, pace.peak(name))
     raise TrimtabError(
-        f"{name}: a step needs {pace.peak(name) / 2**30:.3g} GiB even with every operator at the precision that keeps "
-        f"least, and its device has {role.memory_bytes / 2**30:.3g} GiB: {missing / 2**20:,.0f} MiB are missing; give "
-        "it fewer samples, probe lower precisions, or use more ranks"
+        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that keeps least, and "
+        f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
+        "missing; give it fewer samples, probe lower precisions, or use more ranks"
     )
 
 

@@ -121,7 +121,7 @@ class Trading(ABC):
     @staticmethod
     def _prices(options: Options) -> tuple[float, ...]:
         worst = max((o.damage for several in options.values() for o in several), default=0.0)
-        most = max((o.memory for several in options.values() for o in several), default=0)
+        most = max((abs(o.memory) for several in options.values() for o in several), default=0)
         if not worst or not most:
             return (0.0,)
         return (0.0, *(worst / most * factor for factor in (0.01, 0.1, 1.0, 10.0)))
