@@ -86,6 +86,9 @@ def test_adaptive() -> None:
         (("ddp", "--model", "nonsense"), "choose gpt25m, gpt2, vit"),
         (("ddp", "--device", "cuda"), "cuda"),
         (("straggler", "--only", "nonsense"), "no setting 'nonsense'"),
+        (("hybrid", "--only", "nonsense"), "no part 'nonsense' of this bench; choose 1.0/0.75"),
+        (("hybrid", "--device", "tpu"), "no device 'tpu'"),
+        (("hybrid", "--only", "loss"), "name a cluster too"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], words: str) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tests.runtime.plans import corpus, net, plan_for, role
+from tests.runtime.plans import WIDTH, corpus, net, plan_for, role
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
 from trimtab.codec import Block
+from trimtab.environment import logger
 from trimtab.runtime.follow import Follow, Follower
-from trimtab.runtime.in_force import InForce, put_in_force
+from trimtab.runtime.in_force import InForce, in_force_of, put_in_force
 from trimtab.runtime.set_precision import precisions_of, set_precision
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.pool import Pool
 
-    from trimtab.plan.plan import Plan
+    from trimtab.plan.plan import Plan, Role
 
 QUICK = Follow(look=4, calibrate=2, patience=2, threshold=2.0)
 AT_FIRST = 0.015
@@ -126,3 +128,61 @@ def test_a_planner_that_fails_does_not_end_the_job(ranks: Pool) -> None:
     for one in ranks(2, job, {"anew": fails}):
         assert one["history"] == []
         assert one["dealt"] in ([5] * 40, [3] * 40)
+
+
+def under_a_planned_job(batch: str) -> dict[str, Any]:
+    """As a user has it: `apply` alone, batches of the script's own, rank 1 slower from step 10 on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger().addHandler(handler)
+    torch.manual_seed(0)
+    model = Slowed(net())
+    shares = (4, 4) if batch == "fixed" else (5, 3)
+    roles = {
+        "fast": inside(role("A", shares[0])),
+        "slow": inside(role("B", shares[1], **{"model.up": "bf16"})),
+    }
+    ddp = trimtab.apply(Ddp(model), plan_for(model, roles=roles, batch=batch), follow=QUICK)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(40):
+        if step == 10 and dist.get_rank() == 1:
+            model.seconds = 4 * AT_FIRST
+        ddp(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logger().removeHandler(handler)
+    in_force = in_force_of(model)
+    assert in_force is not None
+    return {
+        "lowered": {name: str(precision) for name, precision in precisions_of(model).items()},
+        "planned": in_force.plan.roles["slow"].precisions,
+        "hash": in_force.plan.hash,
+        "switches": len(in_force.history),
+        "said": said,
+    }
+
+
+def inside(of: Role) -> Role:
+    return replace(of, choices={f"model.{name}": several for name, several in of.choices.items()})
+
+
+def test_apply_plans_anew_with_the_plans_own_choices(ranks: Pool) -> None:
+    fast, slow = ranks(2, under_a_planned_job, "fixed")
+    assert fast["switches"] == slow["switches"] == 1
+    assert fast["hash"] == slow["hash"]
+    assert fast["lowered"] == {}
+    assert (
+        slow["lowered"]
+        == slow["planned"]
+        == dict.fromkeys(("model.up", "model.middle", "model.down"), "int8")
+    )
+    assert any("slow takes" in line for line in fast["said"])
+
+
+def test_shares_that_the_script_does_not_use_are_said_and_not_planned_with(ranks: Pool) -> None:
+    fast, slow = ranks(2, under_a_planned_job, "free")
+    assert fast["switches"] == slow["switches"] == 0
+    unused = "the plan shares a batch out as 5/3, and this script shares it out itself"
+    assert sum(line.startswith(unused) for line in fast["said"]) == 1
+    assert slow["said"] == []

@@ -26,14 +26,12 @@ from trimtab.runtime.set_precision import precisions_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-own = "--own-batches" in sys.argv
-data = None if own else trimtab.loader(corpus(48), 8)
+data = trimtab.loader(corpus(32), 8)
 ddp = DistributedDataParallel(net())
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 sizes = []
-for (batch,) in ([(torch.randn(4, 64),)] * 3 if own else data):
-    loss = (ddp(batch) - batch).square().mean()
-    (loss if own else data.weigh(loss)).backward()
+for (batch,) in data:
+    data.weigh((ddp(batch) - batch).square().mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
     sizes.append(len(batch))
@@ -72,16 +70,9 @@ def test_an_unchanged_script_runs_as_planned(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["argv"] == ["--lr", "0.1"]
-    assert said["every"] == [[[5] * 6, {}, True], [[3] * 6, {"up": "int8", "down": "bf16"}, True]]
+    assert said["every"] == [[[5] * 4, {}, True], [[3] * 4, {"up": "int8", "down": "bf16"}, True]]
     assert "gradients in 4 bits" in said["said"]
     assert "shares it out itself" not in done.stderr
-
-
-def test_a_script_with_batches_of_its_own_keeps_them_and_the_log_says_so(folder: Path) -> None:
-    done = run(folder, "--own-batches")
-    assert done.returncode == 0, done.stderr
-    assert [sizes for sizes, _, _ in json.loads(done.stdout)["every"]] == [[4] * 3] * 2
-    assert done.stderr.count("the plan shares a batch out as 5/3, and this script shares it out itself") == 1
 
 
 def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(folder: Path) -> None:

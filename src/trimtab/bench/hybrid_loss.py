@@ -27,6 +27,8 @@ from trimtab.runtime.set_precision import set_precision
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trimtab.bench.share_tasks import Task
+
 CANARY = "1 bit (canary)"
 STEPS = 40
 EACH = {"cpu": 8, "cuda": 16}
@@ -69,17 +71,18 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
     finals: dict[str, list[float]] = {name: [] for name in spec["runs"]}
     todo = [(name, seed) for seed in range(spec["seeds"]) for name in spec["runs"]]
     for done, (name, seed) in enumerate(todo):
-        finals[name].append(_train(name, spec["runs"][name], seed, spec["steps"], device))
+        of = task(device, seed, spec.get("size"))
+        finals[name].append(_train(name, spec["runs"][name], of, seed, spec["steps"], device))
         report(done + 1, len(todo))
     return finals
 
 
-def _train(name: str, run: Mapping[str, Any], seed: int, steps: int, device: torch.device) -> float:
+def _train(name: str, run: Mapping[str, Any], of: Task, seed: int, steps: int, device: torch.device) -> float:
     if "plan" in run:
         way = planned(parse_plan(run["plan"], source=name))
     else:
         way = Way(precisions=tuple(map(dict, run["precisions"])), samples=tuple(run["samples"]))
-    of = replace(task(device, seed), each=EACH[device.type])
+    of = replace(of, each=min(of.each, EACH[device.type]))
     draw = seed + 1000 if name == "ddp" + AA else seed
     trainer = Trainer(of, device, replace(way, follows=False), seed=seed, draw=draw, follow=False)
     if run.get("canary"):

@@ -20,6 +20,7 @@ from trimtab.plan.plan import OWN
 from trimtab.plan.plan_file import parse_plan
 from trimtab.predict.links import Placement
 from trimtab.predict.memory import memory
+from trimtab.predict.settings import matched
 from trimtab.runtime import probe_device
 from trimtab.runtime.fingerprint import fingerprint
 from trimtab.runtime.in_force import text_of
@@ -40,7 +41,7 @@ LOW = {"cpu": ("bf16", "int8"), "cuda": ("fp8",)}
 """Precisions that are probed beside the model's own."""
 
 BITS = (4, 8)
-SIZES = {"cpu": (256, 3, 32, 24), "cuda": (1536, 6, 512, 32)}
+SIZES = {"cpu": (256, 3, 32, 32), "cuda": (1536, 6, 512, 32)}
 """Width, layers, bytes of a sample, and samples of a rank when all have the same."""
 
 TRAINED = 12
@@ -50,11 +51,11 @@ CALIBRATION = 2
 """Batches that damage is computed from."""
 
 
-def task(device: torch.device, seed: int = 0) -> Task:
-    """A GPT over bytes, and the standard library's text."""
-    width, layers, length, each = SIZES[device.type]
+def task(device: torch.device, seed: int = 0, size: Sequence[int] | None = None) -> Task:
+    """A GPT over bytes, and the standard library's text; `size` as in `SIZES`."""
+    width, layers, length, each = size or SIZES[device.type]
     torch.manual_seed(seed)
-    model = Gpt(width=width, layers=layers, heads=width // 64, context=length).to(device)
+    model = Gpt(width=width, layers=layers, heads=max(1, width // 64), context=length).to(device)
     passages = Passages(length + 1)
     some = len(passages) - 64
     return Task(
@@ -124,8 +125,8 @@ def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float |
     """Probe, damage, allocate. Collective.
 
     Args:
-        memory_ratio: where the last device class has so much of the first one's memory: then that is four fifths of
-            what a plain step takes there.
+        memory_ratio: where the last device class has so much of the first one's memory: then that is too little for
+            a plain step, and enough with half of what lower precision can save.
     """
     model = copy.deepcopy(of.model)
     kind: Any = device.type
@@ -146,7 +147,7 @@ def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float |
     dist.all_gather_object(every, profile)
     names = [rank.device for rank in cluster.ranks()]
     if memory_ratio is not None:
-        least = 0.8 * peak(workload, of.each, {}, kind) / 2**30
+        least = _scarce(workload, of.each, kind) / 2**30
         limits = dict(zip(dict.fromkeys(names), (least / memory_ratio, least), strict=True))
         cluster = replace(
             cluster,
@@ -168,6 +169,12 @@ def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float |
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Made(fixed=fixed, free=free, cluster=cluster, workload=workload)
+
+
+def _scarce(workload: Workload, samples: int, kind: Any) -> float:
+    """Half way between what a plain step takes and what it takes with everything in the precision that keeps least."""
+    lowest = min(peak(workload, samples, matched(workload, {"*": low}), kind) for low in LOW[kind])
+    return (peak(workload, samples, {}, kind) + lowest) / 2
 
 
 def _plans(

@@ -32,7 +32,7 @@ METHODS = ("ddp", "ddp" + AA, "uniform-low", "shares", "trimtab-fixed", "trimtab
 UNTRAINED = ("ddp" + AA, FLOOR, BEST)
 """Only their speed counts, so they sit out all but the last block of the warm-up."""
 
-BLOCK, WARMUP = 4, 3
+BLOCK, WARMUP = 4, 2
 """Steps of a method before the next has its turn, and blocks that are not measured."""
 
 GRADIENTS = 4
@@ -96,7 +96,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
 
     torch.set_num_threads(1)
     device = torch.device(spec["device"])
-    of = task(device)
+    of = task(device, size=spec.get("size"))
     repeats, warmup, block = spec["repeats"], spec.get("warmup", WARMUP), spec.get("block", BLOCK)
     rounds = warmup + repeats
     report(0, rounds + 1)
