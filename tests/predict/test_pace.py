@@ -50,7 +50,7 @@ def test_after_any_changes_it_is_what_a_prediction_from_nothing_gives(bits: int 
     expected = predict_step(measured, cluster(), job)
     assert tried.step_s() == pytest.approx(expected.step_s, rel=1e-12)
     assert tried.timeline().roles == expected.roles
-    assert tried.peak(SLOW) == predict_memory(measured, cluster(), job)[SLOW].reserved
+    assert tried.peak(SLOW) == predict_memory(measured, cluster(), job)[SLOW].peak
     assert pace(bits, **lowered()).step_s() == tried.step_s()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import fsum
+from math import fsum, isfinite
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
@@ -68,7 +68,8 @@ class Composer:
         """
         Args:
             cluster: with its profile.
-            damages: by operator and precision, of a rank that computes the whole batch.
+            damages: by operator and precision, of a rank that computes the whole batch. What is not finite is
+                never chosen.
             total: samples of a step, over all ranks.
 
         Raises:
@@ -90,8 +91,11 @@ class Composer:
         self.cluster = replace(cluster, profile=self.profile)
         self.workload, self.total = workload, total
         self.offers = Offers(Measured(workload, self.profile))
-        self.menus = Menus(self.offers, self.cluster, damages, total)
-        self.damages = damages
+        finite = {
+            name: {precision: value for precision, value in by.items() if isfinite(value)}
+            for name, by in damages.items()
+        }
+        self.menus = Menus(self.offers, self.cluster, finite, total)
         self.devices = [rank.device for rank in cluster.ranks()]
         self.counts = self.menus.counts
         self.alike = alike(workload)

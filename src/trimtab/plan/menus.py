@@ -10,7 +10,7 @@ from trimtab.plan.options import Option
 from trimtab.plan.plan import OWN
 from trimtab.plan.trading import Menu, Trading
 from trimtab.predict.costs import key_of
-from trimtab.predict.memory import memory
+from trimtab.predict.pace import needed_bytes
 from trimtab.predict.step import rank_counts
 
 if TYPE_CHECKING:
@@ -69,15 +69,13 @@ class Menus(Trading):
         lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
         asked = (device, samples, self.bits, lowered)
         if asked not in self._peaks:
-            world = self.cluster.world_size
-            self._peaks[asked] = memory(
+            self._peaks[asked] = needed_bytes(
                 self.offers.measured.at(samples),
-                dict(lowered) or None,
-                kind=self.cluster.devices[device].kind,
-                data_parallel=world > 1,
-                bits=self.bits,
-                world=world,
-            ).reserved
+                dict(lowered),
+                self.cluster.devices[device].kind,
+                self.cluster.world_size,
+                self.bits,
+            )
         return self._peaks[asked]
 
     # From measurements

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trimtab.predict.mapper import Change
     from trimtab.predict.replay import Role
     from trimtab.predict.timeline import Timeline
+    from trimtab.workload import Workload
 
 OWN = "own"
 """In the place of a precision: the model's."""
@@ -158,6 +159,14 @@ def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
     return replace(time, drag={r: time.drag[device] for r, device in of.items() if device in time.drag})
 
 
+def needed_bytes(
+    workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, bits: int | None
+) -> int:
+    """What a device must have for a step: on a GPU also what its caching allocator wastes."""
+    found = memory(workload, precisions or None, kind=kind, data_parallel=world > 1, bits=bits, world=world)
+    return found.reserved if kind == "cuda" else found.peak
+
+
 class ReplayPace:
     """A job on a cluster, replayed whenever it is asked how long its step takes (see `trimtab.plan.pace.Pace`)."""
 
@@ -232,19 +241,12 @@ class ReplayPace:
         return self._replayed[self._place[role]].optimiser_s
 
     def peak(self, role: str) -> int:
-        """What the device must have for it: more than is allocated at any moment, by what an allocator wastes."""
+        """What the device must have for it; see `needed_bytes`."""
         mapper = self.mappers[role]
         precisions = mapper.precisions
         asked = (role, tuple(sorted(precisions.items())))
         if asked not in self._peaks:
             world = self.cluster.world_size
-            found = memory(
-                mapper.workload,
-                precisions or None,
-                kind=self.cluster.devices[role].kind,
-                data_parallel=world > 1,
-                bits=self.bits,
-                world=world,
-            )
-            self._peaks[asked] = found.reserved
+            kind = self.cluster.devices[role].kind
+            self._peaks[asked] = needed_bytes(mapper.workload, precisions, kind, world, self.bits)
         return self._peaks[asked]

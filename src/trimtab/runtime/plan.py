@@ -94,11 +94,7 @@ def plan(
     return make_plan(
         given,
         workload,
-        {
-            name: {precision: value for precision, value in by.items() if isfinite(value)}
-            for name, by in found.items()
-            if name in workload.settings
-        },
+        {name: by for name, by in found.items() if name in workload.settings},
         model=fingerprint(job.model),
         trimtab=trimtab.__version__,
         batch_size=batch_size,
