@@ -12,7 +12,7 @@ from trimtab.bench.predict import (
     UNITS,
     Plan,
     _row,
-    predict_job,
+    predict_jobs,
     regret,
     summary,
 )
@@ -85,8 +85,10 @@ def test_a_memory_error_has_its_sign() -> None:
     assert summary(rows)["memory_error"] == pytest.approx(0.1)
 
 
-def test_one_job_end_to_end() -> None:
-    (row,) = predict_job("cpu", "conv", "none", [Plan((1, 1), "half", 4)], 1)
-    assert row["predicted_ms"] > 0
-    assert row["measured_ms"] > 0
-    assert abs(row["error"]) < 10, "predicted and measured are of the same step"
+def test_jobs_end_to_end() -> None:
+    rows = predict_jobs("cpu", ["conv", "conv"], "none", [Plan((1, 1), "half", 4)], 1)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["predicted_ms"] > 0
+        assert row["measured_ms"] > 0
+        assert abs(row["error"]) < 10, "predicted and measured are of the same step"

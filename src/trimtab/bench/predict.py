@@ -1,6 +1,6 @@
 """`trimtab bench predict`: predicted steps beside measured ones.
 
-Each job is one model on one emulated cluster of two unequal ranks. In every round both ranks are probed
+Each job is one model on an emulated cluster of two unequal ranks. In every round both ranks are probed
 (single steps without communication, in one precision throughout and at three batch sizes; the link; the codec),
 then the plans are predicted from that probe, and only then are they measured, each twice. No plan's own time,
 and no step with communication, ever enters a prediction. Errors are medians over rounds of predicted over
@@ -74,42 +74,46 @@ PLANS = {
 
 
 def predict(device: str, rounds: int, progress: Callable[[int, int], None]) -> Result:
-    """Every model over every link, in a job each."""
-    jobs = [(model, link) for model in MODELS[device] for link in LINKS[device]]
+    """Every model over every link."""
+    models, links = MODELS[device], LINKS[device]
     rows: list[dict[str, Any]] = []
-    for index, (model, link) in enumerate(jobs):
+    for index, link in enumerate(links):
 
         def moved(done: int, total: int, index: int = index) -> None:
-            progress(index * total + done, len(jobs) * total)
+            progress(index * total + done, len(links) * total)
 
-        rows += predict_job(device, model, link, PLANS[link], rounds, moved)
+        rows += predict_jobs(device, models, link, PLANS[link], rounds, moved)
     from trimtab.bench.predict_speed import speed
 
     return Result(bench="predict", summary={"device": device, **summary(rows), **speed()}, rows=rows)
 
 
-def predict_job(
+def predict_jobs(
     device: str,
-    model: str,
+    models: Sequence[str],
     link: str,
     plans: Sequence[Plan],
     rounds: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One job's rows: a plan each."""
+    """A row for each plan of each model; one emulated cluster trains the models one after another."""
     from trimtab.bench.predict_ranks import on_rank
     from trimtab.emulate import Emulation
 
     spec = {
         "device": device,
-        "model": model,
+        "models": list(models),
         "link": link,
         "plans": [[list(plan.shares), plan.low, plan.bits] for plan in plans],
         "rounds": rounds,
     }
     with Emulation(two_ranks(device, link)) as emulation:
         found = run_on_ranks(emulation, on_rank, spec, progress=progress)
-    return [{"model": model, "link": link, **_row(plan, of)} for plan, of in zip(plans, found, strict=True)]
+    return [
+        {"model": model, "link": link, **_row(plan, of)}
+        for model, of_plans in zip(models, found, strict=True)
+        for plan, of in zip(plans, of_plans, strict=True)
+    ]
 
 
 def _row(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _gpt2(device: torch.device) -> Task:
         ids = batch_of(text, n, n, 511).to(device)
         return ids, ids
 
-    return Task(model=model, batch=batch, unit=6)
+    return Task(model=model, batch=batch, unit=5)
 
 
 def _vit(device: torch.device) -> Task:
@@ -117,4 +117,4 @@ def _vit(device: torch.device) -> Task:
         images = torch.randn(n, 3, 224, 224, generator=generator, device=device)
         return images, torch.randint(1000, (n,), generator=generator, device=device)
 
-    return Task(model=model, batch=batch, unit=48)
+    return Task(model=model, batch=batch, unit=32)

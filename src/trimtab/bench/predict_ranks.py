@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -45,17 +46,32 @@ SMALL_ROW = (1 << 14,) * 8
 """Transfers that tell what a message costs."""
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    """For each plan what was predicted, measured, and measured again, by round."""
+def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[dict[str, Any]]]:
+    """For each model and plan what was predicted, measured, and measured again, by round."""
     torch.set_num_threads(1)
     # torch's own convolution of one channel; it changes nothing here.
     warnings.filterwarnings("ignore", message="Grad strides do not match")
-    job = Job(spec)
+    models, rounds = spec["models"], spec["rounds"]
+    found = []
+    for index, model in enumerate(models):
+        job = Job({**spec, "model": model})
+
+        def moved(done: int, index: int = index) -> None:
+            report(index * rounds + done, len(models) * rounds)
+
+        found.append(_rounds(job, rounds, moved))
+        job.trainers.close()
+        del job
+        gc.collect()
+    return found
+
+
+def _rounds(job: Job, rounds: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
     job.settle()
     kept: list[dict[str, Any]] = [
         {"predicted": [], "naive": [], "measured": [], "again": []} for _ in job.plans
     ]
-    for round_ in range(spec["rounds"]):
+    for round_ in range(rounds):
         probed = [Measured(job.workload, profile) for profile in job.probe()]
         for plan, of in zip(job.plans, kept, strict=True):
             steps = [predict_step(one, job.cluster, plan) for one in probed]
@@ -67,7 +83,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         for which in ("measured", "again"):
             for plan, of in zip(job.plans, kept, strict=True):
                 of[which].append(job.measure(plan))
-        report(round_ + 1, spec["rounds"])
+        report(round_ + 1)
     if job.device.type == "cuda":
         for plan, of in zip(job.plans, kept, strict=True):
             of["memory"] = job.memory(plan)

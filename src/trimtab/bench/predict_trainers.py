@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.codec import Block
+from trimtab.runtime.compress import compression_of
 from trimtab.runtime.probe_steps import StepClock, StepTimes, anchored, host_ahead, without_communication
 from trimtab.runtime.set_precision import set_precision
 
@@ -102,6 +103,14 @@ class Trainers:
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """Let go of the models; nothing trains after this."""
+        for _, ddp, _ in self._made.values():
+            compression = compression_of(ddp)
+            if compression is not None:
+                compression.close()
+        self._made.clear()
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

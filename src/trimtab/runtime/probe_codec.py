@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment
+from trimtab.codec.packing import RAW, Packing, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUMELS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 14, 1 << 20, 1 << 23)}
+EXACT = 1024
 
 
 class CodecProbe:
@@ -26,9 +27,11 @@ class CodecProbe:
         self._taken: dict[tuple[str, int], list[float]] = {}
         self._numels = NUMELS[device.type]
         for numel in self._numels:
-            segment = Segment(offset=0, numel=numel, bits=bits, block=block)
-            packing = Packing(segments=(segment,), dtype=torch.float32)
-            flat = torch.randn(numel, device=device)
+            # A bucket has small parameters too, which travel as they are.
+            coded = Segment(offset=0, numel=numel, bits=bits, block=block)
+            exact = Segment(offset=numel, numel=EXACT, bits=RAW, block=block)
+            packing = Packing(segments=(coded, exact), dtype=torch.float32)
+            flat = torch.randn(numel + EXACT, device=device)
             out = torch.zeros(packing.nbytes, dtype=torch.uint8, device=device)
             self._add(numel, packing, flat, out)
 
