@@ -117,4 +117,4 @@ def _vit(device: torch.device) -> Task:
         images = torch.randn(n, 3, 224, 224, generator=generator, device=device)
         return images, torch.randint(1000, (n,), generator=generator, device=device)
 
-    return Task(model=model, batch=batch, unit=32)
+    return Task(model=model, batch=batch, unit=40)

@@ -61,8 +61,11 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
 
         found.append(_rounds(job, rounds, moved))
         job.trainers.close()
+        cuda = job.device.type == "cuda"
         del job
         gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()  # the other rank shares the memory
     return found
 
 
