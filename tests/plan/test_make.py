@@ -16,8 +16,9 @@ from trimtab.plan.exact import exhaustive
 from trimtab.plan.make import make_plan
 from trimtab.plan.plan import OWN, Plan
 from trimtab.plan.plan_file import load_plan, save_plan
-from trimtab.plan.precision import TOLERANCE, Lowerable, allocate
+from trimtab.plan.precision import TOLERANCE, allocate
 from trimtab.plan.roles import layout
+from trimtab.plan.start import Lowerable
 from trimtab.predict.measured import Measured
 from trimtab.predict.pace import Offers, ReplayPace, RoleSetting
 from trimtab.predict.step import JobSetting, RankSetting, predict_step

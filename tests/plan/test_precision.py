@@ -15,7 +15,8 @@ from trimtab.plan.exact import exact, exhaustive, grade
 from trimtab.plan.options import Options, damage_of, ladder, memory_of, seconds_of
 from trimtab.plan.pace import AdditivePace
 from trimtab.plan.plan import OWN
-from trimtab.plan.precision import TOLERANCE, Lowerable, allocate, fastest
+from trimtab.plan.precision import TOLERANCE, allocate
+from trimtab.plan.start import Lowerable, fastest
 
 
 def role(of: Options, **keywords: Any) -> Lowerable:
@@ -202,10 +203,15 @@ def test_exact_and_exhaustive_agree(of: Options, part: float) -> None:
     seconds = between(of, part) * (1 + 1e-9)
     found = exact(of, seconds=seconds)
     assert found is not None
-    tried = exhaustive(AdditivePace({"r": of}), {"r": role(of)}, limit_s=seconds)
-    assert tried is not None
-    assert damage_of(of, found) == pytest.approx(damage_of(of, tried["r"]), rel=1e-6, abs=1e-12)
-    assert seconds_of(of, found) <= seconds * (1 + 1e-6)
+    assert seconds_of(of, found) <= seconds * (1 + 1e-9)
+    least = exhaustive(AdditivePace({"r": of}), {"r": role(of)}, limit_s=seconds)
+    assert least is not None
+    assert damage_of(of, found) >= damage_of(of, least["r"]) * (1 - 1e-9)
+    # The solver tells no times apart that differ by a hundred-thousandth of the longest.
+    longest = max(o.seconds for several in of.values() for o in several)
+    near = exhaustive(AdditivePace({"r": of}), {"r": role(of)}, limit_s=seconds - 2e-5 * longest)
+    if near is not None:
+        assert damage_of(of, found) <= damage_of(of, near["r"]) * (1 + 1e-6) + 1e-12
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,8 +10,9 @@ from trimtab.errors import TrimtabError
 from trimtab.plan.joint import Shared, pace_for, quickest
 from trimtab.plan.menus import Menus
 from trimtab.plan.options import Option, damage_of, lowered, own_only
-from trimtab.plan.precision import Lowerable, allocate, relieve
+from trimtab.plan.precision import allocate, relieve
 from trimtab.plan.roles import Layout, alike, even, layout, pace_of
+from trimtab.plan.start import Lowerable
 from trimtab.predict.estimate import with_estimates
 from trimtab.predict.measured import Measured
 from trimtab.predict.pace import Offers

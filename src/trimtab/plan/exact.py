@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import fsum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
-from trimtab.plan.options import damage_of
+from trimtab.plan.options import damage_of, memory_of, seconds_of
 from trimtab.plan.pace import AdditivePace
 from trimtab.plan.plan import OWN
-from trimtab.plan.precision import TOLERANCE, Lowerable, allocate
+from trimtab.plan.precision import TOLERANCE, allocate
+from trimtab.plan.start import Lowerable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,26 +34,44 @@ def exact(options: Options, *, seconds: float, memory: int | None = None) -> Cho
         TrimtabError: SciPy, whose solver this is, is not installed.
     """
     try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import milp
     except ModuleNotFoundError:
         raise TrimtabError(
             "the exact solver needs SciPy, which is not installed: pip install 'trimtab[exact]'"
         ) from None
+
+    def fits(chosen: Chosen) -> bool:
+        within = seconds_of(options, chosen) <= seconds * (1 + 1e-12)
+        return within and (memory is None or memory_of(options, chosen) <= memory)
+
+    # The solver lets constraints be missed by a millionth: then it is asked for a little less.
+    for less in (0.0, 2e-6, 1e-5):
+        found = _solved(milp, options, seconds, memory, less)
+        if found is None or fits(found):
+            break
+    if found is not None and fits(found):
+        return found
+    fastest = {name: min(several, key=lambda o: o.seconds).precision for name, several in options.items()}
+    return fastest if fits(fastest) else None
+
+
+def _solved(milp: Any, options: Options, seconds: float, memory: int | None, less: float) -> Chosen | None:
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint
+
     flat = [(operator, option) for operator, several in options.items() for option in several]
-    worst = max((option.damage for _, option in flat), default=0.0) or 1.0
     # In units near one: the solver's tolerances are absolute.
+    worst = max((option.damage for _, option in flat), default=0.0) or 1.0
     unit = max((option.seconds for _, option in flat), default=0.0) or 1.0
     one_each = np.array([[float(name == operator) for name, _ in flat] for operator in options])
     constraints = [
         LinearConstraint(one_each, 1.0, 1.0),
-        LinearConstraint(np.array([[o.seconds / unit for _, o in flat]]), -np.inf, seconds / unit + 1e-12),
+        LinearConstraint(np.array([[o.seconds / unit for _, o in flat]]), -np.inf, seconds / unit - less),
     ]
     if memory is not None:
         most = max((abs(option.memory) for _, option in flat), default=0) or 1
-        constraints.append(
-            LinearConstraint(np.array([[o.memory / most for _, o in flat]]), -np.inf, memory / most + 1e-12)
-        )
+        sizes = np.array([[o.memory / most for _, o in flat]])
+        constraints.append(LinearConstraint(sizes, -np.inf, memory / most - less))
     with _quiet():
         solved = milp(
             np.array([option.damage / worst for _, option in flat]),

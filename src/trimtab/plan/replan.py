@@ -12,9 +12,10 @@ from trimtab.plan.joint import quickest
 from trimtab.plan.options import damage_of, lowered, memory_of, own_only
 from trimtab.plan.pace import AdditivePace
 from trimtab.plan.plan import Choice, Plan, Role
-from trimtab.plan.precision import Lowerable, allocate
+from trimtab.plan.precision import allocate
 from trimtab.plan.recalled import Recalled, chosen_of
 from trimtab.plan.roles import Layout, even, layout
+from trimtab.plan.start import Lowerable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
