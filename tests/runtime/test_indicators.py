@@ -258,6 +258,30 @@ def test_the_loss_is_measured_too() -> None:
     assert all(0 < change.loss < 0.1 for by in changes.values() for change in by.values())
 
 
+def test_curvature_where_the_loss_is_quadratic() -> None:
+    # loss = ½ ‖x wᵀ‖²: the second derivatives by each row of w are xᵀ x.
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 64, bias=False), torch.randn(256, 16)
+    found = damage(
+        model, [(x,)], lambda y: 0.5 * y.square().sum(), precisions=["bf16"], indicator="curvature"
+    )
+    error = (model.weight.detach().bfloat16().float() - model.weight.detach()).square().sum()
+    assert found[""]["bf16"] == pytest.approx(float(0.5 * error * x.square().sum() / 16), rel=0.05)
+
+
+def test_depth_grows_with_the_noise_of_the_operands() -> None:
+    model, batches = make()
+    model.eval()
+    before = damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
+    with torch.no_grad():
+        model.up.weight[0, 0] = 100 * model.up.weight.abs().max()  # coarser steps for all of it
+    after = damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
+    assert after["up"]["int8"] / before["up"]["int8"] > 1.2
+    assert damage(model, batches, loss, precisions=["int8"], indicator="random", seed=1) != damage(
+        model, batches, loss, precisions=["int8"], indicator="random", seed=2
+    )
+
+
 class Restless(nn.Module):
     """Sends another number of rows to its layer in every call."""
 

@@ -135,12 +135,18 @@ def _variance(trial: Trial, precisions: Sequence[str]) -> Damage:
 
 
 def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
-    """The usual formula: noise of the operands, weighted by how much of the model lies ahead and behind."""
+    """The usual formula: noise of the operands, weighted by how much of the model lies ahead and behind.
+
+    Its γ turns squares of activations into squares of gradients: the ratio of both, over all operators. (With 1 it
+    would rank by the size of activations alone, and far worse.)
+    """
     totals: Damage = {}
     for batch in range(len(trial.batches)):
         calls = _calls(trial, batch)
-        for depth, call in enumerate(calls):
-            assert call.result_grad is not None
+        gradients = [_statistics(call.result_grad) for call in calls if call.result_grad is not None]
+        sizes = sum(_statistics(call.result).squared for call in calls)
+        gamma = sum(g.squared for g in gradients) / sizes if sizes else 0.0
+        for depth, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
             if call.kind == "embedding":  # nothing is multiplied: the rows are the values
                 weight, value = (
                     Statistics(squared=1.0, amax=0.0, numel=0, exponent=0),
@@ -149,10 +155,11 @@ def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
             else:
                 operands = call.operands if call.weight is None else [*call.operands, call.weight]
                 value, weight = (_statistics(tensor) for tensor in operands[:2])
-            gradient = _statistics(call.result_grad)
             by = totals.setdefault(call.name, {})
             for precision in (p for p in precisions if p in EVER[call.kind] and p != "fp32"):
-                hurt = bidirectional(weight, value, gradient, precision, depth=depth + 1, deepest=len(calls))
+                hurt = bidirectional(
+                    weight, value, gradient, precision, depth=depth + 1, deepest=len(calls), gamma=gamma
+                )
                 by[precision] = by.get(precision, 0.0) + hurt / len(trial.batches)
     return totals
 

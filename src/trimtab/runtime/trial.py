@@ -100,9 +100,17 @@ class Trial:
 
     @contextmanager
     def _same_random_numbers(self, batch: int) -> Iterator[None]:
-        devices = [self.device] if self.device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
-            torch.manual_seed(stream(self.seed, batch, 0, 0) & 0x7FFFFFFF)
+        seed = stream(self.seed, batch, 0, 0) & 0x7FFFFFFF
+        kind = self.device.type
+        with torch.random.fork_rng(
+            [] if kind == "cpu" else [self.device], device_type="cuda" if kind == "cpu" else kind
+        ):
+            # Not torch.manual_seed, which would seed every device of the process.
+            torch.default_generator.manual_seed(seed)
+            if kind != "cpu":
+                module: Any = torch.get_device_module(kind)
+                with module.device(self.device):
+                    module.manual_seed(seed)
             yield
 
     @contextmanager
