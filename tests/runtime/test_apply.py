@@ -95,6 +95,16 @@ def test_a_plan_from_its_file_without_a_group(tmp_path: Path) -> None:
     assert lowered(model) == {"middle": "bf16"}, "a second plan takes the place of the first"
 
 
+def test_loaders_of_a_model_take_up_the_next_plan() -> None:
+    model = apply(net(), alone({}))
+    data = trimtab.loader(corpus(16), 4, plan=model)
+    first = in_force_of(model)
+    apply(model, alone({"roles": {"slow": role("B", 8, middle="bf16")}}))
+    assert in_force_of(model) is first
+    assert first is not None
+    assert list(first.loaders) == [data]
+
+
 def test_disabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_DISABLE", "1")
     assert lowered(trimtab.apply(net(), "no such file")) == {}

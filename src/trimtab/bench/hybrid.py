@@ -10,6 +10,7 @@ against an exact solver on what was measured, and the indicators against the tru
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trimtab.bench.harness import AA
@@ -64,6 +65,11 @@ def hybrid(
     if LOSS in chosen and not clusters:
         raise TrimtabError(
             f"the losses are those of plans; name a cluster too: {', '.join(CLUSTERS[device])}"
+        )
+    if ALLOCATOR in chosen and find_spec("scipy") is None:
+        raise TrimtabError(
+            "the part allocator needs SciPy, whose solver it is held against: pip install 'trimtab[exact]', or leave "
+            "it out with --only"
         )
     stages = [*clusters, *(part for part in PARTS if part in chosen)]
 

@@ -13,20 +13,17 @@ from torch.utils.data import Subset
 
 import trimtab
 from trimtab.bench.gpt import Gpt
+from trimtab.bench.hybrid_probe import Probe
 from trimtab.bench.share_tasks import Passages, Task
-from trimtab.cluster.profile import LOCAL, PROFILE_VERSION, CollectiveTime, Profile
 from trimtab.plan.make import make_plan
 from trimtab.plan.plan import OWN
 from trimtab.plan.plan_file import parse_plan
-from trimtab.predict.links import Placement
 from trimtab.predict.memory import memory
 from trimtab.predict.settings import matched
-from trimtab.runtime import probe_device
 from trimtab.runtime.fingerprint import fingerprint
 from trimtab.runtime.in_force import text_of
 from trimtab.runtime.indicators import damage
-from trimtab.runtime.model_spec import ModelSpec
-from trimtab.runtime.probe_links import LinkProbe
+from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,39 +127,21 @@ def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float |
     """
     model = copy.deepcopy(of.model)
     kind: Any = device.type
-    sizes = (max(1, of.each // 2), of.each * 3 // 2)
-    spec = ModelSpec(name="gpt", model=model, batch=(samples_of(of.train, 0, sizes[0], device),))
-    half = "bf16" if kind == "cuda" else None
-    probe = probe_device.DeviceProbe(
-        probe_device.Task(
-            spec=spec, batches=sizes, precisions=LOW[kind], bits=BITS, autocast=half, seconds=300.0
-        ),
-        device,
-        probe_device.cache_of(device),
-    )
-    dist.barrier()
-    profile, _ = probe.run(lambda done, total: None)
-    workload = probe.workload
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, profile)
+
+    def batch(samples: int) -> tuple[torch.Tensor]:
+        return (samples_of(of.train, 0, samples, device),)
+
+    workload = capture(model, batch(of.each), autocast="bf16" if kind == "cuda" else None)
+    probe = Probe(model, batch, workload, device, each=of.each, precisions=LOW[kind], bits=BITS)
     names = [rank.device for rank in cluster.ranks()]
+    profile = probe.profile(names, next(iter(cluster.links), None))
+    probe.close()
+    devices = dict(cluster.devices)
     if memory_ratio is not None:
         least = _scarce(workload, of.each, kind) / 2**30
-        limits = dict(zip(dict.fromkeys(names), (least / memory_ratio, least), strict=True))
-        cluster = replace(
-            cluster,
-            devices={n: replace(d, memory_gib=limits[n]) for n, d in cluster.devices.items()},
-        )
-    cluster = replace(
-        cluster,
-        profile=Profile(
-            version=PROFILE_VERSION,
-            trimtab=trimtab.__version__,
-            torch=torch.__version__,
-            devices=dict(zip(names, every, strict=True)),
-            links={next(iter(cluster.links), LOCAL): _links(device, names)},
-        ),
-    )
+        for name, gib in zip(names, (least / memory_ratio, least), strict=True):
+            devices[name] = replace(devices[name], memory_gib=gib)
+    cluster = replace(cluster, devices=devices, profile=profile)
     texts: list[Any] = [None]
     if dist.get_rank() == 0:
         texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device)]]
@@ -204,17 +183,3 @@ def _plans(
         )
         for batch in ("fixed", "free")
     ]
-
-
-def _links(device: torch.device, names: Sequence[str]) -> dict[str, CollectiveTime]:
-    trial = LinkProbe(Placement(per_host=(1,) * len(names)), device)
-    for _ in range(4):
-        trial.round()
-    return {
-        collective: CollectiveTime(
-            per_message_s=fits[0].per_message_s,
-            per_byte_s=fits[0].per_byte_s,
-            drag={name: fit.drag for name, fit in zip(names, fits, strict=True)},
-        )
-        for collective, fits in trial.fits().items()
-    }

@@ -19,7 +19,6 @@ from trimtab.bench.hybrid_plan import Made, autocast, make, samples_of, task
 from trimtab.plan.batch_shares import Adjust
 from trimtab.runtime.follow import Follow
 from trimtab.runtime.in_force import text_of
-from trimtab.runtime.set_precision import precisions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,11 +179,12 @@ class Trainer(shares.Trainer):
         self._task = replace(of, each=own)
         self._method, self._device = "", device
         self._world = dist.get_world_size()
+        self.precisions = way.precisions[dist.get_rank()]
         self.ddp = DistributedDataParallel(deepcopy(of.model))
         if way.plan is not None:
             trimtab.apply(self.ddp, way.plan, seed=seed, follow=Follow() if follow else None)
         else:
-            trimtab.set_precision(self.ddp, way.precisions[dist.get_rank()], seed=seed)
+            trimtab.set_precision(self.ddp, self.precisions, seed=seed)
         settings: dict[str, Any] = {"shares": way.samples}
         if way.plan is not None:
             settings = {"plan": self.ddp}
@@ -227,10 +227,9 @@ def gradient_errors(trainers: Mapping[str, Trainer], of: Task, device: torch.dev
     batches = [samples_of(of.train, 50_000 + i * total, total, device) for i in range(GRADIENTS)]
     for trainer in trainers.values():
         trainer.ddp.module.load_state_dict(weights)
-    lowered = precisions_of(first.ddp)
     trimtab.set_precision(first.ddp, {})
     plain = [first.gradient(batch) for batch in batches]
-    trimtab.set_precision(first.ddp, lowered)
+    trimtab.set_precision(first.ddp, first.precisions)
     found = {}
     for method, trainer in trainers.items():
         squares = [

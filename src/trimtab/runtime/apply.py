@@ -91,7 +91,13 @@ def apply(
         _refuse_other_bits(ddp, found)
         return found
 
-    _take(root, ddp, InForce(agreed(own, group)), rank, seed, follow)
+    found = agreed(own, group)
+    in_force = in_force_of(root)
+    if in_force is None:
+        in_force = InForce(found)
+    else:
+        in_force.become(found)
+    _take(root, ddp, in_force, rank, seed, follow)
     return model
 
 
@@ -113,6 +119,10 @@ def apply_launched(ddp: DistributedDataParallel) -> None:
 
 def refuse(root: nn.Module, plan: Plan, rank: int, world: int) -> None:
     """Raise what keeps this rank from running the plan, with the difference shown."""
+    if hasattr(root, "_orig_mod"):
+        raise TrimtabError(
+            "apply: this model is compiled already; apply the plan first, then torch.compile it"
+        )
     if plan.trimtab != trimtab.__version__:
         raise TrimtabError(
             f"the plan was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; {_REMEDY}"

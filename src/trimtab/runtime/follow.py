@@ -95,13 +95,13 @@ class Follower:
         self._shares = shares
         if self._pending is not None and self._step >= self._pending[0]:
             self._take_up()
-        if self._step % self._rules.look == 0 and self._followed:
+        if self._step % self._rules.look == 0 and self._followed and not _joining(model):
             self._look()
 
     @property
     def _followed(self) -> bool:
         """Whether the job does what the plan says: without a loader of ours, shares are the script's."""
-        return bool(self._in_force.loaders) or len(set(self._in_force.plan.shares)) == 1
+        return self._in_force.dealer is not None or len(set(self._in_force.plan.shares)) == 1
 
     def _watch(self, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -110,8 +110,8 @@ class Follower:
 
     def _dealt(self) -> tuple[int, ...]:
         """Samples of a step by rank, as they are dealt out now."""
-        loader: Any = next(iter(self._in_force.loaders), None)
-        return self._in_force.plan.shares if loader is None else tuple(loader.shares)
+        dealer = self._in_force.dealer
+        return self._in_force.plan.shares if dealer is None else dealer.shares
 
     def _look(self) -> None:
         with self._clock.waiting():
@@ -174,3 +174,8 @@ class Follower:
                 "them; use trimtab.loader for the plan's shares",
                 "/".join(map(str, self._in_force.plan.shares)),
             )
+
+
+def _joining(model: nn.Module) -> bool:
+    """Whether ranks may run out of data one by one (DDP's `join`): then they could not all meet."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
@@ -37,6 +37,11 @@ class Switch:
 class TakesShares(Protocol):
     """What deals out the samples of a step."""
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of a step for each rank."""
+        ...
+
     def take_shares(self, plan: Plan) -> None:
         """Deal out as this plan says, from the next step that is not dealt out yet."""
 
@@ -49,10 +54,20 @@ class InForce:
         self.history: list[Switch] = []
         self.loaders: WeakSet[TakesShares] = WeakSet()
         """They deal out samples as the plan says."""
+        self._dealer: ref[TakesShares] | None = None
         self.clocks: WeakSet[LocalClock] = WeakSet()
         """They count what ranks take under it."""
         self.notes: tuple[str, ...] = ()
         """What applying it did, in words."""
+
+    @property
+    def dealer(self) -> TakesShares | None:
+        """Whose batch was trained on last; None for one of the script's own."""
+        return None if self._dealer is None else self._dealer()
+
+    def trained_on(self, loader: TakesShares) -> None:
+        """A batch of this loader has got its loss."""
+        self._dealer = ref(loader)
 
     def become(self, plan: Plan) -> None:
         """Another plan, for the loaders too; every rank calls it between the same two steps."""

@@ -248,6 +248,8 @@ class Loader:
                 f"weigh: the loss has shape {tuple(loss.shape)}; reduce it to one number first"
             )
         self._weighed = True
+        if self._in_force is not None:
+            self._in_force.trained_on(self)
         counts = self._own if reduction == "mean" else min(self._cut.own, 1)
         weighted: torch.Tensor = loss * _quotient(self._world * counts, self._total(), loss.dtype)
         if self._adjust is not None:
