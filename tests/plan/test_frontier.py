@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from tests.plan.option_cases import between, options, parts, random_options
 
-from trimtab.plan.frontier import Frontier
+from trimtab.plan.frontier import Frontier, within_both
 from trimtab.plan.options import Options, damage_of, memory_of, seconds_of
 from trimtab.plan.plan import OWN
 
@@ -62,7 +62,29 @@ def test_bytes_that_count_are_saved() -> None:
     assert memory_of(of, dear.chosen(other)) == 10
 
 
+@settings(max_examples=30, deadline=None)
+@given(random_options(most=5, memory=True), parts, parts)
+def test_under_two_limits_no_choice_does_less_damage(of: Options, part: float, of_memory: float) -> None:
+    seconds = between(of, part) * (1 + 1e-9)
+    every = [
+        dict(zip(of, choice, strict=True))
+        for choice in product(*([o.precision for o in several] for several in of.values()))
+    ]
+    sizes = [memory_of(of, one) for one in every]
+    memory = int(min(sizes) + of_memory * (max(sizes) - min(sizes)))
+    possible = [one for one in every if seconds_of(of, one) <= seconds and memory_of(of, one) <= memory]
+    found = within_both(of, seconds=seconds, memory=memory)
+    if not possible:
+        assert found is None
+        return
+    assert found is not None
+    assert seconds_of(of, found) <= seconds * (1 + 1e-9)
+    assert memory_of(of, found) <= memory
+    assert damage_of(of, found) <= min(damage_of(of, one) for one in possible) * 1.02 + 1e-12
+
+
 def test_no_operators_take_no_time() -> None:
     frontier = Frontier({})
     assert frontier.place(0.0) == 0
     assert frontier.chosen(0) == {}
+    assert within_both({}, seconds=0.0, memory=0) == {}

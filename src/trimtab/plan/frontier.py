@@ -22,6 +22,10 @@ RESOLUTION = 4000
 """Partial choices that are carried along."""
 
 
+CELLS = 64
+"""Of time, and of memory, into which partial choices are sorted where both are limited."""
+
+
 class Frontier:
     """For every number of seconds, the least damage with which the operators keep to it."""
 
@@ -68,6 +72,50 @@ class Frontier:
             found[self.operators[index]] = self._ladders[index][pick].precision
             place = int(self._parents[index][place])
         return {name: found[name] for name in self.operators}
+
+
+def within_both(options: Options, *, seconds: float, memory: int, cells: int = CELLS) -> Chosen | None:
+    """The least damaging choice found whose seconds and bytes add up to no more than given; None if none was.
+
+    As `Frontier`, for one limit in each of two respects: of partial choices of nearly equal time and size the least
+    damaging is carried along.
+    """
+    names = list(options)
+    ladders = [ladder(options[name], memory=True) for name in names]
+    # What the operators still to come take at least.
+    rest_s = np.append(np.cumsum([min(o.seconds for o in steps) for steps in ladders][::-1])[::-1], 0.0)
+    rest_bytes = np.append(np.cumsum([min(o.memory for o in steps) for steps in ladders][::-1])[::-1], 0)
+    taken, held, cost = np.zeros(1), np.zeros(1), np.zeros(1)
+    history: list[tuple[NDArray[np.int64], int]] = []
+    for index, steps in enumerate(ladders):
+        taken = (taken[:, None] + np.array([o.seconds for o in steps])).ravel()
+        held = (held[:, None] + np.array([o.memory for o in steps])).ravel()
+        cost = (cost[:, None] + np.array([o.damage for o in steps])).ravel()
+        room_s, room_bytes = seconds - rest_s[index + 1], memory - rest_bytes[index + 1]
+        kept = np.flatnonzero((taken <= room_s * (1 + 1e-12)) & (held <= room_bytes))
+        if not len(kept):
+            return None
+        cell = _cell(taken[kept], cells) * cells + _cell(held[kept], cells)
+        order = kept[np.lexsort((held[kept], taken[kept], cost[kept], cell))]
+        cell = np.sort(cell, kind="stable")
+        order = order[np.append(True, cell[1:] != cell[:-1])]
+        history.append((order, len(steps)))
+        taken, held, cost = taken[order], held[order], cost[order]
+    place = int(np.lexsort((held, taken, cost))[0]) if len(cost) else 0
+    chosen: Chosen = {}
+    for index in range(len(names) - 1, -1, -1):
+        order, count = history[index]
+        place, pick = divmod(int(order[place]), count)
+        chosen[names[index]] = ladders[index][pick].precision
+    return {name: chosen[name] for name in names}
+
+
+def _cell(values: NDArray[np.float64], cells: int) -> NDArray[np.int64]:
+    low, high = values.min(), values.max()
+    if high <= low:
+        return np.zeros(len(values), dtype=np.int64)
+    found: NDArray[np.int64] = ((values - low) * (cells / (high - low))).astype(np.int64)
+    return np.minimum(found, cells - 1)
 
 
 def _falling(cost: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -16,12 +16,12 @@ from heapq import heapify, heappop, heappush
 from math import fsum
 from typing import TYPE_CHECKING, Literal
 
-from trimtab.plan.frontier import Frontier
-from trimtab.plan.options import Option, damage_of, ladder, option_of, seconds_of
+from trimtab.plan.frontier import Frontier, within_both
+from trimtab.plan.options import Option, damage_of, ladder, memory_of, option_of, seconds_of
 from trimtab.plan.start import Lowerable, fastest, priced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from trimtab.plan.options import Chosen, Options
     from trimtab.plan.pace import Pace
@@ -182,21 +182,19 @@ class _Job:
         better = False
         for name, role in self.roles.items():
             options = self.options[name]
-            present = self.chosen[name]
-            damage = damage_of(options, present)
-            if damage == 0:
+            if damage_of(options, self.chosen[name]) == 0:
                 continue
             # At most: what others or the link add to the step shows when a trade is tried.
-            room = seconds_of(options, present) + max(0.0, self.limit_s - self.pace.compute_s(name))
-            for price in _prices(options, role.memory_bytes is not None):
-                frontier = Frontier(options, price_of_memory=price)
-                if self._trade(name, frontier, room, damage):
-                    better = True
-                    break
+            room = seconds_of(options, self.chosen[name]) + max(0.0, self.limit_s - self.pace.compute_s(name))
+            if role.memory_bytes is None:
+                better |= self._trade(name, Frontier(options), room)
+            else:
+                better |= self._trade_both(name, room, role.memory_bytes)
         return better
 
-    def _trade(self, name: str, frontier: Frontier, room: float, damage: float) -> bool:
+    def _trade(self, name: str, frontier: Frontier, room: float) -> bool:
         options = self.options[name]
+        damage = damage_of(options, self.chosen[name])
         for _ in range(ATTEMPTS):
             place = frontier.place(room)
             if place is None:
@@ -204,22 +202,43 @@ class _Job:
             found = frontier.chosen(place)
             if damage_of(options, found) >= damage * (1 - 1e-9):
                 return False
-            over = self._over(name, found)
-            if over is None:
+            missed = self._missed(name, found)
+            if missed is None:
                 return True
-            room = min(room, float(frontier.seconds[place])) - max(over, 1e-6 * room)
+            room = min(room, float(frontier.seconds[place])) - max(missed[0], 1e-6 * room)
         return False
 
-    def _over(self, name: str, wanted: Chosen) -> float | None:
-        """Set a role; take it back if it misses the pace, and say by how much. None where it stays."""
+    def _trade_both(self, name: str, room: float, limit: int) -> bool:
+        """The same under a limit of memory, whose bytes add up as well as they do."""
+        options = self.options[name]
+        damage = damage_of(options, self.chosen[name])
+        free = memory_of(options, self.chosen[name]) + limit - self.pace.peak(name)
+        for _ in range(ATTEMPTS):
+            found = within_both(options, seconds=room, memory=free)
+            if found is None or damage_of(options, found) >= damage * (1 - 1e-9):
+                return False
+            missed = self._missed(name, found)
+            if missed is None:
+                return True
+            late, over = missed
+            if late > 0:
+                room = min(room, seconds_of(options, found)) - max(late, 1e-6 * room)
+            if over > 0:
+                free = min(free, memory_of(options, found)) - over
+        return False
+
+    def _missed(self, name: str, wanted: Chosen) -> tuple[float, int] | None:
+        """Set a role; take it back if it misses the pace or does not fit, and say by how much. None where it stays."""
         before = dict(self.chosen[name])
         self._apply(name, wanted)
         self.trials += 1
-        over = self.pace.step_s() - self.limit_s
-        if over <= 0 and self._fits(name):
+        limit = self.roles[name].memory_bytes
+        late = max(0.0, self.pace.step_s() - self.limit_s)
+        over = 0 if limit is None else max(0, self.pace.peak(name) - limit)
+        if not late and not over:
             return None
         self._apply(name, before)
-        return max(over, 0.0)
+        return late, over
 
     def _try(self, name: str, changes: Mapping[str, str]) -> bool:
         """Change operators; keep that if the pace is kept and the memory suffices, else take it back exactly."""
@@ -252,14 +271,3 @@ class _Job:
             if precision != self.chosen[name][operator]:
                 self.pace.change(name, operator, precision)
                 self.chosen[name][operator] = precision
-
-
-def _prices(options: Options, limited: bool) -> Iterable[float]:
-    """What a byte may count for: nothing, or, where memory is short, up to more than any damage."""
-    yield 0.0
-    if not limited:
-        return
-    worst = max((o.damage for several in options.values() for o in several), default=0.0)
-    most = max((o.memory for several in options.values() for o in several), default=0)
-    if worst > 0 and most > 0:
-        yield from (worst / most * factor for factor in (0.03, 0.1, 0.3, 1.0, 3.0))
