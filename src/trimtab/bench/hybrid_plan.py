@@ -44,8 +44,9 @@ SIZES = {"cpu": (256, 3, 32, 32), "cuda": (1536, 6, 512, 32)}
 TRAINED = 12
 """Steps before damage is looked at: a model that knows nothing yet hardly cares where it is rounded."""
 
-CALIBRATION = 2
-"""Batches that damage is computed from."""
+CALIBRATION, MOST_TOKENS = 2, 8192
+"""Batches that damage is computed from, and how much of each: all values of a pass are kept in fp32. Fewer samples
+than a rank will have make damage look larger, never smaller."""
 
 
 def task(device: torch.device, seed: int = 0, size: Sequence[int] | None = None) -> Task:
@@ -168,7 +169,9 @@ def _plans(
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
-    batches = [samples_of(of.train, 10_000 + i * total, total, device) for i in range(CALIBRATION)]
+    length = samples_of(of.train, 0, 1, device).shape[1]
+    samples = max(1, min(total, MOST_TOKENS // length))
+    batches = [samples_of(of.train, 10_000 + i * total, samples, device) for i in range(CALIBRATION)]
     with autocast(device):
         damages = damage(model, batches, precisions=LOW[device.type])
     return [
