@@ -174,6 +174,15 @@ def test_a_plan_file_is_json(folder: Path) -> None:
         command(folder / "c.json", "gpt", folder / "p.yaml", bits="none", batch="free", as_json=False)
 
 
+def test_the_command_allows_the_damage_that_the_verb_allows() -> None:
+    from inspect import signature
+
+    from trimtab import cli
+    from trimtab.plan.compose import BUDGET
+
+    assert signature(cli.plan).parameters["damage"].default == BUDGET
+
+
 def test_bits_are_read() -> None:
     assert [parse_bits(text) for text in ("4", "none", "adaptive", "auto")] == [4, None, "adaptive", "auto"]
     for text in ("0", "9", "-1", "four", ""):
