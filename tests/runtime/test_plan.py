@@ -66,6 +66,7 @@ def test_the_package_is_the_verb_and_still_a_package() -> None:
         ({"batches": None}, "pass batches="),
         ({"precisions": ["fp8"]}, "'fp8' was not probed on any device class .*fast: fp32, int8"),
         ({"indicator": "tarot"}, "no indicator 'tarot'"),
+        ({"indicator": "depth"}, "'depth' ranks operators but does not tell how much"),
         ({"damage": -1.0}, "damage of -1"),
         ({"damage": float("nan")}, "damage of nan"),
         ({"bits": 3}, "not measured at 3 bits"),

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from trimtab.plan.make import Bits
     from trimtab.plan.plan import Plan
 
+RANKING = ("depth", "curvature", "random")
+"""Indicators whose numbers mean nothing but an order."""
+
 BATCHES = 2
 """On which the indicator is calibrated, for models by name."""
 
@@ -82,6 +85,11 @@ def plan(
         )
     if not (isfinite(damage) and damage >= 0):
         raise TrimtabError(f"plan: a damage of {damage} cannot be allowed; give a number from 0 up")
+    if batch == "free" and indicator in RANKING:
+        raise TrimtabError(
+            f"plan: the indicator {indicator!r} ranks operators but does not tell how much gradients move, so that no "
+            "damage can be allowed; use variance or measured, or --batch fixed"
+        )
     offered = _precisions(given, profile, precisions)
     kinds: set[Literal["cpu", "cuda"]] = {given.devices[name].kind for name in rank_counts(given)}
     here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
