@@ -89,3 +89,33 @@ def test_what_is_saved_is_the_codes() -> None:
         model(x)
     weights = {p.data_ptr() for p in model.parameters()}
     assert sum(t.nbytes for t in kept if t.data_ptr() not in weights) <= x.nbytes / 4 + 64
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name in ("bf16", "fp16")])
+def test_places_of_the_kernel_that_see_nothing_but_padding_have_no_gradient(name: str) -> None:
+    """torch's own half-precision convolution leaves whatever was in memory there."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(64, 64, 3, stride=2, padding=1, bias=False)
+    model = set_precision(nn.Sequential(layer), {"0": name})
+    for _ in range(10):
+        for size in (64 * 64 * 9, 64 * 64 * 5, 64 * 64 * 9 // 2):
+            torch.full((size,), float("nan"))  # freed at once, for others to find
+        (gradient,) = torch.autograd.grad(model(torch.randn(32, 64, 1, 1)).sum(), [layer.weight])
+        assert float(gradient[:, :, 1, 1].abs().min()) > 0
+        assert int((gradient != 0).sum()) == 64 * 64
+
+
+def test_which_places_those_are() -> None:
+    from trimtab.precision.conv import Geometry, meets_padding_only
+
+    def found(size: int, stride: int, padding: int, dilation: int, kernel: int = 3) -> bool:
+        geometry = Geometry((stride, stride), (padding, padding), (dilation, dilation), 1)
+        return meets_padding_only(
+            geometry, torch.Size((1, 1, size, size)), torch.Size((1, 1, kernel, kernel))
+        )
+
+    assert found(1, 1, 1, 1)
+    assert found(2, 4, 1, 1)  # one put: its first place is outside
+    assert not found(2, 1, 1, 1)
+    assert found(2, 1, 2, 2)
+    assert not found(9, 2, 1, 1)

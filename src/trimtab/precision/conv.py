@@ -140,7 +140,17 @@ class _Direct:
         self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
     ) -> torch.Tensor:  # fmt: skip
-        return self._backward(g, x[0], x[0].new_zeros(()).expand(w_shape), geometry, 1)
+        values = x[0]
+        if self.half and values.device.type == "cpu" and meets_padding_only(geometry, x_shape, w_shape):
+            # Of such places oneDNN leaves the gradient as it found the memory (torch 2.13); in fp32 it does not.
+            return _Direct("fp32")._backward(
+                g.float(),
+                values.float(),
+                values.new_zeros((), dtype=torch.float32).expand(w_shape),
+                geometry,
+                1,
+            )
+        return self._backward(g, values, values.new_zeros(()).expand(w_shape), geometry, 1)
 
     def _backward(
         self, g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, which: int
@@ -153,6 +163,17 @@ class _Direct:
                 (which == 0, which == 1, False),
             )  # fmt: skip
         return unscaled(grads[which], () if scale is None else (scale,), torch.float32)
+
+
+def meets_padding_only(geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size) -> bool:
+    """Whether some place of the kernel lies over padding wherever the kernel is put."""
+    stride, padding, dilation, _ = geometry
+    for size, kernel, s, p, d in zip(x_shape[2:], w_shape[2:], stride, padding, dilation, strict=True):
+        puts = (size + 2 * p - d * (kernel - 1) - 1) // s + 1
+        for place in range(kernel):
+            if not any(0 <= put * s + place * d - p < size for put in range(puts)):
+                return True
+    return False
 
 
 class _Columns:
