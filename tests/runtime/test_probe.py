@@ -24,6 +24,7 @@ from trimtab.runtime.probe_casts import cast
 from trimtab.runtime.probe_codec import CodecProbe, line
 from trimtab.runtime.probe_device import DeviceProbe, Task, alone, fingerprint
 from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_reductions import ReductionProbe
 from trimtab.runtime.probe_steps import (
     StepClock,
     StepTimes,
@@ -328,6 +329,26 @@ def test_a_row_of_transfers_is_fitted_as_a_whole(ranks: Any) -> None:
         # Two rows, two unknowns. Where one of those would be negative, the larger row counts.
         fitted, taken = sums[-1]
         assert fitted == pytest.approx(taken)
+
+
+def _probe_reductions() -> tuple[float, int]:
+    model, batch = tiny()
+    trial = ReductionProbe(capture(model, batch), 4, CPU)
+    before = torch.cat([flat for _, flat in trial._row]).abs().sum()
+    for _, flat in trial._row:
+        flat.fill_(1.0)
+    trial.round()
+    found = trial.seconds, sum(flat.numel() for _, flat in trial._row if bool((flat == 2.0).all()))
+    trial.close()
+    assert float(before) == 0
+    return found
+
+
+def test_buckets_are_reduced_as_a_job_reduces_them(ranks: Any) -> None:
+    model, _ = tiny()
+    for seconds, summed in ranks(2, _probe_reductions, allow_groups=True):
+        assert seconds > 0
+        assert summed == sum(p.numel() for p in model.parameters())
 
 
 def test_devices_of_one_name_and_speed_are_one_class() -> None:

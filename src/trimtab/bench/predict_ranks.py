@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from dataclasses import replace
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,16 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.predict.job import payloads
+from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds, payloads
 from trimtab.predict.links import Collective, Placement
 from trimtab.predict.measured import Measured
 from trimtab.predict.memory import memory
-from trimtab.predict.step import JobSetting, RankSetting, predict_step
+from trimtab.predict.step import JobSetting, RankSetting, codec_speed, link_fits, predict_step
 from trimtab.predict.timeline import bottleneck
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
 from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_reductions import ReductionProbe
 from trimtab.runtime.probe_steps import StepTimes, operator_times
 from trimtab.workload.capture import capture
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from trimtab.workload import Workload
 
 FAST, SLOW = "fast", "slow"
+PLACEMENT = Placement(per_host=(1, 1))
+
 SMALL_ROW = (1 << 14,) * 8
 """Transfers that tell what a message costs."""
 
@@ -60,7 +64,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
             report(index * rounds + done, len(models) * rounds)
 
         found.append(_rounds(job, rounds, moved))
-        job.trainers.close()
+        job.close()
         cuda = job.device.type == "cuda"
         del job
         gc.collect()
@@ -123,6 +127,7 @@ class Job:
         self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
         self._link: LinkProbe | None = None
+        self._reductions: dict[int, ReductionProbe] = {}
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
@@ -145,19 +150,41 @@ class Job:
         taken = self._steps()
         casts = cast_lines(self.device, self._casts)
         codec = {str(bits): self._codec(bits) for bits in self.bits}
-        links = {next(iter(self.cluster.links), LOCAL): self._links()}
+        link, measured = next(iter(self.cluster.links), LOCAL), self._links()
         both: list[Any] = [None, None]
         dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in taken])
-        return [
+        profiles = [
             Profile(
                 version=PROFILE_VERSION,
                 trimtab=trimtab.__version__,
                 torch=torch.__version__,
                 devices=dict(zip((FAST, SLOW), pair, strict=True)),
-                links=links,
+                links={link: measured},
             )
             for pair in zip(*both, strict=True)
         ]
+        if not self.bits:
+            return profiles
+        gather = measured["all_gather"]
+        extra = max(0.0, mean(self._unhidden(profiles[0], bits) for bits in self.bits))
+        measured["all_gather"] = replace(gather, per_message_s=gather.per_message_s + extra)
+        return [replace(profile, links={link: measured}) for profile in profiles]
+
+    def _unhidden(self, profile: Profile, bits: int) -> float:
+        """Seconds for each bucket that a row of compressed ones takes beyond what wire and codec explain."""
+        if bits not in self._reductions:
+            self._reductions[bits] = ReductionProbe(self.workload, bits, self.device)
+        probe = self._reductions[bits]
+        probe.round()
+        names = (FAST, SLOW)
+        buckets, local = compressed_buckets(
+            self.workload,
+            PLACEMENT,
+            link_fits(self.cluster, profile, names),
+            bits_of(self.workload, bits),
+            [codec_speed(profile, name, bits) for name in names],
+        )
+        return (probe.seconds - idle_seconds(buckets, local)) / len(buckets)
 
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
@@ -224,13 +251,17 @@ class Job:
         own = plan.ranks[self.name]
         return self.trainers.step(plan.bits, own.samples, own.precisions)
 
+    def close(self) -> None:
+        """Let go of everything; nothing is measured after this."""
+        self.trainers.close()
+        for probe in self._reductions.values():
+            probe.close()
+
     def _links(self) -> dict[str, CollectiveTime]:
         """From all rounds so far: a link does not drift as a busy machine does."""
         if self._link is None:
             rows = self._rows()
-            self._link = LinkProbe(
-                Placement(per_host=(1, 1)), self.device, rows=rows, collectives=tuple(rows)
-            )
+            self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=tuple(rows))
             self._link.round()
         self._link.round()
         return {

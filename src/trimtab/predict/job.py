@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.links import Collective, Fit, Placement, payload, volume
-from trimtab.predict.replay import Bucket, Role, Segment, Transfer
+from trimtab.predict.replay import Bucket, Role, Segment, Transfer, replay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,6 +149,13 @@ def compressed_buckets(
                 (codec.seconds("encode", numel - part), owner, (world - 1) * codec.seconds("decode", part))
             )
     return tuple(buckets), [tuple(role) for role in local]
+
+
+def idle_seconds(buckets: Sequence[Bucket], local: Sequence[tuple[tuple[float, ...], ...]]) -> float:
+    """What compressed buckets take with nothing to compute: all of them are ready at once."""
+    ready = Segment(name="", seconds=0.0, phase="backward", buckets=tuple(range(len(buckets))))
+    roles = [Role(name=str(index), segments=(ready,), local=work) for index, work in enumerate(local)]
+    return replay(roles, buckets).step_s
 
 
 def with_local(roles: Sequence[Role], local: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[Role, ...]:

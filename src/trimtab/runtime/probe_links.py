@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Sequence[int]]
 
-ROWS: Rows = ((1 << 16,) * 8, (1 << 20,) * 4, (1 << 23,) * 2)
+ROWS: Rows = ((1 << 16,) * 4, (1 << 20,) * 2, (1 << 23,) * 2)
 """For each trial the bytes of its transfers."""
 
 
@@ -151,13 +151,18 @@ class _Unit:
     SECONDS = 0.06
 
     def __init__(self, device: torch.device) -> None:
-        side = 128 if device.type == "cpu" else 2048
         self._device = device
-        self._a = torch.randn(side, side, device=device)
+        cuda = device.type == "cuda"
+        side, dtype = (4096, torch.bfloat16) if cuda else (128, torch.float32)
+        self._a = torch.randn(side, side, device=device, dtype=dtype)
         self._out = torch.empty_like(self._a)
+        # A step on a GPU is as much memory traffic as arithmetic, and a transfer disturbs the traffic more.
+        self._traffic = torch.zeros(1 << 26, device=device, dtype=dtype) if cuda else None
 
     def run(self) -> None:
         torch.mm(self._a, self._a, out=self._out)
+        if self._traffic is not None:
+            self._traffic.mul_(0.5)
 
     def seconds(self) -> float:
         """One unit with the device to itself, over long enough that a quota counts in full."""
