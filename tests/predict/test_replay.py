@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.predict.replay import Bucket, Role, Segment, Transfer, fair, replay
+from trimtab.predict.replay import Bucket, Role, Segment, Transfer, replay
+from trimtab.predict.stretches import fair
 
 
 def role(
