@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,13 @@ def peak(
     ).peak
 
 
-def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float | None) -> Made:
+def make(
+    of: Task,
+    cluster: Cluster,
+    device: torch.device,
+    memory_ratio: float | None,
+    bits: Literal["auto", "adaptive"] = "auto",
+) -> Made:
     """Probe, damage, allocate. Collective.
 
     Args:
@@ -145,7 +151,7 @@ def make(of: Task, cluster: Cluster, device: torch.device, memory_ratio: float |
     cluster = replace(cluster, devices=devices, profile=profile)
     texts: list[Any] = [None]
     if dist.get_rank() == 0:
-        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device)]]
+        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device, bits)]]
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Made(fixed=fixed, free=free, cluster=cluster, workload=workload)
@@ -158,7 +164,12 @@ def _scarce(workload: Workload, samples: int, kind: Any) -> float:
 
 
 def _plans(
-    of: Task, model: nn.Module, cluster: Cluster, workload: Workload, device: torch.device
+    of: Task,
+    model: nn.Module,
+    cluster: Cluster,
+    workload: Workload,
+    device: torch.device,
+    bits: Literal["auto", "adaptive"],
 ) -> Sequence[Plan]:
     total = of.each * cluster.world_size
     model.load_state_dict(of.model.state_dict())
@@ -183,6 +194,7 @@ def _plans(
             trimtab=trimtab.__version__,
             batch_size=total,
             batch=batch,
+            bits=bits,
         )
         for batch in ("fixed", "free")
     ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.bench import tp
 from trimtab.bench.ranks import run_on_ranks
-from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.errors import TrimtabError
 from trimtab.report.terminal import print_table, progress_bar
 from trimtab.runtime import demo_ranks
+
+if TYPE_CHECKING:
+    from trimtab.cluster import Cluster
 
 TENSOR_SPEED = 0.5
 """Speed of the second rank of the tensor-parallel job."""
@@ -25,18 +27,20 @@ def demo() -> None:
 def _data_parallel() -> None:
     from trimtab.emulate import Emulation
 
-    cluster = _cluster(shaped=True)
+    cluster, shaped = demo_ranks.cluster(shaped=True), True
     try:
         emulation = Emulation(cluster).__enter__()
     except TrimtabError as error:
         print(f"Links cannot be shaped here, so the hosts share this machine's own speed:\n  {error}")
-        cluster = _cluster(shaped=False)
+        cluster, shaped = demo_ranks.cluster(shaped=False), False
         emulation = Emulation(cluster).__enter__()
     with emulation, progress_bar("data parallel") as progress:
         print(_described(cluster))
-        measured = run_on_ranks(emulation, demo_ranks.on_rank, {}, progress=progress)
+        measured = run_on_ranks(emulation, demo_ranks.on_rank, {"shaped": shaped}, progress=progress)
     print_table(measured["title"], measured["rows"])
-    print(f"trimtab: {measured['explain']}\n")
+    for who, said in measured["said"].items():
+        print(f"{who}: {said}")
+    print()
 
 
 def _tensor_parallel() -> None:
@@ -61,19 +65,6 @@ def _tensor_parallel() -> None:
         for method, name in shown.items()
     ]
     print_table("A GPT split over both", table)
-
-
-def _cluster(*, shaped: bool) -> Cluster:
-    link = "office" if shaped else None
-    return Cluster(
-        version=1,
-        devices={"fast": Device(kind="cpu", speed=1.0), "slow": Device(kind="cpu", speed=0.5)},
-        links={"office": Link(gbit_per_s=0.2)} if shaped else {},
-        hosts=(
-            Host(name="a", devices={"fast": 1}, link=link),
-            Host(name="b", devices={"slow": 1}, link=link),
-        ),
-    )
 
 
 def _described(cluster: Cluster) -> str:

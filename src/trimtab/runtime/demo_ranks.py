@@ -13,18 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 import trimtab
+from trimtab.bench import hybrid_plan
 from trimtab.bench.gpt import Gpt
 from trimtab.bench.ranks import wire_bytes
-from trimtab.bench.share_tasks import Passages
+from trimtab.bench.share_tasks import Passages, Task
+from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.plan.batch_shares import Adjust
-from trimtab.precision.devices import offers
 from trimtab.runtime.loader import loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-PLAIN, BITS, SHARES, INT8 = "plain DDP", "trimtab.compress", "+ trimtab.loader", "+ int8 on host b"
-IDEAL = "no communication"
+    from trimtab.plan.plan import Plan
+
+PLAIN, BITS, SHARES, PLAN = "plain DDP", "trimtab.compress", "+ trimtab.loader", "trimtab.apply(plan)"
+IDEAL = "fp32, nothing sent"
 EACH = 8
 """Samples of a rank when all have the same."""
 
@@ -33,24 +36,38 @@ BLOCK, SETTLING, COUNTED = 3, 4, 2
 """Steps of a method before the next has its turn; blocks in which shares settle; blocks that count."""
 
 
+def cluster(*, shaped: bool) -> Cluster:
+    """Two hosts, the second at half the speed of the first, and where links can be shaped a slow one."""
+    link = "office" if shaped else None
+    return Cluster(
+        version=1,
+        devices={"fast": Device(kind="cpu", speed=1.0), "slow": Device(kind="cpu", speed=0.5)},
+        links={"office": Link(gbit_per_s=0.2)} if shaped else {},
+        hosts=(
+            Host(name="a", devices={"fast": 1}, link=link),
+            Host(name="b", devices={"slow": 1}, link=link),
+        ),
+    )
+
+
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
-    """Rows of the demo's table, and what trimtab says about the compression."""
+    """Rows of the demo's table, and what trimtab says about the compression and the plan."""
     torch.set_num_threads(1)
-    methods = [PLAIN, BITS, SHARES]
-    if "int8" in offers(torch.device("cpu"))["linear"]:
-        methods.append(INT8)
-    runs = {method: Run(method) for method in (*methods, IDEAL)}
-    rates: dict[str, list[float]] = {method: [] for method in runs}
     blocks = SETTLING + COUNTED
+    report(0, blocks + 2)
+    plan = make_plan(cluster(shaped=spec["shaped"]))
+    report(1, blocks + 2)
+    runs = {method: Run(method, plan) for method in (PLAIN, BITS, SHARES, PLAN, IDEAL)}
+    rates: dict[str, list[float]] = {method: [] for method in runs}
     for block in range(blocks):
         for method, run in runs.items():
             if block < SETTLING - 1 and method in (PLAIN, IDEAL):
                 continue  # nothing about them settles; they only need their share of training below
             rates[method].append(run.alone() if method == IDEAL else run.block())
-        report(block + 1, blocks + 1)
+        report(block + 2, blocks + 2)
     for _ in range(SETTLING - 1):
         runs[PLAIN].block()  # so that all have trained equally long when losses are compared
-    report(blocks + 1, blocks + 1)
+    report(blocks + 2, blocks + 2)
     rate = {method: median(values[-COUNTED:]) for method, values in rates.items()}
     rows = [
         {
@@ -59,32 +76,58 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
             "over_ddp": rate[method] / rate[PLAIN],
             "wire_mb": None if method == IDEAL else run.wire_mb,
             "shares": None if method == IDEAL else "/".join(map(str, run.data.shares)),
+            "lowered": "/".join(map(str, lowered(plan))) if method == PLAN else None,
             "loss": None if method == IDEAL else run.held_out_loss(),
         }
         for method, run in runs.items()
     ]
     numel = sum(p.numel() for p in runs[PLAIN].ddp.parameters())
     title = f"A GPT of {numel / 1e6:.0f} million parameters, {blocks * BLOCK} steps of {2 * EACH} samples"
-    return {"title": title, "rows": rows, "explain": trimtab.explain(runs[BITS].ddp)}
+    said = {"trimtab.compress": trimtab.explain(runs[BITS].ddp), "the plan": "; ".join(plan.reasons)}
+    return {"title": title, "rows": rows, "said": said}
+
+
+def task() -> Task:
+    """What every method trains, from the same start."""
+    torch.manual_seed(0)
+    passages = Passages(CONTEXT + 1)
+    some = len(passages) - 64
+    return Task(
+        model=Gpt(width=256, layers=6, heads=8, context=CONTEXT),
+        train=Subset(passages, range(some)),
+        held_out=Subset(passages, range(some, some + 64)),
+        loss=lambda model, batch: model(batch),
+        each=EACH,
+    )
+
+
+def make_plan(where: Cluster) -> Plan:
+    """Probed, and planned, inside the job; `trimtab probe` and `trimtab plan` do it from outside."""
+    return hybrid_plan.make(task(), where, torch.device("cpu"), None, bits="adaptive").free
+
+
+def lowered(plan: Plan) -> list[int]:
+    """Operators in lower precision, by rank."""
+    return [len(plan.roles[plan.role_of(rank)].precisions) for rank in range(plan.world_size)]
 
 
 class Run:
     """One method's model, optimiser and data."""
 
-    def __init__(self, method: str) -> None:
-        torch.manual_seed(0)
-        model = Gpt(width=256, layers=6, heads=8, context=CONTEXT)
-        if method == INT8 and dist.get_rank() == 1:
-            trimtab.set_precision(model, {"blocks.*": "int8"})
-        self.ddp = DistributedDataParallel(model)
-        if method not in (PLAIN, IDEAL):
+    def __init__(self, method: str, plan: Plan) -> None:
+        of = task()
+        self._train, self._held_out = of.train, of.held_out
+        self.ddp = DistributedDataParallel(of.model)
+        if method == PLAN:
+            trimtab.apply(self.ddp, plan)
+        elif method not in (PLAIN, IDEAL):
             trimtab.compress(self.ddp)
-        passages = Passages(CONTEXT + 1)
-        some = len(passages) - 64
-        self._train, self._held_out = Subset(passages, range(some)), Subset(passages, range(some, some + 64))
-        follows = method in (SHARES, INT8)
         self.data = loader(
-            self._train, EACH * dist.get_world_size(), adjust=Adjust() if follows else None, drop_last=True
+            self._train,
+            EACH * dist.get_world_size(),
+            adjust=Adjust() if method in (SHARES, PLAN) else None,
+            plan=self.ddp if method == PLAN else None,
+            drop_last=True,
         )
         self._optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3)
         self._batches: Iterator[Any] = iter(())
