@@ -99,6 +99,8 @@ class StreamRunner:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:  # a future must know which one
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MOST_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
