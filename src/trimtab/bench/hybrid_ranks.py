@@ -31,7 +31,7 @@ METHODS = ("ddp", "ddp" + AA, "uniform-low", "shares", "trimtab-fixed", "trimtab
 UNTRAINED = ("ddp" + AA, FLOOR, BEST)
 """Only their speed counts, so they sit out all but the last block of the warm-up."""
 
-BLOCK, WARMUP = 4, 2
+BLOCK, WARMUP = 3, 3
 """Steps of a method before the next has its turn, and blocks that are not measured."""
 
 GRADIENTS = 4
