@@ -29,7 +29,6 @@ class ReductionProbe:
     """The buckets of a workload at a number of bits, with nothing to compute beside them."""
 
     def __init__(self, workload: Workload, bits: int, device: torch.device) -> None:
-        device = torch.empty(0, device=device).device  # with its index, which a future of CUDA values asks for
         self._device = device
         group = dist.group.WORLD
         assert group is not None
