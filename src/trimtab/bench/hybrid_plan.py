@@ -39,8 +39,8 @@ LOW = {"cpu": ("bf16", "int8"), "cuda": ("fp8",)}
 
 BITS = (4, 8)
 SIZES = {"cpu": (256, 2, 32, 64), "cuda": (1536, 6, 512, 32)}
-"""Width, layers, bytes of a sample, and samples of a rank when all have the same. Communication takes the cores that
-compute here, by parameters; computing goes by parameters times bytes: so there are many of these."""
+"""Width, layers, bytes of a sample, and samples of a rank when all have the same. On CPUs communication takes the cores
+that compute; many samples for few parameters keep that small beside what is compared."""
 
 TRAINED = 12
 """Steps before damage is looked at: a model that knows nothing yet hardly cares where it is rounded."""
