@@ -42,7 +42,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parser.prog = "trimtab run"
     parser.description = (
         "Train a script, unchanged, as torchrun does; the gradients of its DistributedDataParallel travel "
-        "in 4 bits where that pays. The flags are torchrun's, and --plan. TRIMTAB_DISABLE=1 makes it plain "
+        "in fewer bits where that pays. The flags are torchrun's, and --plan. TRIMTAB_DISABLE=1 makes it plain "
         "torchrun."
     )
     parser.add_argument(
