@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.bench.predict_models import Task as Probed
-from trimtab.bench.predict_ranks import SMALL_ROW
 from trimtab.bench.predict_trainers import PROBE, Trainers
 from trimtab.cluster.profile import (
     LOCAL,
@@ -25,19 +24,17 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.predict.job import payloads
 from trimtab.predict.links import Placement
 from trimtab.predict.settings import matched
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
-from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_links import LinkProbe, link_times, own_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from trimtab.predict.links import Collective
     from trimtab.runtime.probe_steps import StepTimes
     from trimtab.workload import Workload
 
@@ -122,20 +119,10 @@ class Probe:
         return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in probe.fits().items()})
 
     def _links(self, names: Sequence[str]) -> dict[str, CollectiveTime]:
-        rows: dict[Collective, list[tuple[int, ...]]] = {
-            "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in self._workload.buckets)],
-            "all_gather": [SMALL_ROW, *(payloads(self._workload, bits) for bits in self._bits)],
-        }
+        rows = own_rows(self._workload, self._bits)
         trial = LinkProbe(
             Placement(per_host=(1,) * len(names)), self._device, rows=rows, collectives=tuple(rows)
         )
         for _ in range(4):
             trial.round()
-        return {
-            collective: CollectiveTime(
-                per_message_s=fits[0].per_message_s,
-                per_byte_s=fits[0].per_byte_s,
-                drag={name: fit.drag for name, fit in zip(names, fits, strict=True)},
-            )
-            for collective, fits in trial.fits().items()
-        }
+        return link_times(trial, names)

@@ -25,15 +25,15 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds, payloads
-from trimtab.predict.links import Collective, Placement
+from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds
+from trimtab.predict.links import Placement
 from trimtab.predict.measured import Measured
 from trimtab.predict.memory import memory
 from trimtab.predict.step import JobSetting, RankSetting, codec_speed, link_fits, predict_step
 from trimtab.predict.timeline import bottleneck
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
-from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_links import LinkProbe, link_times, own_rows
 from trimtab.runtime.probe_reductions import ReductionProbe
 from trimtab.runtime.probe_steps import StepTimes, operator_times
 from trimtab.workload.capture import capture
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 FAST, SLOW = "fast", "slow"
 PLACEMENT = Placement(per_host=(1, 1))
-
-SMALL_ROW = (1 << 14,) * 8
-"""Transfers that tell what a message costs."""
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[dict[str, Any]]]:
@@ -260,27 +257,11 @@ class Job:
     def _links(self) -> dict[str, CollectiveTime]:
         """From all rounds so far: a link does not drift as a busy machine does."""
         if self._link is None:
-            rows = self._rows()
+            rows = own_rows(self.workload, self.bits)
             self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=tuple(rows))
             self._link.round()
         self._link.round()
-        return {
-            collective: CollectiveTime(
-                per_message_s=fits[0].per_message_s,
-                per_byte_s=fits[0].per_byte_s,
-                drag={FAST: fits[0].drag, SLOW: fits[1].drag},
-            )
-            for collective, fits in self._link.fits().items()
-        }
-
-    def _rows(self) -> dict[Collective, list[tuple[int, ...]]]:
-        """Trial transfers: the job's own buckets, as they are and encoded, and small ones."""
-        rows: dict[Collective, list[tuple[int, ...]]] = {
-            "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in self.workload.buckets)]
-        }
-        if self.bits:
-            rows["all_gather"] = [SMALL_ROW, *(payloads(self.workload, bits) for bits in self.bits)]
-        return rows
+        return link_times(self._link, (FAST, SLOW))
 
     def _codec(self, bits: int) -> CodecTime:
         probe = CodecProbe(bits, self.device)

@@ -25,20 +25,26 @@ from trimtab.cluster.profile import (
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import offers
-from trimtab.predict.links import Placement
+from trimtab.predict.links import COLLECTIVES, Placement
 from trimtab.runtime.model_spec import load_model
 from trimtab.runtime.probe_device import DeviceProbe, Task, alone, cache_of, called
-from trimtab.runtime.probe_links import LinkProbe
+from trimtab.runtime.probe_links import ROWS, LinkProbe, link_times, own_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from trimtab.predict.links import Collective
+    from trimtab.workload import Workload
 
 ALIKE = 0.15
 """Devices of one name whose speeds differ by less than this part are one class."""
 
 LINK = "link"
 """What the class of the link between the probed hosts is called."""
+
+MOST_TRIED = 64 << 20
+"""Bytes of a model's buckets that are sent on trial: a slow link would take minutes for all of a large one."""
 
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
@@ -103,7 +109,8 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
     cache = cache_of(device, f"rank-{dist.get_rank()}-of-{world}" if world > 1 else "")
     if not fresh:
         cache.load()
-    profile, left = DeviceProbe(task, device, cache).run(progress)
+    trial = DeviceProbe(task, device, cache)
+    profile, left = trial.run(progress)
     if left:
         logger().warning(
             "%d measurements are missing, the first is %r: the time was up; run the same command again to go on",
@@ -114,7 +121,7 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
     dist.all_gather_object(everyone, (_here(), called(device), speed, profile))
     hosts = [name for name, _, _, _ in everyone]
     classes, of_rank = classify([(name, rate) for _, name, rate, _ in everyone], device.type)
-    links = _links(device, hosts, of_rank) if world > 1 else {}
+    links = _links(device, hosts, of_rank, trial.workload, task.bits) if world > 1 else {}
     devices: dict[str, DeviceProfile] = {}
     for name, (_, _, _, found) in zip(of_rank, everyone, strict=True):
         devices.setdefault(name, found)
@@ -181,19 +188,19 @@ def _name(host: str, index: int) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", host).strip("-")[:32] or f"host-{index}"
 
 
-def _links(device: torch.device, hosts: Sequence[str], of_rank: Sequence[str]) -> dict[str, CollectiveTime]:
+def _links(
+    device: torch.device,
+    hosts: Sequence[str],
+    of_rank: Sequence[str],
+    workload: Workload,
+    bits: Sequence[int],
+) -> dict[str, CollectiveTime]:
     placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
-    trial = LinkProbe(placement, device)
+    rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
+    trial = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, MOST_TRIED))
     for _ in range(4):
         trial.round()
-    return {
-        collective: CollectiveTime(
-            per_message_s=fits[0].per_message_s,
-            per_byte_s=fits[0].per_byte_s,
-            drag={name: fit.drag for name, fit in zip(of_rank, fits, strict=True)},
-        )
-        for collective, fits in trial.fits().items()
-    }
+    return link_times(trial, of_rank)
 
 
 def _speed(device: torch.device) -> float:

@@ -14,16 +14,57 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
+from trimtab.cluster.profile import CollectiveTime
 from trimtab.collectives.reduction import started
+from trimtab.predict.job import payloads
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.workload import Workload
+
 Rows = Sequence[Sequence[int]]
 
 ROWS: Rows = ((1 << 16,) * 4, (1 << 20,) * 2, (1 << 23,) * 2)
 """For each trial the bytes of its transfers."""
+
+SMALL_ROW = (1 << 14,) * 8
+"""Transfers that tell what a message costs."""
+
+
+def own_rows(
+    workload: Workload, bits: Sequence[int], most: int | None = None
+) -> dict[Collective, list[tuple[int, ...]]]:
+    """Trial transfers: a job's own buckets, as they are and encoded, and small ones.
+
+    Args:
+        most: bytes of the uncompressed buckets that are tried, for links that would take too long with all.
+    """
+    count, total = 0, 0
+    for bucket in workload.buckets:
+        total += bucket.nbytes
+        if most is not None and count and total > most:
+            break
+        count += 1
+    rows: dict[Collective, list[tuple[int, ...]]] = {
+        "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in workload.buckets[:count])]
+    }
+    if bits:
+        rows["all_gather"] = [SMALL_ROW, *(tuple(payloads(workload, b)[:count]) for b in bits)]
+    return rows
+
+
+def link_times(trial: LinkProbe, devices: Sequence[str]) -> dict[str, CollectiveTime]:
+    """What a profile holds of a link; `devices` are the classes of the ranks."""
+    return {
+        collective: CollectiveTime(
+            per_message_s=fits[0].per_message_s,
+            per_byte_s=fits[0].per_byte_s,
+            drag={name: fit.drag for name, fit in zip(devices, fits, strict=True)},
+        )
+        for collective, fits in trial.fits().items()
+    }
 
 
 class LinkProbe:
