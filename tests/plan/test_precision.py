@@ -251,3 +251,19 @@ def test_no_clock_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     found = allocate(pace, {"slow": role(THREE)}, others_s=3.0)
     monkeypatch.undo()
     assert found.damage == 21.0
+
+
+@pytest.mark.parametrize(
+    ("others_s", "ahead", "steep"), [(3.0, 0.0, "bf16"), (3.0, 0.1, "int8"), (3.4, 0.1, "bf16")]
+)
+def test_lowered_ranks_are_done_a_little_before_the_others(others_s: float, ahead: float, steep: str) -> None:
+    """Raising `steep` makes 3.0 seconds."""
+    pace = AdditivePace({"slow": THREE}, least_s=others_s)
+    found = allocate(pace, {"slow": role(THREE)}, others_s=others_s, ahead=ahead)
+    assert found.chosen["slow"] == {"steep": steep, "flat": "int8"}
+
+
+def test_ranks_that_cannot_be_before_the_others_are_as_fast_as_they_go() -> None:
+    found = allocate(AdditivePace({"slow": THREE}), {"slow": role(THREE)}, others_s=1.0, ahead=0.1)
+    assert found.recovered == 0
+    assert found.step_s == 2.0

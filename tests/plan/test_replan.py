@@ -53,8 +53,8 @@ def test_free_shares_follow_a_rank_that_became_slower() -> None:
 
 
 def test_fixed_shares_stay_and_precision_follows() -> None:
-    plan = planned(uneven(1.1), batch="fixed")
-    slower = replan(plan, observed(plan, slow=1.08))
+    plan = planned(uneven(1.04), batch="fixed")
+    slower = replan(plan, observed(plan, slow=1.2))
     assert slower.shares == plan.shares
     assert len(slower.roles[SLOW].precisions) > len(plan.roles[SLOW].precisions)
     assert slower.roles[FAST].precisions == {}

@@ -35,6 +35,9 @@ GAIN = 1.02
 SLOWER = 1.02
 """Ranks are slow that compute longer than the fastest ones by this factor."""
 
+AHEAD = 0.1
+"""Lowered ranks are to be done by this part of the others' time before them."""
+
 CLOSE = 1e-3
 """Steps that differ by less are alike."""
 
@@ -143,7 +146,7 @@ class Composer:
         before = plain.step_s()
         fits = all(self._fits(job.devices[name], job.samples[name]) for name in roles)
         others = max((plain.compute_s(name) for name in job.devices if name not in roles), default=0.0)
-        found = allocate(plain, roles, others_s=others)
+        found = allocate(plain, roles, others_s=others, ahead=AHEAD)
         self.tick()
         if fits and before < GAIN * found.step_s:
             return replace(same, pace=pace_of(self.offers, self.cluster, job, own, bits))

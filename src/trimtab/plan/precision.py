@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import fsum
+from math import fsum, inf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.plan.frontier import Frontier, within_both
@@ -62,19 +63,27 @@ class Allocation:
 
 
 def allocate(
-    pace: Pace, roles: Mapping[str, Lowerable], *, others_s: float = 0.0, tolerance: float = TOLERANCE
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    *,
+    others_s: float = 0.0,
+    ahead: float = 0.0,
+    tolerance: float = TOLERANCE,
 ) -> Allocation:
     """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `pace` so set.
 
     Args:
         pace: the job, nothing lowered yet.
         others_s: the step of the ranks that stay as they are, by themselves: nobody needs to be faster.
+        ahead: the part of that by which the lowered roles shall be done before, where they can: real times
+            flutter, and of two that are equal on average the longer one counts in every step.
 
     Raises:
         TrimtabError: a role that does not fit its memory at any precisions; how much is missing.
     """
     start = {name: fastest(pace, name, role) for name, role in roles.items()}
-    return _improved(pace, roles, start, max(pace.step_s(), others_s), tolerance)
+    most = {name: max((1 - ahead) * others_s, pace.compute_s(name)) for name in roles} if ahead else {}
+    return _improved(pace, roles, start, max(pace.step_s(), others_s), tolerance, most)
 
 
 def relieve(
@@ -90,10 +99,16 @@ def relieve(
 
 
 def _improved(
-    pace: Pace, roles: Mapping[str, Lowerable], start: Mapping[str, Chosen], pace_s: float, tolerance: float
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    start: Mapping[str, Chosen],
+    pace_s: float,
+    tolerance: float,
+    most: Mapping[str, float] = MappingProxyType({}),
 ) -> Allocation:
     options = {name: priced(pace, name, role, start[name]) for name, role in roles.items()}
-    job = _Job(pace, roles, options, start, pace_s * (1 + tolerance))
+    own = {name: seconds * (1 + tolerance) for name, seconds in most.items()}
+    job = _Job(pace, roles, options, start, pace_s * (1 + tolerance), own)
     before = job.damage()
     job.improve()
     return Allocation(
@@ -121,8 +136,11 @@ class _Job:
         options: Mapping[str, Options],
         chosen: Mapping[str, Chosen],
         limit_s: float,
+        most: Mapping[str, float],
     ) -> None:
+        """The step may take `limit_s`, and each role in `most` may compute so long."""
         self.pace, self.roles, self.options, self.limit_s = pace, roles, options, limit_s
+        self._most = most
         self.chosen = {name: dict(own) for name, own in chosen.items()}
         self.trials = 0
 
@@ -185,7 +203,8 @@ class _Job:
             if damage_of(options, self.chosen[name]) == 0:
                 continue
             # At most: what others or the link add to the step shows when a trade is tried.
-            room = seconds_of(options, self.chosen[name]) + max(0.0, self.limit_s - self.pace.compute_s(name))
+            limit = min(self.limit_s, self._most.get(name, inf))
+            room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.pace.compute_s(name))
             if role.memory_bytes is None:
                 better |= self._trade(name, Frontier(options), room)
             else:
@@ -233,7 +252,7 @@ class _Job:
         self._apply(name, wanted)
         self.trials += 1
         limit = self.roles[name].memory_bytes
-        late = max(0.0, self.pace.step_s() - self.limit_s)
+        late = self._late(name)
         over = 0 if limit is None else max(0, self.pace.peak(name) - limit)
         if not late and not over:
             return None
@@ -248,12 +267,17 @@ class _Job:
             if precision != self.chosen[name][operator]
         ]
         self.trials += 1
-        if self.pace.step_s() <= self.limit_s and self._fits(name):
+        if not self._late(name) and self._fits(name):
             self.chosen[name].update(changes)
             return True
         for change in reversed(made):
             self.pace.undo(change)
         return False
+
+    def _late(self, name: str) -> float:
+        """Seconds by which the step, or the role by itself, is too long."""
+        own = self.pace.compute_s(name) - self._most[name] if name in self._most else 0.0
+        return max(0.0, self.pace.step_s() - self.limit_s, own)
 
     def _fits(self, name: str) -> bool:
         limit = self.roles[name].memory_bytes

@@ -7,7 +7,7 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.plan.compose import GAIN, SLOWER
+from trimtab.plan.compose import AHEAD, GAIN, SLOWER
 from trimtab.plan.joint import quickest
 from trimtab.plan.options import damage_of, lowered, memory_of, own_only
 from trimtab.plan.pace import AdditivePace
@@ -197,7 +197,7 @@ def _fixed(plan: Plan, trades: Recalled, present: _Job) -> _Job:
         },
         least_s=others,
     )
-    lowering = _Job(plan, trades, job, {**own, **allocate(pace, roles, others_s=others).chosen})
+    lowering = _Job(plan, trades, job, {**own, **allocate(pace, roles, others_s=others, ahead=AHEAD).chosen})
     fits = all(trades.fits(job.devices[name], job.samples[name], {}) for name in roles)
     return plain if fits and plain.step_s < GAIN * lowering.step_s else lowering
 
