@@ -58,7 +58,7 @@ def test_fixed_shares_stay_and_precision_follows() -> None:
     assert slower.shares == plan.shares
     assert len(slower.roles[SLOW].precisions) > len(plan.roles[SLOW].precisions)
     assert slower.roles[FAST].precisions == {}
-    faster = replan(plan, observed(plan, slow=0.97))
+    faster = replan(plan, observed(plan, slow=0.96))
     assert faster.roles[SLOW].precisions == {}
     assert faster.predicted.damage == 0
     # Now the other one is the slow one.
