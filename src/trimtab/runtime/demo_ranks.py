@@ -93,7 +93,7 @@ def task() -> Task:
     passages = Passages(CONTEXT + 1)
     some = len(passages) - 64
     return Task(
-        model=Gpt(width=256, layers=6, heads=8, context=CONTEXT),
+        model=Gpt(width=256, layers=4, heads=8, context=CONTEXT),
         train=Subset(passages, range(some)),
         held_out=Subset(passages, range(some, some + 64)),
         loss=lambda model, batch: model(batch),
