@@ -38,7 +38,7 @@ def batches() -> list[Any]:
 
 
 def test_a_model_and_its_data_give_a_plan() -> None:
-    found = trimtab.plan(model(), uneven(1.1), 8, batches=batches(), batch="fixed")
+    found = trimtab.plan(model(), uneven(1.04), 8, batches=batches(), batch="fixed")
     assert found.model == fingerprint(model())
     assert found.trimtab == trimtab.__version__
     assert found.roles[FAST].precisions == {}
@@ -47,7 +47,7 @@ def test_a_model_and_its_data_give_a_plan() -> None:
     assert set(low) <= set(workload().settings)
     assert 0 < found.predicted.damage < found.predicted.uniform_damage
     # What it predicts is what the simulator says of it.
-    given, setting = planned(found, uneven(1.1))
+    given, setting = planned(found, uneven(1.04))
     assert simulate(given, workload(), setting).timeline.step_s == pytest.approx(found.predicted.step_s)
 
 
