@@ -193,6 +193,7 @@ def main() -> None:
         }
         print(json_module.dumps(results), flush=True)
     if distributed:
+        dist.barrier()  # a rank that leaves while another still works can take that one down
         dist.destroy_process_group()
 
 
