@@ -46,3 +46,5 @@ native:  ## build the C++ kernels into the source tree, without installing
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f src/trimtab/codec/libtrimtab.so
+	rm -rf .cmake CMakeFiles .ninja_deps .ninja_log .skbuild-info.json
+	rm -f CMakeCache.txt CMakeInit.txt build.ninja cmake_install.cmake

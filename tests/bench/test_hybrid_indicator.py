@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from tests.support.requirements import requires
 
 from trimtab.bench.harness import AA
@@ -34,7 +35,6 @@ def test_every_indicator_has_its_row() -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=20))
 def test_rank_correlation(pairs: list[tuple[int, int]]) -> None:
-    stats = pytest.importorskip("scipy.stats")
     a, b = ([float(pair[i]) for pair in pairs] for i in (0, 1))
     if len(set(a)) == 1 or len(set(b)) == 1:
         assert math.isnan(spearman(a, b))

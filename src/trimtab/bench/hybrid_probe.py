@@ -116,7 +116,7 @@ class Probe:
         probe = CodecProbe(bits, self._device)
         for _ in range(2):
             probe.round()
-        return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in probe.fits().items()})
+        return probe.times()
 
     def _links(self, names: Sequence[str]) -> dict[str, CollectiveTime]:
         rows = own_rows(self._workload, self._bits)

@@ -266,7 +266,7 @@ class Job:
     def _codec(self, bits: int) -> CodecTime:
         probe = CodecProbe(bits, self.device)
         probe.round()
-        return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in probe.fits().items()})
+        return probe.times()
 
     def _may_be_low(self, index: int) -> bool:
         return self.workload.operators[index].kind in ("linear", "conv")

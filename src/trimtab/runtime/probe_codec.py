@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
 
@@ -52,6 +53,10 @@ class CodecProbe:
             points = [(numel, median(self._taken[which, numel])) for numel in self._numels]
             found[which] = line(points)
         return found
+
+    def times(self) -> CodecTime:
+        """The fits, as a profile holds them."""
+        return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in self.fits().items()})
 
     def _timed(self, run: Callable[[], None]) -> float:
         if self._device.type == "cuda":

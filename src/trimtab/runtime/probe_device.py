@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.cluster.profile import CodecTime, DeviceProfile, Line
+from trimtab.cluster.profile import DeviceProfile, Line
 from trimtab.emulate.job import MARK
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import offers
@@ -172,8 +172,7 @@ class DeviceProbe:
             probe = CodecProbe(bits, self._device)
             for _ in range(3):
                 probe.round()
-            found = {which: Line(a=a, c=c) for which, (a, c) in probe.fits().items()}
-            return replace(profile, codec={**profile.codec, str(bits): CodecTime(**found)})
+            return replace(profile, codec={**profile.codec, str(bits): probe.times()})
 
         return measure
 
