@@ -116,9 +116,10 @@ def probe(
         str, typer.Option(help="gpt, gpt2, bert, vit, resnet50, or module:function for your own.")
     ] = "gpt",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    batch: Annotated[str, typer.Option(help="Samples a rank, comma-separated: two sizes or more.")] = "2,6",
+    batch: Annotated[str, typer.Option(help="Samples a rank, comma-separated: two sizes or more.")] = "2,4,6",
     precision: Annotated[
-        str | None, typer.Option(help="Beside the model's own, comma-separated; int8 where offered.")
+        str | None,
+        typer.Option(help="Beside the model's own, comma-separated; all that may pay off when absent."),
     ] = None,
     bits: Annotated[str, typer.Option(help="Of compressed gradients, comma-separated.")] = "4,8",
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,

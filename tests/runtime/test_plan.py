@@ -86,6 +86,16 @@ def test_a_mistake_is_named(keywords: dict[str, Any], words: str) -> None:
         trimtab.plan(**{**given, **keywords})
 
 
+@pytest.mark.parametrize(("batch_size", "far"), [(8, False), (24, False), (96, True)])
+def test_batches_far_from_those_probed_are_said(
+    batch_size: int, far: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trimtab.plan(model(), uneven(1.0), batch_size, batches=batches(), batch="fixed")
+    said = capsys.readouterr().err
+    assert (f"{SLOW} has {batch_size // 2} samples and was probed at 2, 6" in said) == far
+    assert ("trimtab probe --batch 24,48,72" in said) == far
+
+
 # Fingerprints
 
 

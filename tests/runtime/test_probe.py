@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.bench.gpt import Gpt
 from trimtab.cluster import load_cluster, save_cluster
+from trimtab.cluster.profile import DeviceProfile
 from trimtab.errors import TrimtabError
 from trimtab.predict.costs import key_of
 from trimtab.predict.links import Placement, volume
@@ -22,14 +23,22 @@ from trimtab.runtime.probe import classify, merge_files, probe
 from trimtab.runtime.probe_cache import ProbeCache
 from trimtab.runtime.probe_casts import cast
 from trimtab.runtime.probe_codec import CodecProbe, line
-from trimtab.runtime.probe_device import DeviceProbe, Task, alone, fingerprint
+from trimtab.runtime.probe_device import (
+    ROUNDS,
+    WARMUP,
+    DeviceProbe,
+    Task,
+    alone,
+    fingerprint,
+    usual_precisions,
+)
 from trimtab.runtime.probe_links import LinkProbe
-from trimtab.runtime.probe_reductions import ReductionProbe
 from trimtab.runtime.probe_steps import (
     StepClock,
     StepTimes,
     anchored,
     operator_times,
+    with_steps,
     without_communication,
 )
 from trimtab.workload.capture import capture
@@ -37,6 +46,8 @@ from trimtab.workload.capture import capture
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from trimtab.runtime.probe_steps import Timed
 
 CPU = torch.device("cpu")
 
@@ -176,28 +187,96 @@ def task(model: nn.Module, batch: tuple[torch.Tensor, ...], **changes: Any) -> T
 
 def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path) -> None:
     model, batch = tiny()
-    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+
+    def cache() -> ProbeCache:
+        found = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+        found.load()
+        return found
+
+    def interrupted(done: int, total: int) -> None:
+        assert total == 2 + 2 * (WARMUP + ROUNDS)
+        if done == 2 + 2 * WARMUP + 3:
+            raise KeyboardInterrupt
+
     with group_of_one():
-        probe_ = DeviceProbe(task(model, batch, seconds=0.0), CPU, cache)
-        _, left = probe_.run(lambda done, total: None)
-        assert left, "without time nothing is begun"
-        first = left[0]
-        cache.add(first, dict(probe_._units())[first](cache.profile))
-        again = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
-        again.load()
-        assert again.done == {first}
-        measured: list[int] = []
-        profile, left = DeviceProbe(task(model, batch), CPU, again).run(lambda d, total: measured.append(d))
-        assert not left
-        assert len(measured) == len(again.done) - 1
-        before = cache.profile.operators
-        assert {key: profile.operators[key] for key in before} == before, "what was kept is kept"
-        third = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
-        third.load()
-        nothing, left = DeviceProbe(task(model, batch), CPU, third).run(
-            lambda d, total: pytest.fail("measured")
+        nothing, left = DeviceProbe(task(model, batch, seconds=0.0), CPU, cache()).run(
+            lambda done, total: pytest.fail("without time nothing is begun")
         )
-        assert nothing == profile
+        assert len(left) == 4
+        assert not nothing.operators
+        with pytest.raises(KeyboardInterrupt):
+            DeviceProbe(task(model, batch), CPU, cache()).run(interrupted)
+        kept = cache()
+        assert kept.done == {"codec 4", "launch"}
+        assert [len(steps) for steps in kept.steps.values()] == [2, 1]
+        measured: list[tuple[int, int]] = []
+        profile, left = DeviceProbe(task(model, batch), CPU, kept).run(
+            lambda done, total: measured.append((done, total))
+        )
+        assert not left
+        assert measured[-1] == (len(measured), 2 * WARMUP + 2 * ROUNDS - 3), "only what was missing"
+        assert profile.codec == cache().profile.codec
+        again, left = DeviceProbe(task(model, batch), CPU, cache()).run(
+            lambda done, total: pytest.fail("measured")
+        )
+        assert again == profile
+        assert not left
+
+
+def test_too_little_time_gives_fewer_rounds_and_says_so(tmp_path: Path) -> None:
+    model, batch = tiny()
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
+
+    def late(done: int, total: int) -> None:
+        if done == 2 + 2 * WARMUP + 3:
+            time.sleep(2.0)
+
+    with group_of_one():
+        found, left = DeviceProbe(task(model, batch, seconds=2.0), CPU, cache).run(late)
+    assert [name.split(" batch ")[1] for name in left] == ["2 plain", "3 plain"]
+    assert found.batches == {"Gpt": (2, 3)}, "what there is can be used"
+    assert not cache.profile.batches, "but is not kept as if it were whole"
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_plain_steps_know_best_what_nobody_set(plain_first: bool) -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    count = len(workload.operators)
+    low = dict.fromkeys((n for n in workload.settings if n.endswith("qkv")), "int8")
+    slow, fast = (StepTimes(forward=(s,) * count, backward=(s,) * count, optimiser=s) for s in (2.0, 1.0))
+    plain: Timed = (2, {}, [slow])
+    lowered: Timed = (2, low, [fast])
+    timed = [plain, lowered] if plain_first else [lowered, plain]
+    found = with_steps(DeviceProfile(called="x"), workload, timed)
+    for operator in workload.operators:
+        assert found.operators[str(key_of(operator))].forward_s == 2.0
+        if operator.setting in low:
+            assert found.operators[str(key_of(operator, "int8"))].forward_s == 1.0
+    assert found.optimiser is not None
+    assert found.optimiser.a * sum(p.numel() for p in model.parameters()) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("offered", "autocast", "expected"),
+    [
+        (("fp32", "bf16", "fp16", "int8"), None, ("bf16", "int8")),
+        (("fp32", "bf16", "fp16"), None, ("bf16",)),
+        (("fp32", "bf16", "fp16", "int8"), "bf16", ("int8",)),
+        (("fp32", "tf32", "bf16", "fp16", "fp8", "int8"), None, ("tf32", "bf16", "fp8")),
+        (("fp32", "tf32", "bf16", "fp16", "fp8", "int8"), "bf16", ("fp8",)),
+        (("fp32", "fp16", "int8"), None, ("fp16", "int8")),
+        (("fp32",), None, ()),
+    ],
+)
+def test_what_may_pay_off_is_probed(
+    offered: tuple[str, ...],
+    autocast: str | None,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trimtab.runtime.probe_device.offers", lambda _: {"linear": offered})
+    assert usual_precisions(CPU, autocast) == expected
 
 
 def test_the_cache_is_of_one_device_and_version(tmp_path: Path) -> None:
@@ -218,7 +297,19 @@ def test_an_emulated_device_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"done": [], "profile": {"called": 1}}', '{"done": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"done": [], "profile": {"called": 1}}',
+        '{"done": []}',
+        '{"done": [], "profile": {"called": "x"}}',
+        '{"done": [], "profile": {"called": "x"}, "steps": {"a": [1]}}',
+        '{"done": [], "profile": {"called": "x"}, "steps": []}',
+    ],
+)
 def test_a_damaged_cache_is_measured_anew(tmp_path: Path, text: str) -> None:
     cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path)
     cache.path.write_text(text)
@@ -329,26 +420,6 @@ def test_a_row_of_transfers_is_fitted_as_a_whole(ranks: Any) -> None:
         # Two rows, two unknowns. Where one of those would be negative, the larger row counts.
         fitted, taken = sums[-1]
         assert fitted == pytest.approx(taken)
-
-
-def _probe_reductions() -> tuple[float, int]:
-    model, batch = tiny()
-    trial = ReductionProbe(capture(model, batch), 4, CPU)
-    before = torch.cat([flat for _, flat in trial._row]).abs().sum()
-    for _, flat in trial._row:
-        flat.fill_(1.0)
-    trial.round()
-    found = trial.seconds, sum(flat.numel() for _, flat in trial._row if bool((flat == 2.0).all()))
-    trial.close()
-    assert float(before) == 0
-    return found
-
-
-def test_buckets_are_reduced_as_a_job_reduces_them(ranks: Any) -> None:
-    model, _ = tiny()
-    for seconds, summed in ranks(2, _probe_reductions, allow_groups=True):
-        assert seconds > 0
-        assert summed == sum(p.numel() for p in model.parameters())
 
 
 def test_devices_of_one_name_and_speed_are_one_class() -> None:

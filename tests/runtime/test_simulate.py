@@ -25,6 +25,7 @@ from trimtab.runtime.simulate import (
     without,
     workload_of,
 )
+from trimtab.runtime.simulate_command import command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +165,37 @@ def test_a_model_that_looks_at_values_says_what_to_do(
     assert workload_of("peeking:make", real=True).operators
 
 
+@pytest.mark.parametrize(("samples", "far"), [(12, False), (40, True)])
+def test_batches_far_from_those_probed_are_said_once(
+    samples: int,
+    far: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "far_model.py").write_text(
+        "from tests.workload.models import MODELS, batch_for\n\n"
+        "def make():\n    return MODELS['gpt'](), batch_for('gpt', 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    save_cluster(cluster(), tmp_path / "c.json")
+    changes = {"link_factor": 2.0, "bits": 4}
+    command(
+        tmp_path / "c.json",
+        "far_model:make",
+        None,
+        samples,
+        None,
+        changes,
+        real=False,
+        trace=None,
+        as_json=True,
+    )
+    said = capsys.readouterr()
+    assert said.err.count("trimtab probe --batch 20,40,60") == far
+    assert all((o["out_of_reach"] is not None) == far for o in json.loads(said.out)["outcomes"])
+
+
 def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(
         "from tests.workload.models import MODELS, batch_for\n\n"
@@ -172,9 +204,9 @@ def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
         "    return MODELS['gpt'](), batch if isinstance(batch, tuple) else (batch,)\n"
     )
     save_cluster(cluster(), tmp_path / "c.json")
-    command = [sys.executable, "-m", "trimtab.cli", "simulate", "--model", "own_model:make", "--batch", "2"]
+    words = [sys.executable, "-m", "trimtab.cli", "simulate", "--model", "own_model:make", "--batch", "2"]
     done = subprocess.run(
-        [*command, "--cluster", str(tmp_path / "c.json"), "--bits", "4", "--json", "--trace", "t.json"],
+        [*words, "--cluster", str(tmp_path / "c.json"), "--bits", "4", "--json", "--trace", "t.json"],
         cwd=tmp_path,
         env={**__import__("os").environ, "PYTHONPATH": str(__import__("pathlib").Path.cwd())},
         capture_output=True,

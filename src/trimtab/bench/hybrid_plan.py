@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,17 +14,21 @@ from torch.utils.data import Subset
 
 import trimtab
 from trimtab.bench.gpt import Gpt
-from trimtab.bench.hybrid_probe import Probe
 from trimtab.bench.share_tasks import Passages, Task
+from trimtab.cluster.profile import LOCAL
 from trimtab.plan.make import make_plan
 from trimtab.plan.plan import OWN
 from trimtab.plan.plan_file import parse_plan
+from trimtab.predict.links import Placement
 from trimtab.predict.memory import memory
 from trimtab.predict.settings import matched
 from trimtab.runtime.fingerprint import fingerprint
 from trimtab.runtime.in_force import text_of
 from trimtab.runtime.indicators import damage
-from trimtab.workload.capture import capture
+from trimtab.runtime.model_spec import ModelSpec
+from trimtab.runtime.probe_device import Task as Probe
+from trimtab.runtime.probe_device import usual_precisions
+from trimtab.runtime.probe_job import probe_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,9 +38,6 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster
     from trimtab.plan.plan import Plan
     from trimtab.workload import Workload
-
-LOW = {"cpu": ("bf16", "int8"), "cuda": ("fp8",)}
-"""Precisions that are probed beside the model's own."""
 
 BITS = (4, 8)
 SIZES = {"cpu": (256, 2, 32, 64), "cuda": (1536, 6, 512, 32)}
@@ -73,7 +75,11 @@ def samples_of(data: Any, start: int, count: int, device: torch.device) -> torch
 
 def autocast(device: torch.device) -> Any:
     """What the model computes in by itself: fp32 on a CPU, bf16 on a GPU."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    return torch.autocast("cuda", torch.bfloat16) if _half(device) else nullcontext()
+
+
+def _half(device: torch.device) -> str | None:
+    return "bf16" if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,31 +142,40 @@ def make(
     model = copy.deepcopy(of.model)
     kind: Any = device.type
 
-    def batch(samples: int) -> tuple[torch.Tensor]:
-        return (samples_of(of.train, 0, samples, device),)
-
-    workload = capture(model, batch(of.each), autocast="bf16" if kind == "cuda" else None)
-    probe = Probe(model, batch, workload, device, each=of.each, precisions=LOW[kind], bits=BITS)
-    names = [rank.device for rank in cluster.ranks()]
-    profile = probe.profile(names, next(iter(cluster.links), None))
-    probe.close()
+    half = max(1, of.each // 2)
+    low = usual_precisions(device, _half(device))
+    probed = probe_job(
+        Probe(
+            spec=ModelSpec(name="gpt", model=model, batch=(samples_of(of.train, 0, of.each, device),)),
+            batches=tuple(dict.fromkeys((half, of.each, 2 * of.each - half))),
+            precisions=low,
+            bits=BITS,
+            autocast=_half(device),
+            seconds=inf,
+        ),
+        device,
+        names := [rank.device for rank in cluster.ranks()],
+        Placement(per_host=tuple(sum(host.devices.values()) for _, host in cluster.machines())),
+        next(iter(cluster.links), LOCAL),
+    )
+    workload = probed.workload
     devices = dict(cluster.devices)
     if memory_ratio is not None:
-        least = _scarce(workload, of.each, kind) / 2**30
+        least = _scarce(workload, of.each, kind, low) / 2**30
         for name, gib in zip(names, (least / memory_ratio, least), strict=True):
             devices[name] = replace(devices[name], memory_gib=gib)
-    cluster = replace(cluster, devices=devices, profile=profile)
+    cluster = replace(cluster, devices=devices, profile=probed.profile)
     texts: list[Any] = [None]
     if dist.get_rank() == 0:
-        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device, bits)]]
+        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device, low, bits)]]
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Made(fixed=fixed, free=free, cluster=cluster, workload=workload)
 
 
-def _scarce(workload: Workload, samples: int, kind: Any) -> float:
+def _scarce(workload: Workload, samples: int, kind: Any, precisions: Sequence[str]) -> float:
     """Half way between what a plain step takes and what it takes with everything in the precision that keeps least."""
-    lowest = min(peak(workload, samples, matched(workload, {"*": low}), kind) for low in LOW[kind])
+    lowest = min(peak(workload, samples, matched(workload, {"*": low}), kind) for low in precisions)
     return (peak(workload, samples, {}, kind) + lowest) / 2
 
 
@@ -170,6 +185,7 @@ def _plans(
     cluster: Cluster,
     workload: Workload,
     device: torch.device,
+    low: Sequence[str],
     bits: Literal["auto", "adaptive"],
 ) -> Sequence[Plan]:
     total = of.each * cluster.world_size
@@ -185,7 +201,7 @@ def _plans(
     samples = max(1, min(total, MOST_TOKENS // length))
     batches = [samples_of(of.train, 10_000 + i * total, samples, device) for i in range(CALIBRATION)]
     with autocast(device):
-        damages = damage(model, batches, precisions=LOW[device.type])
+        damages = damage(model, batches, precisions=low)
     return [
         make_plan(
             cluster,

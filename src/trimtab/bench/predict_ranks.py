@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
-from dataclasses import replace
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import trimtab
 from trimtab.bench.predict import LOW, PROBED, UNITS, two_ranks
 from trimtab.bench.predict_models import make_task
-from trimtab.bench.predict_trainers import PROBE, Trainers
+from trimtab.bench.predict_trainers import Trainers
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -22,28 +22,28 @@ from trimtab.cluster.profile import (
     CollectiveTime,
     DeviceProfile,
     Line,
-    OperatorTime,
     Profile,
 )
-from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds
 from trimtab.predict.links import Placement
 from trimtab.predict.measured import Measured
 from trimtab.predict.memory import memory
-from trimtab.predict.step import JobSetting, RankSetting, codec_speed, link_fits, predict_step
+from trimtab.predict.step import JobSetting, RankSetting, predict_step
 from trimtab.predict.timeline import bottleneck
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
 from trimtab.runtime.probe_links import LinkProbe, link_times, own_rows
-from trimtab.runtime.probe_reductions import ReductionProbe
-from trimtab.runtime.probe_steps import StepTimes, operator_times
+from trimtab.runtime.probe_reductions import Unhidden, slower_gathers
+from trimtab.runtime.probe_steps import with_steps
+from trimtab.runtime.probe_trainer import StepTrainer
 from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trimtab.runtime.probe_steps import StepTimes
     from trimtab.workload import Workload
 
-FAST, SLOW = "fast", "slow"
+NAMES = FAST, SLOW = "fast", "slow"
 PLACEMENT = Placement(per_host=(1, 1))
 
 
@@ -102,11 +102,13 @@ class Job:
         self.cluster = two_ranks(spec["device"], spec["link"])
         task = make_task(spec["model"], self.device)
         self.unit = task.unit
-        self.name = (FAST, SLOW)[dist.get_rank()]
+        self.name = NAMES[dist.get_rank()]
         self.trainers = Trainers(task, self.device)
         cuda = self.device.type == "cuda"
-        self.workload: Workload = capture(
-            task.model, task.batch(PROBED[0] * self.unit), autocast="bf16" if cuda else None
+        half = "bf16" if cuda else None
+        self.workload: Workload = capture(task.model, task.batch(PROBED[0] * self.unit), autocast=half)
+        self.probe_trainer = StepTrainer(
+            copy.deepcopy(task.model), self.workload, self.device, batch_of=task.batch, autocast=half
         )
         self.low = {
             name: LOW for name, (first, *_) in self.workload.settings.items() if self._may_be_low(first)
@@ -124,11 +126,10 @@ class Job:
         self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
         self._link: LinkProbe | None = None
-        self._reductions: dict[int, ReductionProbe] = {}
+        self._beyond: Unhidden | None = None
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
-        self.trainers.make(PROBE)
         self._steps()
         for plan in self.plans:
             before = self.trainers.allocated()
@@ -155,33 +156,18 @@ class Job:
                 version=PROFILE_VERSION,
                 trimtab=trimtab.__version__,
                 torch=torch.__version__,
-                devices=dict(zip((FAST, SLOW), pair, strict=True)),
+                devices=dict(zip(NAMES, pair, strict=True)),
                 links={link: measured},
             )
             for pair in zip(*both, strict=True)
         ]
         if not self.bits:
             return profiles
-        gather = measured["all_gather"]
-        extra = max(0.0, mean(self._unhidden(profiles[0], bits) for bits in self.bits))
-        measured["all_gather"] = replace(gather, per_message_s=gather.per_message_s + extra)
-        return [replace(profile, links={link: measured}) for profile in profiles]
-
-    def _unhidden(self, profile: Profile, bits: int) -> float:
-        """Seconds for each bucket that a row of compressed ones takes beyond what wire and codec explain."""
-        if bits not in self._reductions:
-            self._reductions[bits] = ReductionProbe(self.workload, bits, self.device)
-        probe = self._reductions[bits]
-        probe.round()
-        names = (FAST, SLOW)
-        buckets, local = compressed_buckets(
-            self.workload,
-            PLACEMENT,
-            link_fits(self.cluster, profile, names),
-            bits_of(self.workload, bits),
-            [codec_speed(profile, name, bits) for name in names],
-        )
-        return (probe.seconds - idle_seconds(buckets, local)) / len(buckets)
+        if self._beyond is None:
+            self._beyond = Unhidden(self.workload, self.bits, PLACEMENT, self.device)
+        self._beyond.round()
+        seconds = self._beyond.seconds(profiles[0], link, NAMES)
+        return [slower_gathers(profile, link, seconds) for profile in profiles]
 
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
@@ -195,9 +181,7 @@ class Job:
             for share in PROBED:
                 samples = (share if self.name == FAST else UNITS - share) * self.unit
                 lowered = low and self.name == SLOW
-                steps[lowered, samples] = self.trainers.timed(
-                    self.workload, samples, self.low if lowered else {}
-                )
+                steps[lowered, samples] = self.probe_trainer.timed(samples, self.low if lowered else {})
             sets.append(steps)
         # Plain steps last: they know best what nobody set.
         return sets if self.name == FAST else [sets[0] | sets[1]] * 2
@@ -208,20 +192,8 @@ class Job:
         casts: dict[str, Line],
         codec: dict[str, CodecTime],
     ) -> DeviceProfile:
-        operators: dict[str, OperatorTime] = {}
-        for (low, samples), step in steps.items():
-            precisions = self.low if low else {}
-            operators |= operator_times(self.workload.at_batch(samples), [step], precisions)
-        elements = sum(p.tensor.numel for p in self.workload.parameters if p.trainable)
-        update = median(step.optimiser for step in steps.values())
-        return DeviceProfile(
-            called=self.name,
-            operators=operators,
-            casts=casts,
-            codec=codec,
-            batches={self.workload.model: tuple(sorted({samples for _, samples in steps}))},
-            optimiser=Line(a=update / elements, c=0.0),
-        )
+        timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
+        return with_steps(DeviceProfile(called=self.name, casts=casts, codec=codec), self.workload, timed)
 
     def memory(self, plan: JobSetting) -> list[float]:
         """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""
@@ -251,17 +223,18 @@ class Job:
     def close(self) -> None:
         """Let go of everything; nothing is measured after this."""
         self.trainers.close()
-        for probe in self._reductions.values():
-            probe.close()
+        if self._beyond is not None:
+            self._beyond.close()
 
     def _links(self) -> dict[str, CollectiveTime]:
         """From all rounds so far: a link does not drift as a busy machine does."""
         if self._link is None:
             rows = own_rows(self.workload, self.bits)
-            self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=tuple(rows))
+            used = [name for name in rows if name != "all_to_all"]  # two ranks have no use for it
+            self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=used)
             self._link.round()
         self._link.round()
-        return link_times(self._link, (FAST, SLOW))
+        return link_times(self._link, NAMES)
 
     def _codec(self, bits: int) -> CodecTime:
         probe = CodecProbe(bits, self.device)

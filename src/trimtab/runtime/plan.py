@@ -13,6 +13,7 @@ from torch import nn
 import trimtab
 from trimtab.cluster import Cluster, load_cluster
 from trimtab.cluster.profile import check_profile
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.plan.compose import BUDGET
 from trimtab.plan.make import make_plan
@@ -20,10 +21,12 @@ from trimtab.precision import NAMES as PRECISIONS
 from trimtab.precision.half import DTYPES
 from trimtab.predict.estimate import with_estimates
 from trimtab.predict.pace import probed
+from trimtab.predict.reach import out_of_reach
 from trimtab.predict.step import rank_counts
 from trimtab.runtime.fingerprint import fingerprint
 from trimtab.runtime.indicators import damage as damage_of
-from trimtab.runtime.model_spec import NAMES, ModelSpec, load_model
+from trimtab.runtime.model_data import filled
+from trimtab.runtime.model_spec import NAMES, load_model
 from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ def plan(
     with torch.autocast(job.device.type, dtype=half) if half is not None else nullcontext():
         found = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)
     progress(1, 12)
-    return make_plan(
+    made = make_plan(
         given,
         workload,
         {name: by for name, by in found.items() if name in workload.settings},
@@ -111,6 +114,10 @@ def plan(
         bits=bits,
         progress=progress,
     )
+    samples = [(role.device, role.samples) for role in made.roles.values()]
+    if (said := out_of_reach(profile, workload.model, samples)) is not None:
+        logger().warning("plan: %s", said)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,26 +150,8 @@ def _job(
     spec = load_model(model, device)
     given = list(batches) if batches else [spec.batch]
     if model in NAMES and not batches:
-        given = [_filled(spec, step) for step in range(BATCHES)]
+        given = [filled(spec, step) for step in range(BATCHES)]
     return _Job(model=spec.model, batches=given, loss=loss or spec.loss)
-
-
-def _filled(spec: ModelSpec, step: int) -> tuple[Any, ...]:
-    """The sample of a model by name, with text, classes and noise in it in place of zeros."""
-    from trimtab.bench.gpt import batch_of, text_bytes
-
-    generator = torch.Generator().manual_seed(step)
-
-    def filled(x: torch.Tensor) -> torch.Tensor:
-        if x.is_floating_point():
-            values = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        elif x.dim() > 1:
-            values = batch_of(text_bytes(1 << 20), step, x.shape[0], x.shape[1] - 1)
-        else:
-            values = torch.arange(x.shape[0]) % 2
-        return values.to(x.device)
-
-    return tuple(filled(x) for x in spec.batch)
 
 
 def _profile(cluster: Cluster) -> Profile:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,29 +14,20 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link, load_cluster
-from trimtab.cluster.profile import (
-    LOCAL,
-    PROFILE_VERSION,
-    CollectiveTime,
-    DeviceProfile,
-    Profile,
-    check_profile,
-    merge_profiles,
-)
+from trimtab.cluster.profile import LOCAL, check_profile, merge_profiles
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.precision.devices import offers
-from trimtab.predict.links import COLLECTIVES, Placement
-from trimtab.runtime.model_spec import load_model
-from trimtab.runtime.probe_device import DeviceProbe, Task, alone, cache_of, called
-from trimtab.runtime.probe_links import ROWS, LinkProbe, link_times, own_rows
+from trimtab.predict.links import Placement
+from trimtab.runtime.model_data import filled
+from trimtab.runtime.model_spec import NAMES, load_model
+from trimtab.runtime.probe_device import Task, alone, cache_of, called, usual_precisions
+from trimtab.runtime.probe_job import probe_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trimtab.predict.links import Collective
-    from trimtab.workload import Workload
+    from trimtab.cluster import Profile
 
 ALIKE = 0.15
 """Devices of one name whose speeds differ by less than this part are one class."""
@@ -43,8 +35,8 @@ ALIKE = 0.15
 LINK = "link"
 """What the class of the link between the probed hosts is called."""
 
-MOST_TRIED = 64 << 20
-"""Bytes of a model's buckets that are sent on trial: a slow link would take minutes for all of a large one."""
+BATCHES = (2, 4, 6)
+"""Samples of a rank that are probed when nothing is said; `trimtab plan` says where its job has others by far."""
 
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
@@ -53,7 +45,7 @@ def probe(
     model: str = "gpt",
     *,
     device: str = "cpu",
-    batches: Sequence[int] = (2, 6),
+    batches: Sequence[int] = BATCHES,
     precisions: Sequence[str] | None = None,
     bits: Sequence[int] = (4, 8),
     autocast: str | None = None,
@@ -63,16 +55,18 @@ def probe(
 ) -> Cluster:
     """Measure the devices of this job and what joins them.
 
-    One process measures one device. Under torchrun (or `trimtab emulate`) every rank measures its own and all
-    of them the link between them; every rank gets the whole cluster.
+    One process measures one device. Under torchrun (or `trimtab emulate`) the ranks measure their own in step with
+    one another, and all of them the link between them; every rank gets the whole cluster.
 
     Args:
         model: whose operators are timed, inside real training steps; see `trimtab.runtime.model_spec.load_model`.
-        batches: samples; two sizes tell how times grow, so that any other can be predicted.
-        precisions: to time beside the model's own; by default int8 where the device offers it.
+        batches: samples of a rank; two sizes tell how times grow, so that others can be predicted. Best are a half,
+            the whole and one and a half of what a rank has when all have the same.
+        precisions: to time beside the model's own; by default all that may pay off on the device.
         bits: of the codec.
         autocast: "bf16" or "fp16"; the model's own precision.
-        seconds: no new measurement is begun after this; what is missing is said, and the next run goes on there.
+        seconds: no new measurement of a device is begun after this on any rank; what is missing is said, and the
+            next run goes on there.
         fresh: measure again what the cache has.
     """
     on = torch.device(device)
@@ -85,13 +79,13 @@ def probe(
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     made = alone()
     try:
-        if precisions is None:
-            precisions = tuple(name for name in ("int8",) if name in offers(on)["linear"])
         spec = load_model(model, on, samples=min(batches))
+        if model in NAMES:
+            spec = replace(spec, batch=filled(spec, 0))
         task = Task(
             spec=spec,
             batches=tuple(sorted(set(batches))),
-            precisions=tuple(precisions),
+            precisions=usual_precisions(on, autocast) if precisions is None else tuple(precisions),
             bits=tuple(bits),
             autocast=autocast,
             seconds=seconds,
@@ -104,46 +98,39 @@ def probe(
 
 def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[int, int], None]) -> Cluster:
     world = dist.get_world_size()
-    speed = _speed(device)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
+    hosts = [name for name, _, _ in everyone]
+    classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
     # Ranks of one machine may differ, so each keeps what it measured for itself.
     cache = cache_of(device, f"rank-{dist.get_rank()}-of-{world}" if world > 1 else "")
     if not fresh:
         cache.load()
-    trial = DeviceProbe(task, device, cache)
-    profile, left = trial.run(progress)
-    if left:
-        logger().warning(
-            "%d measurements are missing, the first is %r: the time was up; run the same command again to go on",
-            len(left),
-            left[0],
-        )
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (_here(), called(device), speed, profile))
-    hosts = [name for name, _, _, _ in everyone]
-    classes, of_rank = classify([(name, rate) for _, name, rate, _ in everyone], device.type)
-    links = _links(device, hosts, of_rank, trial.workload, task.bits) if world > 1 else {}
-    devices: dict[str, DeviceProfile] = {}
-    for name, (_, _, _, found) in zip(of_rank, everyone, strict=True):
-        devices.setdefault(name, found)
     several = len(set(hosts)) > 1
-    link: dict[str, Link] = {}
-    if several:
-        whole = links["all_reduce"]
-        rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else 1000.0
-        link = {LINK: Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)}
+    placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
+    link = LINK if several else LOCAL
+    found = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    if found.left and dist.get_rank() == 0:
+        logger().warning(
+            "the %g seconds were up with %d measurements unfinished, the first %r: give more with --seconds%s",
+            task.seconds,
+            len(found.left),
+            found.left[0],
+            ", or run the same command again to go on" if cache.keep else "",
+        )
     return Cluster(
         version=1,
         devices=classes,
-        links=link,
+        links=_link(found.profile) if several else {},
         hosts=_hosts(hosts, of_rank, LINK if several else None),
-        profile=Profile(
-            version=PROFILE_VERSION,
-            trimtab=trimtab.__version__,
-            torch=torch.__version__,
-            devices=devices,
-            links={LINK if several else LOCAL: links} if links else {},
-        ),
+        profile=found.profile,
     )
+
+
+def _link(profile: Profile) -> dict[str, Link]:
+    whole = profile.links[LINK]["all_reduce"]
+    rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else 1000.0
+    return {LINK: Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)}
 
 
 def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
@@ -186,21 +173,6 @@ def _hosts(hosts: Sequence[str], of_rank: Sequence[str], link: str | None) -> tu
 
 def _name(host: str, index: int) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", host).strip("-")[:32] or f"host-{index}"
-
-
-def _links(
-    device: torch.device,
-    hosts: Sequence[str],
-    of_rank: Sequence[str],
-    workload: Workload,
-    bits: Sequence[int],
-) -> dict[str, CollectiveTime]:
-    placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
-    rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
-    trial = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, MOST_TRIED))
-    for _ in range(4):
-        trial.round()
-    return link_times(trial, of_rank)
 
 
 def _speed(device: torch.device) -> float:

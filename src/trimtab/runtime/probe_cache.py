@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import logger
+from trimtab.runtime.probe_steps import StepTimes
 
 _ADAPTER: TypeAdapter[DeviceProfile] = TypeAdapter(DeviceProfile)
 
@@ -44,35 +45,54 @@ class ProbeCache:
         self.path = (folder or cache_folder()) / f"{name}.json"
         self.profile = DeviceProfile(called=called)
         self.done: set[str] = set()
-        self._keep = keep
+        self.steps: dict[str, list[StepTimes]] = {}
+        """Timed steps of units that are not done."""
+
+        self.keep = keep
 
     def load(self) -> None:
         """Take over what an earlier run measured; a file that cannot be read is measured anew."""
-        if not self._keep:
+        if not self.keep:
             return
         try:
             tree = json.loads(self.path.read_text(encoding="utf-8"))
             profile = _ADAPTER.validate_json(json.dumps(tree["profile"]))
             done = set(map(str, tree["done"]))
+            steps = {
+                str(unit): [
+                    StepTimes(
+                        forward=tuple(map(float, forward)),
+                        backward=tuple(map(float, backward)),
+                        optimiser=float(optimiser),
+                    )
+                    for forward, backward, optimiser in several
+                ]
+                for unit, several in tree["steps"].items()
+            }
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
             logger().warning("%s cannot be read (%s); measuring anew", self.path, type(error).__name__)
             return
-        self.profile, self.done = profile, done
+        self.profile, self.done, self.steps = profile, done, steps
 
     def add(self, unit: str, profile: DeviceProfile) -> None:
         """Keep what one unit of work has measured."""
         self.profile = profile
         self.done.add(unit)
+        self.steps.pop(unit, None)
         self.save()
 
     def save(self) -> None:
-        if not self._keep:
+        if not self.keep:
             return
         tree: dict[str, Any] = {
             "done": sorted(self.done),
             "profile": _ADAPTER.dump_python(self.profile, mode="json"),
+            "steps": {
+                unit: [(step.forward, step.backward, step.optimiser) for step in several]
+                for unit, several in self.steps.items()
+            },
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Replaced as a whole: a probe that is killed while writing leaves the old file.

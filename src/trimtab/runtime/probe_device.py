@@ -1,21 +1,22 @@
-"""Measuring one device: a model's operators in each precision and batch size, casts, codec, launches, optimiser."""
+"""Measuring a job's devices, all ranks at once: a model's operators in each precision and batch size, casts, codec.
+
+Every rank calls the same in the same order, whatever its cache holds and its clock says: what is measured, and when
+the time is up, is agreed on. A rank alone does the same without asking anybody.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.cluster.profile import DeviceProfile, Line
 from trimtab.emulate.job import MARK
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import offers
@@ -23,24 +24,20 @@ from trimtab.predict.settings import matched
 from trimtab.runtime.probe_cache import ProbeCache
 from trimtab.runtime.probe_casts import cast_lines
 from trimtab.runtime.probe_codec import CodecProbe
-from trimtab.runtime.probe_steps import (
-    StepClock,
-    StepTimes,
-    anchored,
-    host_ahead,
-    operator_times,
-    without_communication,
-)
-from trimtab.runtime.set_precision import set_precision
+from trimtab.runtime.probe_steps import with_steps
+from trimtab.runtime.probe_trainer import StepTrainer
 from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trimtab.cluster.profile import DeviceProfile
     from trimtab.runtime.model_spec import ModelSpec
+    from trimtab.runtime.probe_steps import Timed
     from trimtab.workload import Workload
 
-WARMUP, STEPS = 2, 5
+WARMUP, ROUNDS = 1, 4
+"""Rounds of steps that are not timed, and that are; in each round every precision has every batch size once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +67,42 @@ def called(device: torch.device) -> str:
     return line.partition(":")[2].strip() or "cpu"
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A kind of step that one rank takes in every round."""
+
+    samples: int
+    precision: str | None
+    unit: str
+    """What its times are kept under."""
+
+
+def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple[str, ...]:
+    """What is probed beside a model's own precision when nothing is said: all that may pay off on a device.
+
+    That is tf32 and a half type for a model in fp32, and fp8 or else int8.
+    """
+    offered = offers(device)["linear"]
+    own = () if autocast else tuple(name for name in ("tf32",) if name in offered)
+    half = () if autocast else tuple(name for name in ("bf16", "fp16") if name in offered)[:1]
+    return own + half + tuple(name for name in ("fp8", "int8") if name in offered)[:1]
+
+
+def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:
+    """The batch size of a rank in a place of the round: odd ranks go through the sizes from the other end.
+
+    So while one of two neighbours has a small share of the job's batch, the other has a large one, as under a plan;
+    and whatever they share is about as busy throughout.
+    """
+    return sizes[place if rank % 2 == 0 else -1 - place]
+
+
 class DeviceProbe:
-    """Measures in units, each kept as soon as it is done; what was kept before is not measured again."""
+    """Measures in units, which are kept; what every rank has kept from an earlier run is not measured again.
+
+    Steps come in rounds, so that a machine that is slow for a while is slow for all of them, and medians over rounds
+    leave out what was seldom.
+    """
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
         self._task, self._device, self._cache = task, device, cache
@@ -79,29 +110,142 @@ class DeviceProbe:
             task.spec.model, task.spec.batch, loss=task.spec.loss, autocast=task.autocast
         )
         _refuse_unoffered(task.precisions, device)
-        self._trainer: tuple[DistributedDataParallel, torch.optim.Optimizer] | None = None
+        self._mark = fingerprint(self.workload)
+        self._start = 0.0
+        self._done, self._total = 0, 0
 
     def run(self, progress: Callable[[int, int], None]) -> tuple[DeviceProfile, list[str]]:
-        """The profile, and the names of units that there was no time for."""
-        units = list(self._units())
-        start = time.perf_counter()
+        """This rank's profile, and the names of units that there was too little time for. Collective.
+
+        A unit of steps with fewer rounds than it should have is in the profile, and among those names.
+        """
+        cells = self._cells()
+        units = dict(self._units())
+        had = [self._had(cell) for cell in cells]
+        asked: tuple[Any, ...] = (self._mark, self._task.batches, self._task.bits)
+        missing = [name for name in units if name not in self._cache.done]
+        every = _gathered((asked, had, missing))
+        for rank, (theirs, _, _) in enumerate(every):
+            if theirs != every[0][0]:
+                raise TrimtabError(
+                    f"probe: rank {rank} probes {theirs[0]} at batches {list(theirs[1])} and {list(theirs[2])} bits, "
+                    f"rank 0 {every[0][0][0]} at {list(every[0][0][1])} and {list(every[0][0][2])} bits; give every "
+                    "rank the same"
+                )
+        # What the rank that has least of it lacks: all of them take part.
+        had = [min(counts) for counts in zip(*(counts for _, counts, _ in every), strict=True)]
+        missing = list(dict.fromkeys(name for _, _, names in every for name in names))
+        self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in had if count < ROUNDS)
+        self._start = time.perf_counter()
+        left = self._others(units, missing, progress)
+        return self._steps(cells, had, left, progress)
+
+    def _others(
+        self,
+        units: dict[str, Callable[[DeviceProfile], DeviceProfile]],
+        missing: Sequence[str],
+        progress: Callable[[int, int], None],
+    ) -> list[str]:
+        """Everything but steps: short, and first, so that there is time for it."""
         left = []
-        for index, (name, measure) in enumerate(units):
-            if name in self._cache.done:
+        for name in missing:
+            mine = name in units and name not in self._cache.done
+            if self._time_is_up():
+                left += [name] if mine else []
                 continue
-            if time.perf_counter() - start > self._task.seconds:
-                left.append(name)
-                continue
-            self._cache.add(name, measure(self._cache.profile))
-            progress(index + 1, len(units))
-        set_precision(self._task.spec.model, {})
-        return self._cache.profile, left
+            if mine:
+                self._cache.add(name, units[name](self._cache.profile))
+            self._moved(progress)
+        return left
+
+    def _steps(
+        self,
+        cells: Sequence[Cell],
+        had: Sequence[int],
+        left: list[str],
+        progress: Callable[[int, int], None],
+    ) -> tuple[DeviceProfile, list[str]]:
+        pending = [(cell, count) for cell, count in zip(cells, had, strict=True) if count < ROUNDS]
+        finished = not pending or self._rounds(pending, progress)
+        timed: dict[str, Timed] = {}
+        for cell, _ in pending:
+            if not finished and cell.unit in self._cache.done:
+                continue  # the other ranks lack it; what is known here is better than a part
+            if not finished and cell.unit not in left:
+                left.append(cell.unit)
+            if steps := self._cache.steps.get(cell.unit):
+                timed[cell.unit] = cell.samples, self._chosen(cell.precision), steps
+        profile = self._cache.profile
+        if timed:
+            profile = with_steps(profile, self.workload, list(timed.values()))
+        if finished:
+            for unit in timed:
+                self._cache.add(unit, profile)
+        return profile, left
+
+    def _rounds(self, pending: Sequence[tuple[Cell, int]], progress: Callable[[int, int], None]) -> bool:
+        """Time what is pending, in rounds; whether there was time for all of them."""
+        spec = self._task.spec
+        trainer = StepTrainer(
+            spec.model,
+            self.workload,
+            self._device,
+            batch_of=spec.batch_of,
+            loss_of=spec.loss_of,
+            autocast=self._task.autocast,
+        )
+        try:
+            for round_ in range(-WARMUP, ROUNDS):
+                for cell, count in pending:
+                    if 0 <= round_ < count:
+                        continue
+                    if self._time_is_up():
+                        return False
+                    step = trainer.timed(cell.samples, self._chosen(cell.precision))
+                    if round_ >= 0:
+                        self._cache.steps.setdefault(cell.unit, []).append(step)
+                    self._moved(progress)
+                self._cache.save()
+        finally:
+            self._cache.save()
+            trainer.close()
+        return True
+
+    def _cells(self) -> list[Cell]:
+        """A round. Plain steps are last; a rank with fewer precisions than another has more of them."""
+        own = list(self._task.precisions)
+        most = max(_gathered(len(own)))
+        chosen: list[str | None] = [*own, *[None] * (most - len(own)), None]
+        rank, sizes = dist.get_rank(), self._task.batches
+        return [
+            Cell(samples, precision, f"steps {self._mark} batch {samples} {precision or 'plain'}")
+            for precision in chosen
+            for samples in (samples_at(sizes, place, rank) for place in range(len(sizes)))
+        ]
+
+    def _had(self, cell: Cell) -> int:
+        if cell.unit in self._cache.done:
+            return ROUNDS
+        # A unit whose steps are all there is finished with the others, so one is taken anew.
+        return min(len(self._cache.steps.get(cell.unit, ())), ROUNDS - 1)
+
+    def _chosen(self, precision: str | None) -> dict[str, str]:
+        return matched(self.workload, {"*": precision}) if precision else {}
+
+    def _time_is_up(self) -> bool:
+        """Whether it is on any rank. Collective."""
+        up = time.perf_counter() - self._start > self._task.seconds
+        if dist.get_world_size() == 1:
+            return up
+        flag = torch.tensor([up], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _moved(self, progress: Callable[[int, int], None]) -> None:
+        self._done += 1
+        progress(self._done, self._total)
 
     def _units(self) -> Iterator[tuple[str, Callable[[DeviceProfile], DeviceProfile]]]:
-        mark = fingerprint(self.workload)
-        for batch in self._task.batches:
-            for precision in (None, *self._task.precisions):
-                yield f"steps {mark} batch {batch} {precision or 'plain'}", self._steps(batch, precision)
         plain = self._task.autocast or "fp32"
         directions = [
             f"{source}>{p}" for p in self._task.precisions for source in dict.fromkeys((plain, "fp32"))
@@ -114,53 +258,6 @@ class DeviceProbe:
         for bits in self._task.bits:
             yield f"codec {bits}", self._codec(bits)
         yield "launch", self._launch
-
-    def _steps(self, batch: int, precision: str | None) -> Callable[[DeviceProfile], DeviceProfile]:
-        def measure(profile: DeviceProfile) -> DeviceProfile:
-            workload = self.workload.at_batch(batch)
-            settable = dict.fromkeys(matched(workload, {"*": precision}), precision) if precision else {}
-            steps = [self._step(batch, settable) for _ in range(WARMUP + STEPS)][WARMUP:]
-            elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
-            # What nobody set was timed in plain steps, which came first.
-            operators = {**operator_times(workload, steps, settable), **profile.operators}
-            sizes = {*profile.batches.get(workload.model, ()), batch}
-            return replace(
-                profile,
-                operators=operators,
-                batches={**profile.batches, workload.model: tuple(sorted(sizes))},
-                optimiser=Line(a=median(s.optimiser for s in steps) / elements, c=0.0),
-            )
-
-        return measure
-
-    def _step(self, batch: int, precisions: dict[str, str]) -> StepTimes:
-        if self._trainer is None:
-            ddp = DistributedDataParallel(self._task.spec.model)
-            without_communication(ddp)
-            self._trainer = ddp, torch.optim.AdamW(self._task.spec.model.parameters(), lr=1e-6)
-        ddp, optimiser = self._trainer
-        set_precision(ddp, precisions)
-        arguments = self._task.spec.batch_of(batch)
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-        def loss() -> torch.Tensor:
-            kind = self._task.autocast
-            with torch.autocast(self._device.type, half[kind]) if kind else nullcontext():
-                return self._task.spec.loss_of(ddp(*arguments))
-
-        def update() -> None:
-            optimiser.step()
-            optimiser.zero_grad()
-
-        clock = StepClock(self._task.spec.model, self.workload, self._device)
-
-        def ready() -> None:
-            host_ahead(self._device)
-
-        step = clock.step(loss, update, ready=ready)
-        if self._device.type == "cpu":
-            return step  # reading a clock costs nothing beside an operator
-        return anchored(step, clock.step(loss, update, ready=ready, whole=True))
 
     def _cast(self, direction: str) -> Callable[[DeviceProfile], DeviceProfile]:
         return lambda profile: replace(
@@ -178,6 +275,13 @@ class DeviceProbe:
 
     def _launch(self, profile: DeviceProfile) -> DeviceProfile:
         return replace(profile, launch_s=launch_seconds(self._device))
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What every rank has, in rank order. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
 
 
 def launch_seconds(device: torch.device) -> float:

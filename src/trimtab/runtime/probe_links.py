@@ -41,18 +41,26 @@ def own_rows(
     Args:
         most: bytes of the uncompressed buckets that are tried, for links that would take too long with all.
     """
+    count = tried(workload, most)
+    rows: dict[Collective, list[tuple[int, ...]]] = {
+        "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in workload.buckets[:count])]
+    }
+    if bits:
+        encoded = [tuple(payloads(workload, b)[:count]) for b in bits]
+        rows["all_gather"] = [SMALL_ROW, *encoded]
+        rows["all_to_all"] = [SMALL_ROW, *encoded]
+    return rows
+
+
+def tried(workload: Workload, most: int | None) -> int:
+    """How many of a workload's buckets have at most so many bytes together; at least one."""
     count, total = 0, 0
     for bucket in workload.buckets:
         total += bucket.nbytes
         if most is not None and count and total > most:
             break
         count += 1
-    rows: dict[Collective, list[tuple[int, ...]]] = {
-        "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in workload.buckets[:count])]
-    }
-    if bits:
-        rows["all_gather"] = [SMALL_ROW, *(tuple(payloads(workload, b)[:count]) for b in bits)]
-    return rows
+    return count
 
 
 def link_times(trial: LinkProbe, devices: Sequence[str]) -> dict[str, CollectiveTime]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.cluster.profile import OperatorTime
+from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.precision.operators import ATTENTION
 from trimtab.predict.costs import key_of
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from trimtab.workload import Operator, Workload
 
+    Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
+    """Samples, what was set by operator name, and the steps that were timed with it."""
 
 NONE = -1
 
@@ -230,6 +232,33 @@ def operator_times(
         key: OperatorTime(forward_s=mean(f for f, _ in taken), backward_s=mean(b for _, b in taken))
         for key, taken in gathered.items()
     }
+
+
+def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed]) -> DeviceProfile:
+    """A profile with what some steps took: of operators, and of the optimiser, of which it is the median.
+
+    Operators that nobody set are known best from plain steps, in whatever order these come.
+    """
+    operators = dict(profile.operators)
+    sizes = set(profile.batches.get(workload.model, ()))
+    for samples, precisions, steps in timed:
+        at = workload.at_batch(samples)
+        found = operator_times(at, steps, precisions)
+        lowered = {
+            str(key_of(o, precisions[o.setting]))
+            for o in at.operators
+            if o.setting is not None and o.setting in precisions
+        }
+        operators |= {k: t for k, t in found.items() if not precisions or k in lowered or k not in operators}
+        sizes.add(samples)
+    elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
+    update = median(step.optimiser for _, _, steps in timed for step in steps)
+    return replace(
+        profile,
+        operators=operators,
+        batches={**profile.batches, workload.model: tuple(sorted(sizes))},
+        optimiser=Line(a=update / elements, c=0.0),
+    )
 
 
 def _moved(operator: Operator) -> float:

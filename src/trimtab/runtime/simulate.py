@@ -16,6 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.predict.estimate import with_estimates
 from trimtab.predict.measured import Measured
 from trimtab.predict.pace import RoleSetting, by_roles
+from trimtab.predict.reach import out_of_reach
 from trimtab.predict.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, rank_counts
 from trimtab.predict.timeline import Timeline, bottleneck
@@ -45,6 +46,9 @@ class Outcome:
     memory: dict[str, Memory]
     estimated: tuple[str, ...]
     """Device classes whose times come from datasheets."""
+
+    out_of_reach: str | None = None
+    """What to say, and do, where batches are far from those that were probed."""
 
     @property
     def samples(self) -> int:
@@ -139,6 +143,9 @@ def simulate(
         roles=roles,
         memory=predict_memory(measured, cluster, setting),
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
+        out_of_reach=out_of_reach(
+            filled, workload.model, [(n, setting.ranks[n].samples) for n in rank_counts(cluster)]
+        ),
     )
 
 

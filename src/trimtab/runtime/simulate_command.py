@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.cluster import load_cluster
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.plan.plan_file import load_plan
 from trimtab.predict.trace import save_trace
@@ -59,6 +60,9 @@ def command(
         outcomes = what_ifs(given, workload, setting, **changes)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
+    for said in dict.fromkeys(outcome.out_of_reach for outcome in outcomes):
+        if said is not None:
+            logger().warning("%s: %s", cluster, said)
     if trace is not None:
         save_trace(trace, outcomes[0].timeline, outcomes[0].roles)
     if as_json:
@@ -102,4 +106,9 @@ def ranks(outcome: Outcome) -> list[dict[str, Any]]:
 
 def tree(outcome: Outcome) -> dict[str, Any]:
     """An outcome for JSON."""
-    return {**outcome.row(), "bottleneck": outcome.words(), "devices": ranks(outcome)}
+    return {
+        **outcome.row(),
+        "bottleneck": outcome.words(),
+        "out_of_reach": outcome.out_of_reach,
+        "devices": ranks(outcome),
+    }
