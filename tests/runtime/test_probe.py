@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.predict.profiles import cluster
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,7 @@ from trimtab.runtime.probe import classify, merge_files, probe
 from trimtab.runtime.probe_cache import ProbeCache
 from trimtab.runtime.probe_casts import cast
 from trimtab.runtime.probe_codec import CodecProbe, line
+from trimtab.runtime.probe_command import rows
 from trimtab.runtime.probe_device import (
     ROUNDS,
     WARMUP,
@@ -427,6 +429,15 @@ def test_devices_of_one_name_and_speed_are_one_class() -> None:
     assert of_rank[0] == of_rank[1]
     assert len(set(of_rank)) == len(classes) == 3
     assert classes[of_rank[2]].speed == pytest.approx(0.5)
+
+
+def test_the_table_says_what_a_plan_can_use() -> None:
+    found = {row["what"]: row for row in rows(cluster())}
+    assert list(found) == ["fast", "slow", "link lan", "link local"]
+    assert found["fast"]["precisions"] == "fp32, int8", "and not the types of operators that cannot be set"
+    assert found["fast"]["batches"] == "2, 6"
+    assert found["fast"]["codec bits"] == "4"
+    assert found["link lan"]["is"] == "all_to_all: 1 Gbit/s, 100 us"
 
 
 def test_probe_writes_a_cluster_that_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cluster import Cluster, save_cluster
 from trimtab.errors import TrimtabError
+from trimtab.predict.pace import probed
 from trimtab.report.terminal import print_table, progress_bar
-from trimtab.runtime.probe import merge_files, probe
+from trimtab.runtime.probe import LINK, merge_files, probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,16 +54,16 @@ def rows(cluster: Cluster) -> list[dict[str, Any]]:
                 "what": name,
                 "is": device.called,
                 "operators": len(device.operators),
-                "precisions": ", ".join(sorted({key.rsplit("|", 1)[1] for key in device.operators})),
-                "codec": ", ".join(f"{bits} bits" for bits in device.codec),
+                "batches": "; ".join(", ".join(map(str, sizes)) for sizes in device.batches.values()) or None,
+                "precisions": ", ".join(probed(cluster.profile, name)) or None,
+                "codec bits": ", ".join(device.codec) or None,
             }
         )
-    for name, collectives in cluster.profile.links.items():
+    for title, collectives in cluster.profile.links.items():
+        name = "link" if title == LINK else f"link {title}"
         for collective, time in collectives.items():
             rate = f"{8 / time.per_byte_s / 1e9:.3g} Gbit/s" if time.per_byte_s else "-"
-            found.append(
-                {"what": f"link {name}", "is": f"{collective}: {rate}, {time.per_message_s * 1e6:.0f} us"}
-            )
+            found.append({"what": name, "is": f"{collective}: {rate}, {time.per_message_s * 1e6:.0f} us"})
     return found
 
 
