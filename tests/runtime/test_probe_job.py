@@ -149,7 +149,7 @@ def probe_two() -> tuple[Profile, list[tuple[int, int]]]:
 
 
 def test_every_rank_gets_the_profile_of_the_whole_job(ranks: Pool) -> None:
-    (one, moves), (two, _) = ranks(2, probe_two)
+    (one, moves), (two, _) = ranks(2, probe_two, allow_groups=True)
     assert one == two
     assert list(one.devices) == ["fast", "slow"]
     assert set(one.links[LOCAL]) == {"all_reduce", "all_gather", "all_to_all"}
@@ -206,11 +206,18 @@ def beyond() -> tuple[float, float, float, float]:
     slower = slower_gathers(explained(1.0), "lan", all_of_it).links["lan"]["all_gather"].per_message_s
     measured = trial._rows[4].seconds
     trial.close()
+    # A job that is probed goes on to compress: its groups are others.
+    world = dist.group.WORLD
+    assert world is not None
+    for group in stage_groups(world, CPU):
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        assert float(ones) == 2
     return all_of_it, none, slower, measured
 
 
 def test_what_wire_and_codec_do_not_explain_is_added_to_a_message(ranks: Pool) -> None:
-    for all_of_it, none, slower, measured in ranks(2, beyond):
+    for all_of_it, none, slower, measured in ranks(2, beyond, allow_groups=True):
         assert all_of_it == pytest.approx(measured), "one bucket, and nothing else takes time"
         assert none == 0, "a row that was faster than explained takes nothing off"
         assert slower == pytest.approx(1.0 + all_of_it)

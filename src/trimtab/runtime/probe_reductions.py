@@ -39,7 +39,7 @@ class ReductionProbe:
     def __init__(
         self, workload: Workload, bits: int, device: torch.device, groups: Sequence[dist.ProcessGroup]
     ) -> None:
-        """`groups` are those of `stage_groups`; whoever made them destroys them."""
+        """`groups` are those of `stage_groups`."""
         self._device = device
         self._runner = runner_for(device)
         self._taken: list[float] = []
@@ -111,8 +111,8 @@ class Unhidden:
         self._placement = placement
         group = dist.group.WORLD
         assert group is not None
-        self._groups = stage_groups(group, device)
-        self._rows = {b: ReductionProbe(self._workload, b, device, self._groups) for b in bits}
+        groups = stage_groups(group, device)
+        self._rows = {b: ReductionProbe(self._workload, b, device, groups) for b in bits}
 
     def round(self) -> None:
         for row in self._rows.values():
@@ -137,11 +137,13 @@ class Unhidden:
         return max(0.0, mean(beyond))
 
     def close(self) -> None:
-        """End the threads, and destroy the groups."""
+        """End the threads. The groups stay until the default one goes.
+
+        Were they destroyed, torch would give their names, and what the store knows under those, to the next ones:
+        their ranks would look for each other where nobody listens any more.
+        """
         for row in self._rows.values():
             row.close()
-        for group in dict.fromkeys(self._groups):
-            dist.destroy_process_group(group)
 
 
 def slower_gathers(profile: Profile, link: str, seconds: float) -> Profile:
