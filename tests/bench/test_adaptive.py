@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from trimtab.bench.loss import CANARY
 from trimtab.codec import Block
 from trimtab.codec.random import stream
 from trimtab.plan.bit_policies import POLICIES
-from trimtab.plan.family import BITS, BITS_FEEDBACK
+from trimtab.plan.family import BITS, BITS_FEEDBACK, SGD
 from trimtab.runtime.planner import FAMILIES, LEAST_BITS
 
 if TYPE_CHECKING:
@@ -124,14 +124,23 @@ def test_the_summary_takes_the_cheapest_uniform_setting_that_is_not_worse() -> N
         for method in ("dynamic, bits-feedback", "dynamic, bits-feedback, error of uniform 4")
     ]
     sizes = dict.fromkeys(METHODS, 4.0) | {"uniform 3": 3.0, "uniform 2": 2.0, "uniform 2, feedback": 2.5}
-    training = [
-        {"method": m, "worse": m in ("uniform 2", CANARY), "gap": 0.0, "wire_mb": s, "wire_mb_at_end": s}
-        for m, s in {**sizes, DEFAULT: 2.0}.items()
+    training: list[dict[str, Any]] = [
+        {
+            "optimiser": optimiser,
+            "method": m,
+            "worse": m in ("uniform 2", CANARY),
+            "gap": 0.0,
+            "wire_mb": s,
+            "wire_mb_at_end": s,
+        }
+        for optimiser, default in DEFAULT.items()
+        for m, s in {**sizes, default: 2.0 if optimiser == SGD else 3.0}.items()
     ]
     summary = _summary(tables, training)
     assert summary["cheapest_uniform_not_worse"] == "uniform 2, feedback"
     assert summary["default_bytes_over_cheapest_uniform"] == 0.8
     assert summary["default_bytes_over_uniform4"] == 0.5
+    assert summary["adamw_default_bytes_over_uniform4"] == 0.75
     assert summary["kmeans_worst_gap_to_exact"] == 0.1
     for row in training:
         row["worse"] = row["method"] in UNIFORM

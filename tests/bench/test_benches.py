@@ -71,7 +71,7 @@ def test_loss() -> None:
 def test_adaptive() -> None:
     result = bench("adaptive", "--steps", "10", "--seeds", "2")
     parts = [row["part"] for row in result["rows"]]
-    assert (parts.count("policy"), parts.count("family"), parts.count("training")) == (15, 14, 11)
+    assert (parts.count("policy"), parts.count("family"), parts.count("training")) == (15, 14, 19)
     assert all(row["error_over_uniform4"] <= 1 for row in result["rows"] if row["part"] == "policy")
     assert {"canary_flagged", "default_worse", "dynamic_ms_500_layers"} <= result["summary"].keys()
 

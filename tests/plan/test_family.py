@@ -10,10 +10,13 @@ import pytest
 
 from trimtab.plan.compression import Exchange
 from trimtab.plan.family import (
+    ADAMW,
     BITS,
     BITS_FEEDBACK,
+    BITS_SCALED,
     LOSS_BENCH,
     POWERSGD,
+    SGD,
     Candidate,
     LinkCost,
     choose_family,
@@ -86,18 +89,22 @@ def test_powersgd_counts_its_factors_and_products() -> None:
 
 
 def test_verdicts_say_what_the_committed_results_say() -> None:
-    loss = {row["method"]: row for row in _rows("adaptive.json") if row.get("part") == "training"}
-    said = {verdict.family: verdict for verdict in LOSS_BENCH}
-    assert loss["1-nearest (canary)"]["worse"]
-    assert said[BITS].passed == (not loss["uniform 4"]["worse"]) == (not loss["adaptive, bits"]["worse"])
-    assert said[BITS_FEEDBACK].passed == (not loss["uniform 2, feedback"]["worse"])
-    assert said[BITS_FEEDBACK].passed == (not loss["adaptive, bits-feedback"]["worse"])
+    trained = [row for row in _rows("adaptive.json") if row.get("part") == "training"]
+    worse = {(row["optimiser"], row["method"]): row["worse"] for row in trained}
+    passed = {(verdict.optimiser, verdict.family): verdict.passed for verdict in LOSS_BENCH}
+    assert worse[SGD, "1-nearest (canary)"]
+    assert worse[ADAMW, "1-nearest (canary)"]
+    assert passed[SGD, BITS] == (not worse[SGD, "uniform 4"]) == (not worse[SGD, "adaptive, bits"])
+    assert passed[SGD, BITS_FEEDBACK] == (not worse[SGD, "uniform 2, feedback"])
+    for key in ((SGD, BITS_FEEDBACK), (ADAMW, BITS_FEEDBACK), (ADAMW, BITS_SCALED)):
+        assert passed[key] == (not worse[key[0], f"adaptive, {key[1]}"])
     link = {row["method"]: row for row in _rows("ddp-100mbit-untrained.json")}
-    assert not said[POWERSGD].passed
+    assert not passed[ADAMW, POWERSGD]
     assert link["powersgd4"]["loss"] > link["ddp"]["loss"] + 0.05
     for verdict in LOSS_BENCH:
         assert (ROOT / verdict.evidence).exists()
     assert passed_families() == {BITS, BITS_FEEDBACK}
+    assert passed_families(optimiser=ADAMW) == {BITS_SCALED}
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

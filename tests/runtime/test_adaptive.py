@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from trimtab.runtime.adaptive import Controller
 
 QUICK: dict[str, Any] = {"warmup": 4, "look": 4, "period": 8}
-FAMILIES = ("bits", "bits-feedback")
+FAMILIES = ("bits", "bits-feedback", "bits-scaled", None)
+"""None is settled by the optimiser."""
 
 
 class Net(nn.Module):
@@ -62,7 +63,7 @@ def flat(ddp: Ddp) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in ddp.parameters()])
 
 
-def together(family: str) -> tuple[list[Any], torch.Tensor, dict[str, int], float]:
+def together(family: str | None) -> tuple[list[Any], torch.Tensor, dict[str, int], float]:
     ddp, controller, optimizer = make(Adaptive(family=family, **QUICK))
     train(ddp, optimizer, range(24))
     compression = compression_of(ddp)
@@ -74,7 +75,7 @@ def together(family: str) -> tuple[list[Any], torch.Tensor, dict[str, int], floa
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("world", "faults"), [(2, []), (3, []), (2, [Delay(0.005, rank=0, seed=1)])])
 def test_every_rank_switches_at_the_same_step_to_the_same_bits(
-    ranks: Pool, family: str, world: int, faults: list[object]
+    ranks: Pool, family: str | None, world: int, faults: list[object]
 ) -> None:
     results = ranks(world, together, family, faults=faults, allow_groups=True)
     history, parameters, bits, cpu_seconds = results[0]
@@ -98,7 +99,7 @@ def test_what_is_decided_does_not_depend_on_the_clock(ranks: Pool) -> None:
     assert ranks(2, same_run_twice, faults=[Delay(0.01, seed=2)], allow_groups=True) == [True, True]
 
 
-def interrupted(family: str, at: int) -> tuple[bool, int]:
+def interrupted(family: str | None, at: int) -> tuple[bool, int]:
     config = Adaptive(family=family, **QUICK)
     whole, controller, optimizer = make(config)
     train(whole, optimizer, range(at))
@@ -130,7 +131,7 @@ def _copied(state: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("world", "at"), [(2, 2), (2, 5), (3, 7), (3, 13)])
 def test_a_resumed_run_makes_the_same_decisions_to_the_bit(
-    ranks: Pool, family: str, world: int, at: int
+    ranks: Pool, family: str | None, world: int, at: int
 ) -> None:
     """Before the first look; between a look and its switch; after a switch; between later ones.
 
@@ -234,6 +235,38 @@ def test_the_default_on_a_slow_link_is_adaptive_and_says_so(ranks: Pool) -> None
         assert bits["0.weight"] <= 3
 
 
+def default_under(optimiser: str | None) -> tuple[set[int], int, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    ddp = trimtab.compress(Ddp(Net(), bucket_cap_mb=0.02), Adaptive(**QUICK))
+    kinds = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adamw": torch.optim.AdamW}
+    ways = [kinds[name](ddp.parameters(), lr=1e-3) for name in (optimiser or "").split("+") if name]
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(
+            torch.randn(8, 64, generator=torch.Generator().manual_seed(step * 100 + dist.get_rank()))
+        ).square().mean().backward()
+        for way in ways:
+            way.step()
+    compression, controller = compression_of(ddp), adaptive_of(ddp)
+    assert compression is not None
+    assert controller is not None
+    blocks = {block for _, bits, block in compression.pieces.values() if bits}
+    return blocks, len(compression.pieces), controller.history, flat(ddp)
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "block"), [("sgd", 1024), ("adamw", 128), ("rmsprop", 128), ("sgd+adamw", 128), (None, 128)]
+)
+def test_the_family_is_one_that_serves_the_optimiser(ranks: Pool, optimiser: str | None, block: int) -> None:
+    """One that scales every value by its own size cares for small values; one that is not seen may."""
+    results = ranks(2, default_under, optimiser, allow_groups=True)
+    for blocks, _, history, weights in results:
+        assert blocks == {block}
+        words = "this optimiser may scale" if block == 128 else "this optimiser takes gradients as they come"
+        assert sum(words in reason for change in history for reason in change.reasons) == 1
+        assert torch.equal(weights, results[0][3])
+
+
 def overridden() -> tuple[dict[str, int], Any]:
     config = Adaptive(family="bits-feedback", **QUICK)
     ddp, controller, optimizer = make(config, overrides={"layers.1.*": Block(bits=8), "layers.2.*": None})
@@ -301,6 +334,34 @@ def run_away(norm: float) -> dict[str, Any]:
 def test_a_layer_whose_norm_overflows_does_not_stop_plans() -> None:
     assert run_away(math.inf)["bits"].keys() <= {"a", "b"}
     assert run_away(1.0)["planned"]
+
+
+@pytest.mark.parametrize("family", ["bits", "bits-scaled"])
+def test_with_relative_errors_the_size_of_a_layer_s_gradient_does_not_matter(family: str) -> None:
+    from trimtab.runtime.planner import Planner, Settings
+    from trimtab.runtime.statistics import Layer, sample_of
+
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(4096, generator=generator) for _ in range(3)]
+    found = []
+    for large in (1.0, 1000.0):
+        planner = Planner("dynamic", Settings(name=family, gbit_per_s=1.0), guard=False, seed=0)
+        layers = []
+        for name, of, size in zip("abc", values, (1.0, 1.0, large), strict=True):
+            average, norm = of * size, float(of.norm()) * size
+            layers.append(
+                Layer(
+                    name=name,
+                    sample=sample_of(4096, 1024),
+                    average=average,
+                    norm=norm,
+                    latest=norm,
+                    own=average,
+                )
+            )
+        decision = planner.decide(20, layers, dict.fromkeys("abc", 8), loss=None, may_plan=True, period=20)
+        found.append(decision["bits"])
+    assert (found[0] == found[1]) == (family == "bits-scaled")
 
 
 def refused() -> str:

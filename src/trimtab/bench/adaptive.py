@@ -2,7 +2,8 @@
 
 Three parts. Policies: each against the exact one, on error tables of real gradients. Families: bytes and
 errors of their plans beside uniform bits, for one step and added up over many. Training: a GPT from the same
-start on the same data, on two ranks, with the canary of the loss bench; see there for how losses are compared.
+start on the same data, on two ranks, with SGD and with AdamW, for which other families serve; each with the canary
+of the loss bench; see there for how losses are compared.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from trimtab.bench.result import Result
 from trimtab.codec import Block, Codec, PowerSGD
 from trimtab.integrations.ddp import MIN_NUMEL
 from trimtab.plan.bits import block_cost
+from trimtab.plan.family import ADAMW, SGD
 from trimtab.runtime.adaptive import Adaptive
 from trimtab.runtime.compress import compression_of
 
@@ -43,10 +45,11 @@ LEARNT = 40
 ADDED_UP = 50
 """Steps over which the errors of a plan are added up."""
 
-DEFAULT = "adaptive, bits-feedback"
-"""What `trimtab.compress(ddp)` does where the link is slow."""
+FEEDBACK, SCALED = "adaptive, bits-feedback", "adaptive, bits-scaled"
+DEFAULT = {SGD: FEEDBACK, ADAMW: SCALED}
+"""What `trimtab.compress(ddp)` does where the link is slow, by optimiser."""
 
-SMALL_TOO = DEFAULT + ", small in 8"
+SMALL_TOO = FEEDBACK + ", small in 8"
 """And what otherwise travels as it is (biases, norms, small matrices) in 8 bits, with feedback as the rest."""
 
 UNIFORM = ("uniform 4", "uniform 3", "uniform 2", "uniform 2, feedback")
@@ -58,11 +61,20 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "uniform 2": {"codec": Block(bits=2)},
     "uniform 2, feedback": {"codec": Block(bits=2, stochastic=False), "error_feedback": True},
     "adaptive, bits": {"codec": Adaptive(family="bits")},
-    DEFAULT: {"codec": Adaptive(family="bits-feedback")},
+    FEEDBACK: {"codec": Adaptive(family="bits-feedback")},
+    SCALED: {"codec": Adaptive(family="bits-scaled")},
     SMALL_TOO: {"codec": Adaptive(family="bits-feedback")},
     "powersgd 4": {"codec": PowerSGD(rank=4)},
     CANARY: {"codec": Block(bits=1, stochastic=False)},
 }
+TRAINED: dict[str, tuple[str, ...]] = {
+    SGD: tuple(method for method in METHODS if method != SCALED),
+    ADAMW: ("fp32", "fp32" + AA, "uniform 4", "uniform 3", "adaptive, bits", FEEDBACK, SCALED, CANARY),
+}
+"""Methods by optimiser; fp32 and its A/A first."""
+
+LONGER, ADAM_LR = 2, 3e-3
+"""AdamW has so many times the steps: what fewer bits do to it shows late."""
 
 
 def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Result:
@@ -78,9 +90,11 @@ def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Re
     with Emulation(two_hosts(None)) as emulation:
         spec = {"steps": steps, "seeds": seeds}
         trained = run_on_ranks(emulation, on_rank, spec, progress=progress)
-    training = compare(trained["finals"])
-    for row in training:
-        row |= {"part": "training", "model": "gpt", **trained["wire"][row["method"]]}
+    training = []
+    for optimiser, methods in TRAINED.items():
+        for row in compare({method: trained["finals"][optimiser][method] for method in methods}):
+            own = trained["wire"][optimiser][row["method"]]
+            training.append({"part": "training", "model": "gpt", "optimiser": optimiser, **row, **own})
     return Result(bench="adaptive", summary=_summary(rows, training), rows=rows + training)
 
 
@@ -99,21 +113,27 @@ def _tables(learnt: int, added_up: int) -> list[dict[str, Any]]:
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
-    """Per method: the validation loss after the last step for each seed, and the payload of a step."""
+    """Per optimiser and method: the validation loss after the last step for each seed, the payload of a step."""
     torch.set_num_threads(1)
-    runs = [(method, seed) for seed in range(spec["seeds"]) for method in METHODS]
-    finals: dict[str, list[float]] = {method: [] for method in METHODS}
-    wire: dict[str, dict[str, float]] = {}
-    for done, (method, seed) in enumerate(runs):
-        final, payloads = _train(method, seed, spec["steps"])
-        finals[method].append(final)
+    every = [(optimiser, method) for optimiser, methods in TRAINED.items() for method in methods]
+    runs = [(*one, seed) for seed in range(spec["seeds"]) for one in every]
+    finals: dict[str, dict[str, list[float]]] = {
+        optimiser: {method: [] for method in methods} for optimiser, methods in TRAINED.items()
+    }
+    wire: dict[str, dict[str, dict[str, float]]] = {optimiser: {} for optimiser in TRAINED}
+    for done, (optimiser, method, seed) in enumerate(runs):
+        final, payloads = _train(optimiser, method, seed, spec["steps"])
+        finals[optimiser][method].append(final)
         # Those of the last seed: they differ by how soon the first plan was made, and hardly in that.
-        wire[method] = {"wire_mb": sum(payloads) / len(payloads) / 1e6, "wire_mb_at_end": payloads[-1] / 1e6}
+        wire[optimiser][method] = {
+            "wire_mb": sum(payloads) / len(payloads) / 1e6,
+            "wire_mb_at_end": payloads[-1] / 1e6,
+        }
         report(done + 1, len(runs))
     return {"finals": finals, "wire": wire}
 
 
-def _train(method: str, seed: int, steps: int) -> tuple[float, list[int]]:
+def _train(optimiser: str, method: str, seed: int, steps: int) -> tuple[float, list[int]]:
     torch.manual_seed(seed)
     gpt = task("gpt")
     ddp = DistributedDataParallel(gpt.build())
@@ -121,8 +141,11 @@ def _train(method: str, seed: int, steps: int) -> tuple[float, list[int]]:
     if settings is not None:
         overrides = _in_eight_bits(ddp) if method == SMALL_TOO else None
         trimtab.compress(ddp, seed=seed, overrides=overrides, **settings)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=gpt.lr, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, gpt.lr, total_steps=steps, cycle_momentum=False)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=gpt.lr, momentum=0.9)
+    if optimiser == ADAMW:
+        optimizer, steps = torch.optim.AdamW(ddp.parameters(), lr=ADAM_LR), LONGER * steps
+    lr = optimizer.param_groups[0]["lr"]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, cycle_momentum=False)
     draw = seed + 1000 if method == "fp32" + AA else seed
     payloads = []
     for step in range(steps):
@@ -162,8 +185,9 @@ def _payload(ddp: DistributedDataParallel) -> int:
 
 
 def _summary(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> dict[str, Any]:
-    trained = {row["method"]: row for row in training}
-    default = trained[DEFAULT]
+    trained = {row["method"]: row for row in training if row["optimiser"] == SGD}
+    adam = {row["method"]: row for row in training if row["optimiser"] == ADAMW}
+    default = trained[DEFAULT[SGD]]
     passing = [name for name in UNIFORM if not trained[name]["worse"]]
     cheapest = min(passing, key=lambda name: trained[name]["wire_mb_at_end"], default=None)
     family = {(row["model"], row["method"]): row for row in rows if row["part"] == "family"}
@@ -181,6 +205,14 @@ def _summary(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> dict
         summary["default_bytes_over_cheapest_uniform"] = (
             default["wire_mb_at_end"] / trained[cheapest]["wire_mb_at_end"]
         )
+    scaled, four = adam[DEFAULT[ADAMW]], adam["uniform 4"]
+    summary |= {
+        "adamw_canary_flagged": adam[CANARY]["worse"],
+        "adamw_default_worse": scaled["worse"],
+        "adamw_default_gap": scaled["gap"],
+        "adamw_default_bytes_over_uniform4": scaled["wire_mb_at_end"] / four["wire_mb_at_end"],
+        "adamw_feedback_worse": adam[FEEDBACK]["worse"],
+    }
     for model in MODELS:
         plan = family[model, "dynamic, bits-feedback"]
         summary[f"{model}_feedback_error_over_uniform4"] = plan["error_over_uniform4"]

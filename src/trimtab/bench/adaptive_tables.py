@@ -193,7 +193,9 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
 def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
     """What arrives of these values when the family sends them."""
     kernels = kernels_for(values.device)
-    segment = Segment(offset=0, numel=values.numel(), bits=bits, name_hash=name_hash(name))
+    segment = Segment(
+        offset=0, numel=values.numel(), bits=bits, block=family.block, name_hash=name_hash(name)
+    )
     packing = Packing(segments=(segment,), dtype=values.dtype)
     payload = torch.empty(packing.nbytes, dtype=torch.uint8)
     key = stream(0, step, 0, OWN)

@@ -25,7 +25,21 @@ if TYPE_CHECKING:
 
     from trimtab.codec.packing import Packing
 
-METHODS = ("ddp", "ddp" + AA, "half", "powersgd4", "payload4", "trimtab4", "trimtab", "ideal")
+SGD = ", sgd"
+"""Marks what is trained with SGD. The default chooses other bits for it; all else is trained with AdamW."""
+
+METHODS = (
+    "ddp",
+    "ddp" + AA,
+    "half",
+    "powersgd4",
+    "payload4",
+    "trimtab4",
+    "trimtab",
+    "ddp" + SGD,
+    "trimtab" + SGD,
+    "ideal",
+)
 
 
 def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
@@ -47,9 +61,11 @@ def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[in
         "trimtab4_of_ideal": ms["ideal"] / ms["trimtab4"],
         "trimtab4_over_ddp": ms["ddp"] / ms["trimtab4"],
         "trimtab_over_ddp": ms["ddp"] / ms["trimtab"],
+        "trimtab_over_ddp_sgd": ms["ddp" + SGD] / ms["trimtab" + SGD],
         "adaptive_cpu_of_step": measured["adaptive_cpu_ms"] / ms["trimtab"],
         "aa_ratio": ms["ddp" + AA] / ms["ddp"],
         "explain": measured["explain"],
+        "explain_sgd": measured["explain_sgd"],
     }
     return Result(bench="ddp", summary=summary, rows=rows)
 
@@ -62,10 +78,12 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
     torch.set_num_threads(1)
     device = torch.device(spec["device"])
     trainers = {method: Trainer(method, spec["model"], device) for method in METHODS}
-    trainers["trimtab"].settle()
-    for method, trainer in trainers.items():
-        if method != "trimtab":
-            trainer.follow(trainers["trimtab"])
+    for suffix in ("", SGD):
+        default = trainers["trimtab" + suffix]
+        default.settle()
+        for method, trainer in trainers.items():
+            if method.endswith(SGD) == bool(suffix) and trainer is not default:
+                trainer.follow(default)
     cases = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(cases, warmup=4, repeats=spec["repeats"], progress=report)
     ideal = timings["ideal"]
@@ -85,6 +103,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
     return {
         "rows": rows,
         "explain": trimtab.explain(trainers["trimtab"].ddp),
+        "explain_sgd": trimtab.explain(trainers["trimtab" + SGD].ddp),
         "adaptive_cpu_ms": cpu_ms,
     }
 
@@ -95,10 +114,13 @@ class Trainer:
     def __init__(self, method: str, model: str, device: torch.device) -> None:
         torch.manual_seed(0)
         module, self._inputs = workload(model, device)
-        self.name, self._method, self._device = method, method.removesuffix(AA), device
+        self.name, self._device = method, device
+        self._method = method.removesuffix(AA).removesuffix(SGD)
         self.ddp = DistributedDataParallel(module)
         self._attach()
-        self._optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+        if method.endswith(SGD):
+            self._optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
         self._steps = 0
         self.wire_mb = 0.0
         self.loss = float("nan")

@@ -151,13 +151,24 @@ class DdpCompression:
         self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
 
     def become(self, codec: Block, *, error_feedback: bool) -> None:
-        """Take another rounding, with or without error feedback; between two steps, on every rank."""
+        """Take another rounding and block, with or without error feedback; between two steps, on every rank.
+
+        Every parameter keeps its bits, and those with an override their block.
+        """
         assert isinstance(self.codec, Block), "the family of block codecs"
         self.codec = codec
+        for name, (numel, bits, _) in self.pieces.items():
+            if bits != RAW and name not in self.fixed:
+                self.pieces[name] = numel, bits, codec.block
         if error_feedback != (self.memory is not None):
             self.memory = ErrorFeedback() if error_feedback else None
         self._reductions.clear()
         self._in_step.clear()
+
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        """Of the parameters that are reduced here."""
+        return frozenset(self._names)
 
     def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Hand every bucket to another communication hook from now on; DDP itself takes only one."""

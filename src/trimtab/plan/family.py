@@ -1,7 +1,9 @@
 """Which family of compression serves a job on this link: the one predicted fastest among those that do no harm.
 
 Pure functions of what was measured. A *family* is a set of settings whose errors are of one kind, and so
-share a budget: bits alone (unbiased), bits with error feedback, PowerSGD's ranks.
+share a budget: bits alone (unbiased), bits with error feedback, PowerSGD's ranks. What does harm depends on the
+optimiser: one that scales every value by its own size, as Adam does, makes the small values of a block as
+important as the large ones, and rounding drowns the small ones first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from trimtab.plan.compression import Exchange
 
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
+BITS_SCALED = "bits-scaled"
+"""For optimisers that scale every value by its own size."""
+
+SGD, ADAMW = "SGD", "AdamW"
 
 SAME = 0.1
 """Where bits alone take at most this much longer than the fastest family, they are taken: they have the smaller
@@ -29,6 +35,9 @@ class Verdict:
     setting: str
     """In which setting it was tried: budgets are set by its error."""
 
+    optimiser: str
+    """With which it was trained: `SGD` stands for those that take values as they come, `ADAMW` for all others."""
+
     passed: bool
     """Whether its loss could not be told from fp32's."""
 
@@ -37,16 +46,38 @@ class Verdict:
 
 
 LOSS_BENCH = (
-    Verdict(family=BITS, setting="4 bits, SGD", passed=True, evidence="benchmarks/results/adaptive.json"),
+    Verdict(
+        family=BITS,
+        setting="4 bits",
+        optimiser=SGD,
+        passed=True,
+        evidence="benchmarks/results/adaptive.json",
+    ),
     Verdict(
         family=BITS_FEEDBACK,
-        setting="2 bits, rounded to nearest, SGD",
+        setting="2 bits, rounded to nearest",
+        optimiser=SGD,
+        passed=True,
+        evidence="benchmarks/results/adaptive.json",
+    ),
+    Verdict(
+        family=BITS_FEEDBACK,
+        setting="2 bits, rounded to nearest",
+        optimiser=ADAMW,
+        passed=False,
+        evidence="benchmarks/results/adaptive.json",
+    ),
+    Verdict(
+        family=BITS_SCALED,
+        setting="3 bits in blocks of 128",
+        optimiser=ADAMW,
         passed=True,
         evidence="benchmarks/results/adaptive.json",
     ),
     Verdict(
         family=POWERSGD,
-        setting="rank 4, AdamW",
+        setting="rank 4",
+        optimiser=ADAMW,
         passed=False,
         evidence="benchmarks/results/ddp-100mbit-untrained.json",
     ),
@@ -118,9 +149,9 @@ def predicted_powersgd(
     return _predicted(POWERSGD, nbytes, link, compute_s=flop / flop_per_s, rounds=2 * rounds)
 
 
-def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH) -> frozenset[str]:
-    """The families whose loss could not be told from fp32's."""
-    return frozenset(verdict.family for verdict in verdicts if verdict.passed)
+def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimiser: str = SGD) -> frozenset[str]:
+    """The families whose loss could not be told from fp32's under an optimiser."""
+    return frozenset(v.family for v in verdicts if v.passed and v.optimiser == optimiser)
 
 
 def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | None = None) -> FamilyChoice:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trimtab.codec import Block
 from trimtab.environment import logger
 from trimtab.plan.bit_policies import POLICIES
+from trimtab.plan.family import ADAMW
 from trimtab.runtime.background import Background
+from trimtab.runtime.optimiser_watch import OptimiserWatch
 from trimtab.runtime.planner import FAMILIES, Planner, Settings
 from trimtab.runtime.statistics import Statistics
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
 """Steps between two gradients that go into the averages, after the warm-up and during it."""
 
+SAMPLED = 1024
+"""Neighbouring values that are sampled together: whole blocks of every family."""
+
 MOST_DELAY = 5
 """Steps from a look to the switch, or half of those between looks if that is less."""
 
@@ -44,7 +48,8 @@ class Adaptive:
     """Choose the bits of every layer, and choose again, while training runs. The defaults suit any job."""
 
     family: str | None = None
-    """A name in `trimtab.runtime.planner.FAMILIES`; None takes the one predicted fastest on this link."""
+    """A name in `trimtab.runtime.planner.FAMILIES`; None takes the one predicted fastest on this link, among those
+    that serve the optimiser."""
 
     policy: str = "dynamic"
     """How bits are chosen: a name in `trimtab.plan.bit_policies.POLICIES`."""
@@ -109,11 +114,14 @@ class Controller:
         self.history: list[Change] = []
         self.planned_at: int | None = None
         """The step from which the last plan is in effect, also one that changed nothing."""
-        sizes = {name: (numel, block) for name, (numel, _, block) in layers.items()}
+        sizes = {name: (numel, SAMPLED) for name, (numel, _, _) in layers.items()}
         self._statistics = Statistics(sizes, compression.device) if self._rank == 0 else None
+        self._family = settings.name
+        """In force; the planner's own may be ahead of it by a few steps."""
         self.planner = Planner(config.policy, settings, guard=config.guard, seed=compression.seed)
         self._losses: list[Any] = []
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
+        self._optimiser = OptimiserWatch(compression.parameter_ids) if self._rank == 0 else None
         self._background = Background(group)
         self._own_cpu = 0.0
         self._began_at: tuple[int, float] | None = None
@@ -169,6 +177,8 @@ class Controller:
 
     def close(self) -> None:
         self._background.close()
+        if self._optimiser is not None:
+            self._optimiser.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Waits for a decision under way, which takes a few steps at most."""
@@ -177,12 +187,13 @@ class Controller:
             pending = {"at_step": self._pending[0], "decision": self._pending[1].result()}
         return {
             "config": vars(self._config).copy(),
-            "settings": vars(self.planner.settings).copy(),
+            "settings": vars(replace(self.planner.settings, name=self._family)).copy(),
             "first": dict(self.first),
             "planned_at": self.planned_at,
             "history": [vars(change).copy() for change in self.history],
             "pending": pending,
             "losses": [float(loss) for loss in self._losses],
+            "optimiser": None if self._optimiser is None else self._optimiser.kind,
             "planner": self.planner.state_dict(),
             "statistics": None if self._statistics is None else self._statistics.state_dict(),
         }
@@ -190,12 +201,7 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the saved run would have: also with its schedule and its family."""
         self._config = Adaptive(**state["config"])
-        self.planner.settings = Settings(**state["settings"])
-        family = self.planner.settings.family
-        codec = self._compression.codec
-        assert isinstance(codec, Block)
-        codec = replace(codec, stochastic=family.stochastic)
-        self._compression.become(codec, error_feedback=family.error_feedback)
+        self._turn(Settings(**state["settings"]))
         self.first = dict(state["first"])
         self.planned_at = state["planned_at"]
         self.history = [Change(**change) for change in state["history"]]
@@ -203,6 +209,8 @@ class Controller:
         if state["pending"] is not None:
             self._pending = state["pending"]["at_step"], self._background.done(state["pending"]["decision"])
         self._losses = list(state["losses"])
+        if self._optimiser is not None:
+            self._optimiser.kind = state["optimiser"]
         self.planner.load_state_dict(state["planner"])
         if self._statistics is not None and state["statistics"] is not None:
             self._statistics.load_state_dict(state["statistics"])
@@ -215,6 +223,8 @@ class Controller:
         losses, self._losses = self._losses, []
         current = {name: self._compression.pieces[name][1] for name in self.first}
         warm = step >= self._config.warmup
+        watch = self._optimiser
+        optimiser = watch.kind if watch is not None and watch.kind is not None else ADAMW
 
         def decide() -> dict[str, Any]:
             told = [float(loss) for loss in losses]
@@ -225,9 +235,16 @@ class Controller:
                 loss=math.fsum(told) / len(told) if told else None,
                 may_plan=warm,
                 period=self._config.period,
+                optimiser=optimiser,
             )
 
         return self._background.decide(key, decide)
+
+    def _turn(self, settings: Settings) -> None:
+        """Go on in another family; what error feedback owed is let go."""
+        self.planner.settings, self._family = settings, settings.name
+        family = settings.family
+        self._compression.become(family.codec(self._config.start_bits), error_feedback=family.error_feedback)
 
     def _take_up(self, step: int) -> None:
         assert self._pending is not None
@@ -235,8 +252,11 @@ class Controller:
         self._pending = None
         if decision["planned"]:
             self.planned_at = step
+        if decision["family"] != self._family:
+            self._turn(replace(self.planner.settings, name=decision["family"]))
         if decision["bits"]:
             self._compression.set_bits(decision["bits"], at_step=step)
+        if decision["reasons"]:
             self.history.append(Change(step=step, bits=decision["bits"], reasons=tuple(decision["reasons"])))
             if self._rank == 0:
                 for reason in decision["reasons"]:

@@ -37,7 +37,7 @@ class AdaptiveCodec(_Strict):
     """Bits chosen while training runs, whether or not that pays here."""
 
     kind: Literal["adaptive"]
-    family: Literal["bits", "bits-feedback"] | None = None
+    family: Literal["bits", "bits-feedback", "bits-scaled"] | None = None
     policy: Literal["dynamic", "uniform", "linear", "kmeans", "search"] = "dynamic"
     warmup: int = Field(default=20, ge=1)
     period: int = Field(default=100, ge=1)

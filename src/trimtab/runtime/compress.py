@@ -22,7 +22,7 @@ from trimtab.runtime.exchange import measure_exchanges
 from trimtab.runtime.in_force import in_force_of
 from trimtab.runtime.layer_log import LayerLog
 from trimtab.runtime.levels import Levels, choose_levels
-from trimtab.runtime.planner import FAMILIES, Settings
+from trimtab.runtime.planner import AT_FIRST, FAMILIES, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,8 +104,10 @@ def compress(
     if codec is None or isinstance(codec, Adaptive):
         chosen = _choose(model, codec or Adaptive(), error_feedback)
         groups, reason = chosen.groups, chosen.decision.reason
-        if codec is None and not chosen.decision.compress:
-            return _explained(model, reason, say=rank == 0)
+        if not chosen.decision.compress:
+            if codec is None:
+                return _explained(model, reason, say=rank == 0)
+            reason = f"choosing bits of the family {chosen.settings.name}, as asked"
         codec, error_feedback = chosen.codec, chosen.settings.family.error_feedback
         overrides = {
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
@@ -162,7 +164,7 @@ class _Chosen:
 
     @property
     def codec(self) -> Block:
-        return Block(bits=self.config.start_bits, stochastic=self.settings.family.stochastic)
+        return self.settings.family.codec(self.config.start_bits)
 
 
 def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None) -> _Chosen:
@@ -188,6 +190,10 @@ def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bo
     )
     name, decision = decide_family(exchanges, sum(p.numel() * p.element_size() for p in parameters))
     settings = Settings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
+    if config.family is None and not error_feedback:
+        settings = replace(settings, name=AT_FIRST, fastest=name)
+        words = f"{decision.reason} (that is for SGD; any other optimiser gets {AT_FIRST})"
+        decision = replace(decision, reason=words) if decision.compress else decision
     return _Chosen(config=config, settings=settings, decision=decision, groups=groups)
 
 

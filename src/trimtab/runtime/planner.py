@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trimtab.codec import Block
 from trimtab.plan.bits import Assignment, LayerOptions, block_cost, choose_bits, total_error
-from trimtab.plan.family import BITS, BITS_FEEDBACK
+from trimtab.plan.family import ADAMW, BITS, BITS_FEEDBACK, BITS_SCALED, passed_families
 from trimtab.plan.guard import PATIENCE, Health, guard
 from trimtab.runtime.statistics import ALL_BITS, relative_errors, strain
 
@@ -49,10 +49,23 @@ class Family:
     expected: int
     """About the mean bits that plans come to: what its exchange is timed with."""
 
+    block: int = 1024
+    """Values that share a range."""
+
+    relative: bool = False
+    """Whether a layer's error counts against its own gradient, and each of its values alike."""
+
+    def codec(self, bits: int) -> Block:
+        return Block(bits=bits, block=self.block, stochastic=self.stochastic)
+
     @property
     def typical(self) -> tuple[Block, bool]:
         """The codec that stands for the family when exchanges are timed, and whether feedback goes with it."""
-        return Block(bits=self.expected, stochastic=self.stochastic), self.error_feedback
+        return self.codec(self.expected), self.error_feedback
+
+    def weight(self, layer: Layer) -> float:
+        """What a layer's relative error is multiplied by before errors are added up."""
+        return math.sqrt(layer.sample.numel) if self.relative else layer.norm
 
 
 FAMILIES = {
@@ -61,7 +74,16 @@ FAMILIES = {
     # bit the error is several times the values, and what is owed would never be paid back. (Clipping ranges
     # makes errors smaller still, but large values late: SGD with momentum suffers more than it gains.)
     BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
+    # Adam divides by the size of a value, to which the rounding of its block is added: a small value among large
+    # ones hardly moves any more. Short blocks have few large ones. Feedback is no help: what is owed comes as
+    # rarely and as large as it is rounded.
+    BITS_SCALED: Family(
+        stochastic=True, error_feedback=False, reference=3, limit=2.0, expected=3, block=128, relative=True
+    ),
 }
+
+AT_FIRST = BITS_SCALED
+"""Until the optimiser is known: it serves them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +95,9 @@ class Settings:
 
     gbit_per_s: float
     """Of the link; 0 where it is not known, and bytes are counted instead of seconds."""
+
+    fastest: str | None = None
+    """The family that the first plan takes up if it serves the optimiser; None keeps the one there is."""
 
     @property
     def family(self) -> Family:
@@ -101,9 +126,11 @@ class Planner:
         loss: float | None,
         may_plan: bool,
         period: int,
+        optimiser: str = ADAMW,
     ) -> dict[str, Any]:
-        """The bits that change, and why: what is published."""
+        """The family and bits that change, and why: what is published; `optimiser` is `SGD` or `ADAMW`."""
         sound = [layer for layer in layers if math.isfinite(layer.norm)]
+        before = self.settings.name
         if loss is not None:
             self._losses = [*self._losses, loss][-KEPT_LOSSES:]
         why = self._due(step, sound, current, period) if may_plan else ""
@@ -121,15 +148,23 @@ class Planner:
                 new[raised.name] = self._floors[raised.name] = raised.bits
                 if "loss" in raised.reason:
                     del self._losses[:-PATIENCE]  # give the new bits time to show
+        if why and self._planned_at is None and self.settings.fastest is not None:
+            reasons.append(self._settle(self.settings.fastest, optimiser))
+        turned = self.settings.name != before
         if why:
             self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in sound}
             self._planned_at = step
-            plan, said = self._plan(sound, new)
+            plan, said = self._plan(sound, new, at_any_gain=turned)
             new.update(plan)
             if said:
                 reasons.insert(0, f"planned {said}; {why}")
         changed = {name: bits for name, bits in new.items() if bits != current[name]}
-        return {"bits": changed, "reasons": reasons if changed else [], "planned": bool(why)}
+        return {
+            "family": self.settings.name,
+            "bits": changed,
+            "reasons": reasons if changed or turned else [],
+            "planned": bool(why),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -156,15 +191,28 @@ class Planner:
         if step - self._planned_at >= period:
             return f"{period} steps after the last"
         known = [layer for layer in layers if layer.name in self._relative]
-        now = total_error(self._relative[x.name][current[x.name]] * x.norm for x in known)
-        allowed = total_error(self._relative[x.name][self.settings.family.reference] * x.norm for x in known)
+        family = self.settings.family
+        now = total_error(self._relative[x.name][current[x.name]] * family.weight(x) for x in known)
+        allowed = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in known)
         if now > DRIFTED * allowed:
             return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
         return ""
 
+    def _settle(self, fastest: str, optimiser: str) -> str:
+        """Take up the family for this optimiser; why, in words."""
+        if fastest in passed_families(optimiser=optimiser):
+            self.settings = replace(self.settings, name=fastest)
+            return f"{fastest}: this optimiser takes gradients as they come"
+        return (
+            f"{self.settings.name}, not {fastest}: this optimiser may scale every value by its own size, so blocks "
+            f"are of {self.settings.family.block} values, and errors count against each layer's own gradient"
+        )
+
     def _errors(self, layer: Layer, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
         family = self.settings.family
-        return relative_errors(layer, bits, stochastic=family.stochastic, seed=self._seed, own=own)
+        return relative_errors(
+            layer, bits, block=family.block, stochastic=family.stochastic, seed=self._seed, own=own
+        )
 
     def _health(self, layer: Layer, bits: int) -> Health:
         name = layer.name
@@ -182,16 +230,18 @@ class Planner:
             broken=self._broken[name],
         )
 
-    def _plan(self, layers: Sequence[Layer], current: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    def _plan(
+        self, layers: Sequence[Layer], current: Mapping[str, int], *, at_any_gain: bool = False
+    ) -> tuple[dict[str, int], str]:
         """New bits within the budget, and what they do; or nothing, where they would gain next to nothing."""
         family = self.settings.family
         options = [self._options(layer) for layer in layers]
-        budget = total_error(self._relative[x.name][family.reference] * x.norm for x in layers)
+        budget = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in layers)
         assignment = choose_bits(options, budget=budget, policy=self._policy)
         before = self._as_is(layers, current)
-        over_budget = before.error > budget * (1 + 1e-9)
+        needed = at_any_gain or before.error > budget * (1 + 1e-9)
         if assignment.options == before.options or (
-            not over_budget and assignment.cost > (1 - WORTH) * before.cost
+            not needed and assignment.cost > (1 - WORTH) * before.cost
         ):
             return {}, ""
         numel = sum(layer.sample.numel for layer in layers)
@@ -208,7 +258,7 @@ class Planner:
         """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
         table = self._relative[layer.name]
         family = self.settings.family
-        least = min(LEAST_BITS + int(strain(layer)), MOST_LEAST_BITS)
+        least = min(LEAST_BITS + int(strain(layer, family.block)), MOST_LEAST_BITS)
         floor = max(self._floors.get(layer.name, 0), least)
         allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
             ALL_BITS[-1]
@@ -218,7 +268,7 @@ class Planner:
             numel=layer.sample.numel,
             norm=layer.norm,
             options=tuple(allowed),
-            errors=tuple(table[bits] * layer.norm for bits in allowed),
+            errors=tuple(table[bits] * family.weight(layer) for bits in allowed),
             costs=tuple(self._cost(layer, bits) for bits in allowed),
         )
 
@@ -226,12 +276,14 @@ class Planner:
         return Assignment(
             options={layer.name: current[layer.name] for layer in layers},
             cost=math.fsum(self._cost(layer, current[layer.name]) for layer in layers),
-            error=total_error(self._relative[x.name][current[x.name]] * x.norm for x in layers),
+            error=total_error(
+                self._relative[x.name][current[x.name]] * self.settings.family.weight(x) for x in layers
+            ),
             policy="as it is",
             met=True,
         )
 
     def _cost(self, layer: Layer, bits: int) -> float:
-        nbytes = block_cost(layer.sample.numel, bits, layer.sample.block)
+        nbytes = block_cost(layer.sample.numel, bits, self.settings.family.block)
         rate = self.settings.gbit_per_s
         return nbytes * 8 / (rate * 1e9) if rate else float(nbytes)

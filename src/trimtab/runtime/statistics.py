@@ -223,6 +223,7 @@ def relative_errors(
     *,
     stochastic: bool,
     seed: int,
+    block: int | None = None,
     own: bool = False,
 ) -> dict[int, float]:
     """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
@@ -237,7 +238,7 @@ def relative_errors(
         return dict.fromkeys(bits, 0.0)
     kernels = kernels_for(values.device)
     key = stream(seed, _MEASURED, 0, 0)
-    block = layer.sample.block
+    block = block or layer.sample.block
     found = {}
     for b in bits:
         segment = Segment(
@@ -253,7 +254,7 @@ def relative_errors(
     return found
 
 
-def strain(layer: Layer) -> float:
+def strain(layer: Layer, block: int | None = None) -> float:
     """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
 
     A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
@@ -262,6 +263,8 @@ def strain(layer: Layer) -> float:
     blocks that are not flat have at least this strain.
     """
     blocks = layer.average.view(layer.sample.shape)
+    if block is not None and blocks.shape[1] % block == 0:  # shorter ones lie inside those that were sampled
+        blocks = blocks.view(-1, block)
     span = blocks.amax(1) - blocks.amin(1)
     typical = blocks.abs().median(1).values
     normal = NormalDist()
