@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_probe import CPU, task, tiny
+from tests.runtime.probes import CPU, task, tiny
 
 from trimtab.cluster.profile import LOCAL, CodecTime, CollectiveTime, DeviceProfile, Line, Profile
 from trimtab.errors import TrimtabError
