@@ -113,7 +113,9 @@ def compress(
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    observe = LayerLog(log, codec, every=log_every, seed=seed, rank=rank) if log and rank == 0 else None
+    observe = None
+    if log and rank == 0:
+        observe = LayerLog(log, lambda: compression.codec, every=log_every, seed=seed, rank=rank)
     levels = _levels(model, codec) if isinstance(codec, Block) else None
     compression = DdpCompression(
         model,

@@ -10,7 +10,7 @@ from trimtab.codec import Block, Codec
 from trimtab.codec.random import OWN, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -25,7 +25,10 @@ class LayerLog:
     did, which is why it is done only now and then.
     """
 
-    def __init__(self, path: str | Path, codec: Codec, *, every: int, seed: int, rank: int) -> None:
+    def __init__(
+        self, path: str | Path, codec: Callable[[], Codec], *, every: int, seed: int, rank: int
+    ) -> None:
+        """`codec` gives the one in force, which may change while a job runs."""
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}")
         self._codec, self._every, self._seed, self._rank = codec, every, seed, rank
@@ -39,7 +42,7 @@ class LayerLog:
             values = flat[piece.offset : piece.offset + piece.numel]
             line = {"step": step, "name": piece.name, "bits": piece.bits}
             if piece.bits:
-                codec = self._codec
+                codec = self._codec()
                 if isinstance(codec, Block):
                     codec = Block(bits=piece.bits, block=piece.block, stochastic=codec.stochastic)
                 payload = codec.encode(values, name=piece.name, stream=key)
