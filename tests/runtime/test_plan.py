@@ -86,6 +86,15 @@ def test_a_mistake_is_named(keywords: dict[str, Any], words: str) -> None:
         trimtab.plan(**{**given, **keywords})
 
 
+def test_another_model_is_refused_before_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = nn.Sequential(nn.Linear(3, 3))
+    ran = []
+    monkeypatch.setattr("trimtab.runtime.plan.damage_of", lambda *args, **kwargs: ran.append(args))
+    with pytest.raises(TrimtabError, match="was not measured on"):
+        trimtab.plan(other, uneven(), 8, batches=[torch.zeros(2, 3)], loss=lambda y: y.sum())
+    assert not ran
+
+
 @pytest.mark.parametrize(("batch_size", "far"), [(8, False), (24, False), (96, True)])
 def test_batches_far_from_those_probed_are_said(
     batch_size: int, far: bool, capsys: pytest.CaptureFixture[str]

@@ -20,6 +20,7 @@ from trimtab.plan.make import make_plan
 from trimtab.precision import NAMES as PRECISIONS
 from trimtab.precision.half import DTYPES
 from trimtab.predict.estimate import with_estimates
+from trimtab.predict.measured import Measured
 from trimtab.predict.pace import probed
 from trimtab.predict.reach import out_of_reach
 from trimtab.predict.step import rank_counts
@@ -98,6 +99,9 @@ def plan(
     here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
     job = _job(model, batches, loss, here)
     workload = capture(job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds))
+    measured = Measured(workload, profile)
+    for name in rank_counts(given):  # what was not measured is said before the long work
+        measured.table(name, batch_size // given.world_size, {})
     half = DTYPES[autocast] if autocast is not None else None  # a name that is none was refused by now
     with torch.autocast(job.device.type, dtype=half) if half is not None else nullcontext():
         found = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)
