@@ -39,6 +39,7 @@ gradient = ddp.module.weight.grad
 if dist.get_rank() == 0:
     values = len(set(gradient.flatten().tolist()))
     print(json.dumps({"argv": sys.argv, "name": __name__, "values": values, "file": __file__}))
+dist.barrier()  # ranks that leave apart now and then abort at exit
 dist.destroy_process_group()
 """
 
