@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
+from trimtab.api.compress import adaptive_of, compression_of
 from trimtab.bench.ranks import run_on_ranks, slices
 from trimtab.bench.result import Result
 from trimtab.emulate import Emulation
-from trimtab.runtime.compress import adaptive_of, compression_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

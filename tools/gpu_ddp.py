@@ -21,8 +21,8 @@ from trimtab.bench.ranks import run_on_ranks, slices
 from trimtab.codec import Block
 from trimtab.codec.reference import ReferenceKernels
 from trimtab.collectives import finish
+from trimtab.doors.ddp import DdpCompression
 from trimtab.emulate import Emulation
-from trimtab.integrations.ddp import DdpCompression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trimtab.api.set_precision import set_precision
 from trimtab.bench.result import Result
+from trimtab.measure.capture.capture import capture
 from trimtab.precision.devices import offers
-from trimtab.predict.memory import memory
+from trimtab.predict.memory.step_peak import memory
 from trimtab.predict.settings import matched
-from trimtab.runtime.set_precision import set_precision
-from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,60 +10,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.api.apply import apply as apply
+    from trimtab.api.compress import compress as compress
+    from trimtab.api.compress import explain as explain
+    from trimtab.api.compress import load_state_dict as load_state_dict
+    from trimtab.api.compress import observe_loss as observe_loss
+    from trimtab.api.compress import state_dict as state_dict
+    from trimtab.api.loader import loader as loader
+    from trimtab.api.plan import plan as plan
+    from trimtab.api.set_precision import set_precision as set_precision
+    from trimtab.api.tensor_parallel import tensor_parallel as tensor_parallel
     from trimtab.cluster import Cluster as Cluster
+    from trimtab.control.compression.adaptive import Adaptive as Adaptive
     from trimtab.errors import TrimtabError as TrimtabError
-    from trimtab.runtime.adaptive import Adaptive as Adaptive
-    from trimtab.runtime.apply import apply as apply
-    from trimtab.runtime.compress import compress as compress
-    from trimtab.runtime.compress import explain as explain
-    from trimtab.runtime.compress import load_state_dict as load_state_dict
-    from trimtab.runtime.compress import observe_loss as observe_loss
-    from trimtab.runtime.compress import state_dict as state_dict
-    from trimtab.runtime.loader import loader as loader
-    from trimtab.runtime.plan import plan as plan
-    from trimtab.runtime.set_precision import set_precision as set_precision
-    from trimtab.runtime.tensor_parallel import tensor_parallel as tensor_parallel
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Adaptive": "trimtab.runtime.adaptive",
+_MODULES = {
+    "Adaptive": "trimtab.control.compression.adaptive",
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
-    "apply": "trimtab.runtime.apply",
-    "compress": "trimtab.runtime.compress",
-    "explain": "trimtab.runtime.compress",
-    "load_state_dict": "trimtab.runtime.compress",
-    "loader": "trimtab.runtime.loader",
-    "observe_loss": "trimtab.runtime.compress",
-    "set_precision": "trimtab.runtime.set_precision",
-    "state_dict": "trimtab.runtime.compress",
+    "apply": "trimtab.api.apply",
+    "compress": "trimtab.api.compress",
+    "explain": "trimtab.api.compress",
+    "load_state_dict": "trimtab.api.compress",
+    "loader": "trimtab.api.loader",
+    "observe_loss": "trimtab.api.compress",
+    "plan": "trimtab.api.plan",
+    "set_precision": "trimtab.api.set_precision",
+    "state_dict": "trimtab.api.compress",
+    "tensor_parallel": "trimtab.api.tensor_parallel",
 }
-__all__ = [
-    "Adaptive",
-    "Cluster",
-    "TrimtabError",
-    "__version__",
-    "apply",
-    "compress",
-    "explain",
-    "load_state_dict",
-    "loader",
-    "observe_loss",
-    "plan",
-    "set_precision",
-    "state_dict",
-    "tensor_parallel",
-]
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plan", "tensor_parallel"):  # packages that are the verbs: Python binds their names here
-        return import_module(f"trimtab.{name}")
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from trimtab.codec import Block
-    from trimtab.integrations.backend import GroupOptions as GroupOptions
+    from trimtab.doors.backend import GroupOptions as GroupOptions
 
 __all__ = ["GroupOptions", "compress_group", "exact_group", "load_state_dict", "register", "state_dict"]
 
@@ -46,28 +46,28 @@ def compress_group(
     Every rank of the group calls it. Without `codec` the link is measured at the first large all-reduce,
     which then travels in 4 bits a value or, where that would not pay, exactly.
     """
-    from trimtab.integrations.backend import GroupOptions, trimtab_group
+    from trimtab.doors.backend import GroupOptions, trimtab_group
 
     trimtab_group(group).set_options(GroupOptions(codec=codec, seed=seed))
 
 
 def exact_group(group: dist.ProcessGroup | None = None) -> None:
     """Leave every all-reduce of a group exact from now on; every rank of the group calls it."""
-    from trimtab.integrations.backend import GroupOptions, trimtab_group
+    from trimtab.doors.backend import GroupOptions, trimtab_group
 
     trimtab_group(group).set_options(GroupOptions(compress=False))
 
 
 def state_dict(group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """For the checkpoint: how far the group's random numbers are. The same on every rank."""
-    from trimtab.integrations.backend import trimtab_group
+    from trimtab.doors.backend import trimtab_group
 
     return trimtab_group(group).state_dict()
 
 
 def load_state_dict(state: Mapping[str, int], group: dist.ProcessGroup | None = None) -> None:
     """Continue with the random numbers that come after `state_dict`'s."""
-    from trimtab.integrations.backend import trimtab_group
+    from trimtab.doors.backend import trimtab_group
 
     trimtab_group(group).load_state_dict(state)
 
@@ -78,8 +78,8 @@ class _Defaults:
 
 def _create(group: Any, pg_options: Any) -> Any:
     """What torch calls for every group of this backend; the default group is the one without a list of ranks."""
+    from trimtab.doors.backend import GroupOptions, TrimtabGroup
     from trimtab.errors import TrimtabError
-    from trimtab.integrations.backend import GroupOptions, TrimtabGroup
 
     is_default = not group.global_ranks_in_group
     nccl_options = None
@@ -115,8 +115,8 @@ def _judge(
     codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int
 ) -> tuple[bool, str]:
     """Whether compressing pays on this group's link, measured; and the reason in words."""
-    from trimtab.plan.compression import decide
-    from trimtab.runtime.exchange import measure_exchange
+    from trimtab.measure.exchange import measure_exchange
+    from trimtab.planning.compression.payoff import decide
 
     # DDP's first bucket is smaller than those that follow: judge by a buffer of their size.
     exchange = measure_exchange(codec, groups, device, max(numel, _TRIAL_NUMEL))
@@ -126,7 +126,7 @@ def _judge(
 
 def __getattr__(name: str) -> Any:
     if name == "GroupOptions":  # imported on first use: this module is loaded with torch itself
-        from trimtab.integrations.backend import GroupOptions
+        from trimtab.doors.backend import GroupOptions
 
         return GroupOptions
     raise AttributeError(f"module 'trimtab.backend' has no attribute {name!r}")

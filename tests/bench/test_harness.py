@@ -7,9 +7,9 @@ import json
 import pytest
 
 from trimtab.bench.harness import AA, Timing, interleave
-from trimtab.bench.loss import CANARY, METHODS, compare
 from trimtab.bench.ranks import parse_rate
 from trimtab.bench.result import Result
+from trimtab.bench.scenarios.loss import CANARY, METHODS, compare
 from trimtab.errors import TrimtabError
 
 

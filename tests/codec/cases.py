@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from trimtab.codec.packing import DTYPES, Packing, Segment, name_hash
-from trimtab.codec.random import stream
+from trimtab.random_bits import stream
 
 BLOCKS = (8, 9, 13, 100, 1000, 1024, 4096, 5000)
 SPECIAL = (

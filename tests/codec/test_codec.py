@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.codec import Block, Codec, ErrorFeedback, PowerSGD, TopK, Uncompressed
 from trimtab.codec.powersgd import orthonormal
-from trimtab.codec.random import stream
+from trimtab.random_bits import stream
 
 CODECS: list[Codec] = [Uncompressed(), Block(), Block(bits=3, block=100), TopK(0.1), TopK(1.0), PowerSGD(2)]
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(torch.Size)

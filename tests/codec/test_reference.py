@@ -15,8 +15,8 @@ from tests.codec.cases import SPECIAL, payload, same, values
 
 from trimtab.codec.kernels import Kernels, kernels_for
 from trimtab.codec.packing import DTYPES, Packing, Segment, name_hash
-from trimtab.codec.random import stream
 from trimtab.codec.reference import ReferenceKernels, pack, unpack
+from trimtab.random_bits import stream
 
 FAST = kernels_for(torch.device("cpu"))
 BOTH = pytest.mark.parametrize(

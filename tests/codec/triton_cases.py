@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.codec.packing import RAW, Packing, Segment
-from trimtab.codec.random import block_keys, uniform16
 from trimtab.codec.reference import ReferenceKernels
+from trimtab.random_bits import block_keys, uniform16
 
 if TYPE_CHECKING:
     from trimtab.codec.kernels import Kernels

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.codec.reference import ReferenceKernels
 from trimtab.collectives import Hosts, Piece, plan_layout
 from trimtab.collectives.hierarchy import shards
+from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import Block, Codec, ErrorFeedback, PowerSGD, TopK, Uncompressed
-from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.codec.reference import ReferenceKernels
 from trimtab.collectives import Piece, all_reduce, finish, plan_layout, reduction_for
+from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

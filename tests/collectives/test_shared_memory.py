@@ -15,9 +15,9 @@ from tests.support.pool import RanksError
 
 from trimtab.codec import native
 from trimtab.collectives import SharedMemory
-from trimtab.collectives.segment import PREFIX, _remove_stale
+from trimtab.collectives.cuda_staging import Staged
 from trimtab.collectives.shared_memory import TYPES
-from trimtab.collectives.staged import Staged
+from trimtab.collectives.shared_segment import PREFIX, _remove_stale
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def test_sizes_that_cannot_be_had_are_refused_on_every_rank(ranks: Pool) -> None
 
 
 def too_large() -> str:
-    from trimtab.collectives.segment import FOLDER, share
+    from trimtab.collectives.shared_segment import FOLDER, share
 
     before = {path.name for path in FOLDER.glob(PREFIX + "*")}
     try:
@@ -200,7 +200,7 @@ def test_a_file_system_that_is_too_small_is_named_with_its_room(ranks: Pool) -> 
 
 
 def lacking_on_one_rank() -> str:
-    from trimtab.collectives.segment import share
+    from trimtab.collectives.shared_segment import share
 
     try:
         share(4096, [0, 1], world_group(), CPU, failure="no library" if dist.get_rank() == 1 else "")

@@ -11,9 +11,9 @@ from tests.emulate.machines import pair
 from tests.support.requirements import requires
 
 from trimtab.emulate import Emulation, parse_contention
-from trimtab.emulate.competitor import niceness
 from trimtab.emulate.layout import lay_out
-from trimtab.emulate.quota import cpus
+from trimtab.emulate.throttling.competitor import niceness
+from trimtab.emulate.throttling.quota import cpus
 from trimtab.errors import TrimtabError
 
 _SCRIPT = str(Path(__file__).with_name("speed_script.py"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.precision import devices
 from trimtab.precision.devices import cpu_features, cuda_precisions, measure, offers, working_halves
-from trimtab.runtime.set_precision import set_precision
 
 CPU = torch.device("cpu")
 

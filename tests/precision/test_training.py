@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from trimtab.bench.gpt import Gpt, batch_of, text_bytes
+from trimtab.api.set_precision import set_precision
+from trimtab.models.gpt import Gpt, batch_of, text_bytes
 from trimtab.precision import Precision
 from trimtab.precision.devices import offers
-from trimtab.runtime.set_precision import set_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

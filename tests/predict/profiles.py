@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from tests.workload.models import MODELS, batch_for
+from tests.measure.capture.models import MODELS, batch_for
 
 import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link
@@ -20,8 +20,8 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.predict.costs import key_of
-from trimtab.workload.capture import capture
+from trimtab.measure.capture.capture import capture
+from trimtab.predict.operators.costs import key_of
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload

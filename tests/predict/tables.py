@@ -7,12 +7,12 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 import torch
-from tests.workload.models import MODELS, batch_for
+from tests.measure.capture.models import MODELS, batch_for
 
 from trimtab.cluster.profile import Line
-from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
+from trimtab.measure.capture.capture import capture
+from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
 from trimtab.predict.settings import settable
-from trimtab.workload.capture import capture
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload

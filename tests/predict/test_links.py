@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trimtab.codec.packing import Packing, Segment
 from trimtab.collectives import choose
+from trimtab.doors import ddp
 from trimtab.errors import TrimtabError
-from trimtab.integrations import ddp
 from trimtab.predict import job
 from trimtab.predict.links import Placement, fit, nominal, payload, volume
 

@@ -9,7 +9,7 @@ from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.errors import TrimtabError
-from trimtab.predict.measured import Measured
+from trimtab.predict.operators.measured import Measured
 from trimtab.predict.pace import OWN, Offers, ReplayPace, RoleSetting, by_roles, probed
 from trimtab.predict.step import JobSetting, RankSetting, predict_memory, predict_step
 

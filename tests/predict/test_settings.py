@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.measure.capture.models import MODELS
 from tests.predict.tables import workload_of
-from tests.workload.models import MODELS
 
+from trimtab.api.set_precision import _matched
 from trimtab.errors import TrimtabError
 from trimtab.precision import Precision
 from trimtab.predict.settings import matched
-from trimtab.runtime.set_precision import _matched
 
 PATTERNS: list[dict[str, str]] = [
     {"*": "bf16"},

@@ -12,13 +12,13 @@ from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile,
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.estimate import estimated, rates, with_estimates
 from trimtab.predict.job import idle_seconds
-from trimtab.predict.measured import Measured
-from trimtab.predict.replay import Bucket, Transfer, replay
+from trimtab.predict.operators.estimate import estimated, rates, with_estimates
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.replay import Bucket, Transfer, replay
+from trimtab.predict.replay.timeline import bottleneck
+from trimtab.predict.replay.trace import save_trace
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, predict_step
-from trimtab.predict.timeline import bottleneck
-from trimtab.predict.trace import save_trace
 
 if TYPE_CHECKING:
     from pathlib import Path

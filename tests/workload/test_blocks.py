@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.workload.models import MODELS, batch_for
+from tests.measure.capture.models import MODELS, batch_for
 from torch import nn
 
-from trimtab.workload.capture import capture
+from trimtab.measure.capture.capture import capture
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload

@@ -73,7 +73,7 @@ class DeviceProfile:
     """What the driver or the operating system calls it."""
 
     operators: dict[str, OperatorTime] = Field(default_factory=dict)
-    """By operator key: kind, shape, type and precision (see `trimtab.predict.costs.OperatorKey`)."""
+    """By operator key: kind, shape, type and precision (see `trimtab.predict.operators.costs.OperatorKey`)."""
 
     casts: dict[str, Line] = Field(default_factory=dict)
     """By direction, such as ``fp32>int8``."""

@@ -26,7 +26,7 @@ class Codec(Protocol):
     def encode(self, values: torch.Tensor, *, name: str = "", stream: int = 0) -> torch.Tensor:
         """The encoding, as a 1-D uint8 tensor on the same device.
 
-        `name` and `stream` (see `trimtab.codec.random.stream`) key the random numbers.
+        `name` and `stream` (see `trimtab.random_bits.stream`) key the random numbers.
         """
 
     def decode(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.codec.packing import RAW, Packing, Segment, check_buffers
-from trimtab.codec.random import block_keys, uniform16
+from trimtab.random_bits import block_keys, uniform16
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

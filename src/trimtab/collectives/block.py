@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.packing import RAW, Packing
-from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.collectives.reduction import carried, started
+from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

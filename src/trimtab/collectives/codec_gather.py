@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.codec import Codec, Uncompressed
-from trimtab.codec.random import OWN, stream
 from trimtab.collectives.reduction import carried, started
+from trimtab.random_bits import OWN, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

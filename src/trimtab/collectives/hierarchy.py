@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW
-from trimtab.collectives.inside import GroupInside, Inside, SharedInside
+from trimtab.collectives.intra_host import GroupInside, Inside, SharedInside
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import MAX_STAGES, PlainReduction, Reduction, together
 from trimtab.collectives.shared_memory import TIMEOUT_S, SharedMemory

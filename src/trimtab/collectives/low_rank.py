@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from trimtab.codec.packing import name_hash
 from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
-from trimtab.codec.random import stream
 from trimtab.collectives.reduction import carried, started
+from trimtab.random_bits import stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

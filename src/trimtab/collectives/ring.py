@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.collectives.block import BlockReduction, keep, restore, rows
 from trimtab.collectives.reduction import carried, started, together
+from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

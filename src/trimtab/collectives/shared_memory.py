@@ -1,7 +1,7 @@
 """Collectives between the ranks of one host, through memory that they share.
 
 CPU tensors are copied and added by the C++ library; CUDA tensors go through the same memory, pinned
-(`trimtab.collectives.staged`). Sums run in rank order, so that every rank computes the same bits.
+(`trimtab.collectives.cuda_staging`). Sums run in rank order, so that every rank computes the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import native
-from trimtab.collectives.segment import share
-from trimtab.collectives.staged import Staged
+from trimtab.collectives.cuda_staging import Staged
+from trimtab.collectives.shared_segment import share
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.codec.random import OWN, REDUCED, stream
 from trimtab.collectives.block import BlockReduction, keep, restore
 from trimtab.collectives.reduction import started, together
+from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

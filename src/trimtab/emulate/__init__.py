@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from trimtab.emulate.leftovers import sweep as sweep
     from trimtab.emulate.outcome import Failure as Failure
     from trimtab.emulate.outcome import Outcome as Outcome
-    from trimtab.emulate.schedule import Contention as Contention
-    from trimtab.emulate.schedule import parse_contention as parse_contention
+    from trimtab.emulate.throttling.schedule import Contention as Contention
+    from trimtab.emulate.throttling.schedule import parse_contention as parse_contention
 
 _HOMES = {
-    "Contention": "trimtab.emulate.schedule",
+    "Contention": "trimtab.emulate.throttling.schedule",
     "Emulation": "trimtab.emulate.emulation",
     "Failure": "trimtab.emulate.outcome",
     "Outcome": "trimtab.emulate.outcome",
     "emulate": "trimtab.emulate.emulation",
-    "parse_contention": "trimtab.emulate.schedule",
+    "parse_contention": "trimtab.emulate.throttling.schedule",
     "sweep": "trimtab.emulate.leftovers",
 }
 __all__ = ["Contention", "Emulation", "Failure", "Outcome", "emulate", "parse_contention", "sweep"]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.emulate import links, mps
 from trimtab.emulate.agents import end, free_port, require_free, require_script, wait
-from trimtab.emulate.duty import start_duty_cycle
 from trimtab.emulate.guardian import Guardian
 from trimtab.emulate.job import RUN_MARK, Job, create_job
 from trimtab.emulate.layout import Node, Seat, lay_out, nodes
@@ -20,10 +19,11 @@ from trimtab.emulate.leftovers import kill_marked, remove, sweep
 from trimtab.emulate.memory import kills, limit_memory
 from trimtab.emulate.outcome import Failure, Outcome, first_failure
 from trimtab.emulate.output import Output
-from trimtab.emulate.schedule import Contention, check_schedule, speed_left
 from trimtab.emulate.spec import Spec, state_path
-from trimtab.emulate.state import State
-from trimtab.emulate.throttle import Throttle, check_throttle
+from trimtab.emulate.throttling.duty import start_duty_cycle
+from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
+from trimtab.emulate.throttling.state import State
+from trimtab.emulate.throttling.throttle import Throttle, check_throttle
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.cluster import Cluster
-    from trimtab.emulate.cgroups import Group
+    from trimtab.emulate.throttling.cgroups import Group
 
 _INSIDE_PORT = 29500  # nothing else listens in a namespace of our own
 

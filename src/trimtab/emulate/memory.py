@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.emulate.cgroups import Group, make_group
+from trimtab.emulate.throttling.cgroups import Group, make_group
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:

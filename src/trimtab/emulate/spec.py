@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trimtab.emulate.cgroups import Group
-from trimtab.emulate.schedule import Contention
+from trimtab.emulate.throttling.cgroups import Group
+from trimtab.emulate.throttling.schedule import Contention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 from trimtab.emulate.job import RUN_MARK
 from trimtab.emulate.outcome import error_path
 from trimtab.emulate.output import STREAMS, pipe_path
-from trimtab.emulate.quota import cpus, set_quota
-from trimtab.emulate.schedule import speed_left
 from trimtab.emulate.spec import Spec, state_path
-from trimtab.emulate.state import State
+from trimtab.emulate.throttling.quota import cpus, set_quota
+from trimtab.emulate.throttling.schedule import speed_left
+from trimtab.emulate.throttling.state import State
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -93,11 +93,11 @@ def _take_place(spec: Spec, state: State, path: Path) -> object:
     if spec.quota is not None:
         spec.quota.join()
     elif spec.throttle == "competitor":
-        from trimtab.emulate.competitor import start_competitors
+        from trimtab.emulate.throttling.competitor import start_competitors
 
         start_competitors(path, spec.cores)
     elif spec.throttle == "gemm":
-        from trimtab.emulate.repeat import RepeatedProducts
+        from trimtab.emulate.throttling.repeat import RepeatedProducts
 
         kept = RepeatedProducts(state, spec.kind)
 

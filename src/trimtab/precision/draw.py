@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from trimtab.codec.random import absorb
+from trimtab.random_bits import absorb
 
 if TYPE_CHECKING:
     import torch

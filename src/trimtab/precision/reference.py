@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.codec.random import absorb, uniform16
+from trimtab.random_bits import absorb, uniform16
 
 if TYPE_CHECKING:
     from trimtab.precision.quantise import Axis

@@ -7,7 +7,7 @@ averaged gradient.
 Every operator has *sources* of error: its operands as they are rounded, and its results where those are. A
 source's damage is its relative error, ‖rounding error‖² / ‖values‖², times its *gain*: what one unit of relative
 error there does to the gradient. Errors follow the values and are cheap to follow while training runs; gains
-follow the model and are found by `trimtab.runtime.indicators`.
+follow the model and are found by `trimtab.measure.damage.indicators`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.links import Collective, Fit, Placement, payload, volume
-from trimtab.predict.replay import Bucket, Role, Segment, Transfer, replay
+from trimtab.predict.replay.replay import Bucket, Role, Segment, Transfer, replay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
-from trimtab.predict.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
 from trimtab.predict.job import segments
-from trimtab.predict.mapper import CostMapper
-from trimtab.predict.measured import Measured
-from trimtab.predict.memory import memory
-from trimtab.predict.replay import replay
+from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.operators.cost_mapper import CostMapper
+from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.cluster.profile import CollectiveTime, Profile
-    from trimtab.predict.backend import DeviceKind
-    from trimtab.predict.mapper import Change
-    from trimtab.predict.replay import Role
-    from trimtab.predict.timeline import Timeline
+    from trimtab.predict.operators.cost_mapper import Change
+    from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.predict.replay.replay import Role
+    from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
 
 OWN = "own"
@@ -168,7 +168,7 @@ def needed_bytes(
 
 
 class ReplayPace:
-    """A job on a cluster, replayed whenever it is asked how long its step takes (see `trimtab.plan.pace.Pace`)."""
+    """A job on a cluster, replayed for every question about its step time (a `Pace` of the precision planner)."""
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 from trimtab.predict.job import CodecSpeed, bits_of, compressed_buckets, plain_buckets, segments, with_local
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
-from trimtab.predict.memory import Memory, memory
-from trimtab.predict.replay import Bucket, Role, Segment, replay
+from trimtab.predict.memory.step_peak import Memory, memory
+from trimtab.predict.replay.replay import Bucket, Role, Segment, replay
 from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from trimtab.cluster import Cluster
     from trimtab.cluster.profile import CodecTime, Profile
-    from trimtab.predict.measured import Measured
-    from trimtab.predict.timeline import Timeline
+    from trimtab.predict.operators.measured import Measured
+    from trimtab.predict.replay.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""One scenario per figure: what `trimtab bench NAME` runs."""

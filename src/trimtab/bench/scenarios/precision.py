@@ -1,0 +1,315 @@
+"""`trimtab bench precision`: what lower precision brings, operator by operator and in a whole step.
+
+Baseline: what a user would run instead, fp32 on a CPU (one thread), autocast to bf16 on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trimtab.api.set_precision import set_precision
+from trimtab.bench.harness import AA, Timing, interleave
+from trimtab.bench.result import Result
+from trimtab.models.gpt import Gpt, batch_of, text_bytes
+from trimtab.precision.devices import EVER, offers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.precision.operators import Kind
+
+LINEAR = {
+    "cpu": ("512x768x3072", "512x3072x768", "512x768x768"),
+    "cuda": ("8192x4096x16384", "8192x4096x4096"),
+}
+WARMUP = 2
+STEP = {
+    "cpu": {"width": 768, "layers": 4, "heads": 12, "context": 128, "sequences": 4},
+    "cuda": {"width": 4096, "layers": 2, "heads": 32, "context": 1024, "sequences": 8},
+}
+
+
+class _Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
+    """Rows for each operator, shape, precision and pass, then for whole steps of a GPT.
+
+    `saved_bytes_ratio` is what autograd keeps beside parameters, over what the baseline keeps;
+    `loss_change` what the precision did to the loss after the measured steps.
+    """
+    on = torch.device(device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cases = list(_operators(on))
+        total = len(cases) + WARMUP + repeats
+        rows: list[dict[str, Any]] = []
+        for done, (operator, shape, module, x) in enumerate(cases):
+            rows += _operator_rows(operator, shape, module, x, repeats)
+            progress(done + 1, total)
+        if on.type == "cuda":
+            rows += _quantise_rows(on, repeats)
+        rows += _step_rows(on, repeats, lambda done, _: progress(len(cases) + done, total))
+    finally:
+        torch.set_num_threads(threads)
+    return Result(bench="precision", summary=_summary(rows, on), rows=rows)
+
+
+def _operators(device: torch.device) -> Sequence[tuple[Kind, str, nn.Module, torch.Tensor]]:
+    cases: list[tuple[Kind, str, nn.Module, torch.Tensor]] = []
+    for shape in LINEAR[device.type]:
+        rows, inputs, outputs = map(int, shape.split("x"))
+        cases.append(("linear", shape, nn.Linear(inputs, outputs), torch.randn(rows, inputs)))
+    cases.append(("conv", "8x64x28x28 k3", nn.Conv2d(64, 64, 3, padding=1), torch.randn(8, 64, 28, 28)))
+    cases.append(("attention", "4x12x128x64", _Attention(), torch.randn(4, 12, 128, 64)))
+    cases.append(("embedding", "512 of 8192x768", nn.Embedding(8192, 768), torch.randint(8192, (512,))))
+    # Activations arrive in the type that autocast gives them.
+    half = device.type == "cuda"
+    return [
+        (
+            kind,
+            shape,
+            module.to(device),
+            x.to(device, torch.bfloat16 if half and x.is_floating_point() else None),
+        )
+        for kind, shape, module, x in cases
+    ]
+
+
+def _operator_rows(
+    kind: Kind, shape: str, module: nn.Module, x: torch.Tensor, repeats: int
+) -> list[dict[str, Any]]:
+    baseline = _baseline(x.device)
+    names = [name for name in offers(x.device)[kind] if name in EVER[kind] and name != baseline]
+    runs: dict[str, Callable[[], float]] = {}
+    saved: dict[str, int] = {}
+    holders = {}
+    for name in (baseline, baseline + AA, *names):
+        # Each precision in a module of its own over the same parameters, so that rounds can interleave.
+        holder = nn.Sequential(_alias(module))
+        pattern = "0/attention" if kind == "attention" else "0"
+        if name in names:
+            set_precision(holder, {pattern: name})
+        holders[name] = holder
+        saved[name] = _saved_bytes(holder, x)
+        for which in ("forward", "forward+backward"):
+            runs[f"{name}|{which}"] = _timed(holder, x, which)
+    timings = interleave(runs, warmup=WARMUP, repeats=repeats)
+    rows = []
+    for key, timing in timings.items():
+        name, which = key.split("|")
+        speedup = timings[f"{baseline}|{which}"].ratio(timing)
+        rows.append(
+            {
+                "operator": kind,
+                "shape": shape,
+                "precision": name,
+                "pass": which,
+                "ms": timing.median_ms,
+                f"speedup_over_{baseline}": speedup,
+                "slower": name in names and speedup < 1,
+                "saved_bytes_ratio": saved[name] / saved[baseline] if saved[baseline] else 1.0,
+            }
+        )
+    return rows
+
+
+def _alias(module: nn.Module) -> nn.Module:
+    """A module that shares the parameters of another."""
+    copy = type(module).__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    return copy
+
+
+def _timed(module: nn.Module, x: torch.Tensor, which: str) -> Callable[[], float]:
+    def run() -> float:
+        leaf = x.detach().requires_grad_(x.is_floating_point())
+        with _autocast(x.device):
+            y = module(leaf)
+        if which != "forward":
+            y.backward(gradient)
+        return 0.0
+
+    with _autocast(x.device):
+        gradient = torch.randn_like(module(x))
+
+    def timed() -> float:
+        for parameter in module.parameters():
+            parameter.grad = None
+        return _seconds(run, x.device)
+
+    return timed
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
+    """What autograd keeps of one call, parameters left out, each piece of memory once."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _autocast(x.device):
+        y = module(leaf)
+    del y
+    return sum(kept.values())
+
+
+def _step_rows(
+    device: torch.device, repeats: int, progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    size = STEP[device.type]
+    context, sequences = size["context"], size["sequences"]
+    text = text_bytes(1 << 20)
+    baseline = _baseline(device)
+    lower = [
+        name for name in ("bf16", "fp8", "int8") if name in offers(device)["linear"] and name != baseline
+    ]
+    losses: dict[str, list[float]] = {}
+    cases: dict[str, Callable[[], float]] = {}
+    for name in (baseline, baseline + AA, *lower):
+        torch.manual_seed(0)
+        with device:
+            model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context)
+        if name in lower:
+            set_precision(model, {"blocks.*": name})
+        optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        losses[name] = []
+        cases[name] = _step(model, optimiser, text, losses[name], sequences, context, device)
+    timings = interleave(cases, warmup=WARMUP, repeats=repeats, progress=progress)
+    first = timings[baseline]
+    return [
+        {
+            "operator": "step",
+            "shape": f"gpt {size['width']} x {size['layers']}, {sequences * context} tokens",
+            "precision": name,
+            "pass": "step",
+            "ms": timing.median_ms,
+            "spread": timing.spread,
+            "step_speedup": first.ratio(timing),
+            "loss": losses[name][-1],
+            "loss_change": losses[name][-1] - losses[baseline][-1],
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def _step(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    text: torch.Tensor,
+    losses: list[float],
+    sequences: int,
+    context: int,
+    device: torch.device,
+) -> Callable[[], float]:
+    def case() -> float:
+        batch = batch_of(text, len(losses), sequences, context).to(device)
+        kept: list[torch.Tensor] = []
+
+        def run() -> None:
+            with _autocast(device):
+                loss = model(batch)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            kept.append(loss.detach())
+
+        taken = _seconds(run, device)
+        losses.append(float(kept[-1]))
+        return taken
+
+    return case
+
+
+def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Fused largest-magnitude and quantise, over what copying the same number of bytes takes."""
+    from trimtab.precision.draw import Draw, Operand
+    from trimtab.precision.triton_quantise import by_rows, whole
+
+    x = torch.randn(16384, 8192, device=device, dtype=torch.bfloat16)
+    into = torch.empty_like(x)
+    calls = torch.zeros(1, dtype=torch.int64, device=device)
+    nearest, stochastic = Draw(1, calls, False), Draw(1, calls, True)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    # Bytes read and written for each value: two for each reading, one for each code.
+    cases: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (lambda: into.copy_(x), 4),
+        "int8 by row, stochastic": (lambda: by_rows(x, torch.int8, stochastic, Operand.INPUT), 3),
+        "int8 by row, nearest": (lambda: by_rows(x, torch.int8, nearest, Operand.INPUT), 3),
+        "fp8 whole, both orders, nearest": (lambda: whole(x, e4m3, nearest, Operand.INPUT), 6),
+        "fp8 whole, both orders, stochastic": (lambda: whole(x, e5m2, stochastic, Operand.INPUT), 6),
+    }
+    timings: dict[str, Timing] = interleave(
+        {name: (lambda run=run: _seconds(run, device, 5)) for name, (run, _) in cases.items()},  # type: ignore[misc]
+        warmup=WARMUP,
+        repeats=repeats,
+    )
+    copy = timings["copy"]
+    return [
+        {
+            "operator": "quantise",
+            "shape": "16384x8192 bf16",
+            "precision": name,
+            "pass": "quantise",
+            "ms": timing.median_ms,
+            "of_copy_bandwidth": cases[name][1] / 4 * copy.ratio(timing),
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def _summary(rows: list[dict[str, Any]], device: torch.device) -> dict[str, float | bool | str]:
+    baseline = _baseline(device)
+    best = "fp8" if any(row["precision"] == "fp8" for row in rows) else "int8"
+    summary: dict[str, float | bool | str] = {}
+    for row in rows:
+        main = row["precision"] == best
+        if main and row["shape"] == LINEAR[device.type][0] and row["pass"] == "forward+backward":
+            summary[f"{best}_linear_speedup"] = row[f"speedup_over_{baseline}"]
+            summary[f"{best}_saved_bytes_ratio"] = row["saved_bytes_ratio"]
+        if row["operator"] == "step" and AA not in row["precision"] and row["precision"] != baseline:
+            summary[f"{row['precision']}_step_speedup"] = row["step_speedup"]
+            summary[f"{row['precision']}_loss_change"] = row["loss_change"]
+        if row["operator"] == "quantise" and row["precision"] != "copy":
+            summary[f"{row['precision']}: quantise_of_copy_bandwidth"] = row["of_copy_bandwidth"]
+    again = [row for row in rows if AA in row["precision"] and row["pass"] != "forward"]
+    ratios = [row.get("step_speedup", row.get(f"speedup_over_{baseline}", 1.0)) for row in again]
+    summary["aa_worst"] = max(abs(ratio - 1) for ratio in ratios)
+    return summary
+
+
+def _baseline(device: torch.device) -> str:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def _autocast(device: torch.device) -> Any:
+    return nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)

@@ -1,0 +1,175 @@
+"""`trimtab bench predict`: predicted steps beside measured ones.
+
+Each job is one model on an emulated cluster of two unequal ranks. In every round both ranks are probed
+(single steps without communication, in one precision throughout and at three batch sizes; the link; the codec),
+then the plans are predicted from that probe, and only then are they measured, each twice. No plan's own time,
+and no step with communication, ever enters a prediction. Errors are medians over rounds of predicted over
+measured, so that a machine whose speed drifts is compared with itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from trimtab.bench.ranks import parse_rate, run_on_ranks
+from trimtab.bench.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trimtab.cluster import Cluster
+
+SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
+MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
+LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
+UNITS = 8
+"""Units of samples in every step's batch."""
+
+PROBED = (2, 4, 6)
+"""Those that the fast rank has while operators are timed; the slow one has the rest."""
+
+LOW = "int8"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the two ranks do."""
+
+    shares: tuple[int, int]
+    """Units of samples."""
+
+    low: str
+    """Which operators of the slow rank are in low precision: `none`, `all`, or every second or third."""
+
+    bits: int | None
+
+    def __str__(self) -> str:
+        return f"{self.shares[0]}/{self.shares[1]}, low {self.low}, {self.bits or 'fp32'} bits"
+
+
+PLANS = {
+    "300mbit": (
+        Plan((4, 4), "half", None),
+        Plan((5, 3), "third", 4),
+        Plan((4, 4), "half", 4),
+        Plan((5, 3), "none", 8),
+    ),
+    "1gbit": (
+        Plan((5, 3), "half", None),
+        Plan((5, 3), "all", 8),
+        Plan((5, 3), "third", 8),
+        Plan((6, 2), "half", 4),
+    ),
+    "none": (
+        Plan((4, 4), "half", None),
+        Plan((5, 3), "none", None),
+        Plan((5, 3), "third", 4),
+        Plan((5, 3), "all", 4),
+        Plan((6, 2), "half", 8),
+        Plan((3, 5), "none", 4),
+    ),
+}
+
+
+def predict(device: str, rounds: int, progress: Callable[[int, int], None]) -> Result:
+    """Every model over every link."""
+    models, links = MODELS[device], LINKS[device]
+    rows: list[dict[str, Any]] = []
+    for index, link in enumerate(links):
+
+        def moved(done: int, total: int, index: int = index) -> None:
+            progress(index * total + done, len(links) * total)
+
+        rows += predict_jobs(device, models, link, PLANS[link], rounds, moved)
+    from trimtab.bench.scenarios.predict.speed import speed
+
+    return Result(bench="predict", summary={"device": device, **summary(rows), **speed()}, rows=rows)
+
+
+def predict_jobs(
+    device: str,
+    models: Sequence[str],
+    link: str,
+    plans: Sequence[Plan],
+    rounds: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each plan of each model; one emulated cluster trains the models one after another."""
+    from trimtab.bench.scenarios.predict.ranks import on_rank
+    from trimtab.emulate import Emulation
+
+    spec = {
+        "device": device,
+        "models": list(models),
+        "link": link,
+        "plans": [[list(plan.shares), plan.low, plan.bits] for plan in plans],
+        "rounds": rounds,
+    }
+    with Emulation(two_ranks(device, link)) as emulation:
+        found = run_on_ranks(emulation, on_rank, spec, progress=progress)
+    return [
+        {"model": model, "link": link, **_row(plan, of)}
+        for model, of_plans in zip(models, found, strict=True)
+        for plan, of in zip(plans, of_plans, strict=True)
+    ]
+
+
+def _row(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
+    measured, again = found["measured"], found["again"]
+    both = [mean(pair) for pair in zip(measured, again, strict=True)]
+
+    def error(predicted: Sequence[float]) -> float:
+        return float(median(p / m for p, m in zip(predicted, both, strict=True))) - 1
+
+    return {
+        "plan": str(plan),
+        "predicted_ms": median(found["predicted"]) * 1e3,
+        "measured_ms": median(both) * 1e3,
+        "error": error(found["predicted"]),
+        "naive_error": error(found["naive"]),
+        "repeat_error": median(a / b for a, b in zip(again, measured, strict=True)) - 1,
+        **({"memory_error": max((r - 1 for r in found["memory"]), key=abs)} if "memory" in found else {}),
+        "bottleneck": found["bottleneck"],
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures over all plans; regret over jobs."""
+    errors = [abs(row["error"]) for row in rows]
+    jobs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        jobs.setdefault((row["model"], row["link"]), []).append(row)
+    regrets = [regret(job) for job in jobs.values()]
+    return {
+        "plans": len(rows),
+        "mean_error": mean(errors),
+        "max_error": max(errors),
+        "repeat_error": mean(abs(row["repeat_error"]) for row in rows),
+        "naive_mean_error": mean(abs(row["naive_error"]) for row in rows),
+        "regret": mean(regrets),
+        "worst_regret": max(regrets),
+        **({"memory_error": max(abs(r["memory_error"]) for r in rows)} if "memory_error" in rows[0] else {}),
+    }
+
+
+def regret(job: Sequence[Mapping[str, Any]]) -> float:
+    """By how much the plan that is predicted to be fastest is slower than the one that is."""
+    chosen = min(job, key=lambda row: float(row["predicted_ms"]))
+    return float(chosen["measured_ms"] / min(row["measured_ms"] for row in job)) - 1
+
+
+def two_ranks(device: str, link: str) -> Cluster:
+    """A fast and a slow host of one rank each."""
+    from trimtab.cluster import Cluster, Device, Host, Link
+
+    kind: Any = device
+    rate = None if link == "none" else parse_rate(link)
+    names = ("fast", "slow")
+    return Cluster(
+        version=1,
+        devices={n: Device(kind=kind, speed=s) for n, s in zip(names, SPEEDS[device], strict=True)},
+        links={"link": Link(gbit_per_s=rate)} if rate else {},
+        hosts=tuple(Host(name=n, devices={n: 1}, link="link" if rate else None) for n in names),
+    )

@@ -1,0 +1,250 @@
+"""What each rank of `trimtab bench predict` does: probe, predict, measure, round after round."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import trimtab
+from trimtab.bench.scenarios.predict.models import make_task
+from trimtab.bench.scenarios.predict.predict import LOW, PROBED, UNITS, two_ranks
+from trimtab.bench.scenarios.predict.trainers import Trainers
+from trimtab.cluster.profile import (
+    LOCAL,
+    PROFILE_VERSION,
+    CodecTime,
+    CollectiveTime,
+    DeviceProfile,
+    Line,
+    Profile,
+)
+from trimtab.measure.capture.capture import capture
+from trimtab.measure.casts import cast_lines
+from trimtab.measure.codec import CodecProbe
+from trimtab.measure.links import LinkProbe, link_times, own_rows
+from trimtab.measure.lockstep import StepTrainer
+from trimtab.measure.operators import with_steps
+from trimtab.measure.reductions import Unhidden, slower_gathers
+from trimtab.predict.links import Placement
+from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.timeline import bottleneck
+from trimtab.predict.step import JobSetting, RankSetting, predict_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trimtab.measure.operators import StepTimes
+    from trimtab.workload import Workload
+
+NAMES = FAST, SLOW = "fast", "slow"
+PLACEMENT = Placement(per_host=(1, 1))
+
+
+def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[dict[str, Any]]]:
+    """For each model and plan what was predicted, measured, and measured again, by round."""
+    torch.set_num_threads(1)
+    # torch's own convolution of one channel; it changes nothing here.
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
+    models, rounds = spec["models"], spec["rounds"]
+    found = []
+    for index, model in enumerate(models):
+        job = Job({**spec, "model": model})
+
+        def moved(done: int, index: int = index) -> None:
+            report(index * rounds + done, len(models) * rounds)
+
+        found.append(_rounds(job, rounds, moved))
+        job.close()
+        cuda = job.device.type == "cuda"
+        del job
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()  # the other rank shares the memory
+    return found
+
+
+def _rounds(job: Job, rounds: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
+    job.settle()
+    kept: list[dict[str, Any]] = [
+        {"predicted": [], "naive": [], "measured": [], "again": []} for _ in job.plans
+    ]
+    for round_ in range(rounds):
+        probed = [Measured(job.workload, profile) for profile in job.probe()]
+        for plan, of in zip(job.plans, kept, strict=True):
+            steps = [predict_step(one, job.cluster, plan) for one in probed]
+            of["predicted"].append(mean(step.step_s for step in steps))
+            of["naive"].append(
+                mean(predict_step(one, job.cluster, plan, naive=True).step_s for one in probed)
+            )
+            of["bottleneck"] = bottleneck(steps[-1])
+        for which in ("measured", "again"):
+            for plan, of in zip(job.plans, kept, strict=True):
+                of[which].append(job.measure(plan))
+        report(round_ + 1)
+    if job.device.type == "cuda":
+        for plan, of in zip(job.plans, kept, strict=True):
+            of["memory"] = job.memory(plan)
+    return kept
+
+
+class Job:
+    """One rank's part in probing and measuring."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.device = torch.device(spec["device"])
+        self.cluster = two_ranks(spec["device"], spec["link"])
+        task = make_task(spec["model"], self.device)
+        self.unit = task.unit
+        self.name = NAMES[dist.get_rank()]
+        self.trainers = Trainers(task, self.device)
+        cuda = self.device.type == "cuda"
+        half = "bf16" if cuda else None
+        self.workload: Workload = capture(task.model, task.batch(PROBED[0] * self.unit), autocast=half)
+        self.probe_trainer = StepTrainer(
+            copy.deepcopy(task.model), self.workload, self.device, batch_of=task.batch, autocast=half
+        )
+        self.low = {
+            name: LOW for name, (first, *_) in self.workload.settings.items() if self._may_be_low(first)
+        }
+        self.plans = [
+            JobSetting(
+                bits=bits,
+                ranks={
+                    FAST: RankSetting(samples=shares[0] * self.unit, precisions={}),
+                    SLOW: RankSetting(samples=shares[1] * self.unit, precisions=self._chosen(low)),
+                },
+            )
+            for shares, low, bits in spec["plans"]
+        ]
+        self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
+        self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
+        self._link: LinkProbe | None = None
+        self._beyond: Unhidden | None = None
+
+    def settle(self) -> None:
+        """Let DDP rebuild its buckets, kernels compile and caches fill."""
+        self._steps()
+        for plan in self.plans:
+            before = self.trainers.allocated()
+            fresh = self.trainers.make(plan.bits)
+            for _ in range(3 if fresh else 1):
+                self.measure(plan)
+            if fresh:
+                self.trainers.held[plan.bits] = self.trainers.allocated() - before
+
+    def probe(self) -> list[Profile]:
+        """What both ranks, the link and the codec do right now: profiles of single steps.
+
+        A step is as long as its slower rank, and on a machine that flutters that is longer than the longer of two
+        usual times. So steps are not averaged before they are replayed, but after.
+        """
+        taken = self._steps()
+        casts = cast_lines(self.device, self._casts)
+        codec = {str(bits): self._codec(bits) for bits in self.bits}
+        link, measured = next(iter(self.cluster.links), LOCAL), self._links()
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in taken])
+        profiles = [
+            Profile(
+                version=PROFILE_VERSION,
+                trimtab=trimtab.__version__,
+                torch=torch.__version__,
+                devices=dict(zip(NAMES, pair, strict=True)),
+                links={link: measured},
+            )
+            for pair in zip(*both, strict=True)
+        ]
+        if not self.bits:
+            return profiles
+        if self._beyond is None:
+            self._beyond = Unhidden(self.workload, self.bits, PLACEMENT, self.device)
+        self._beyond.round()
+        seconds = self._beyond.seconds(profiles[0], link, NAMES)
+        return [slower_gathers(profile, link, seconds) for profile in profiles]
+
+    def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
+        """Two sets of steps without communication, by whether all is low and by samples.
+
+        While this rank has a share of the job's batch, the other has the rest, as in every plan: ranks of one
+        machine are slower while the other computes. The fast rank has plain steps only, so it has two of each.
+        """
+        sets: list[dict[tuple[bool, int], StepTimes]] = []
+        for low in (True, False):
+            steps: dict[tuple[bool, int], StepTimes] = {}
+            for share in PROBED:
+                samples = (share if self.name == FAST else UNITS - share) * self.unit
+                lowered = low and self.name == SLOW
+                steps[lowered, samples] = self.probe_trainer.timed(samples, self.low if lowered else {})
+            sets.append(steps)
+        # Plain steps last: they know best what nobody set.
+        return sets if self.name == FAST else [sets[0] | sets[1]] * 2
+
+    def _profile(
+        self,
+        steps: Mapping[tuple[bool, int], StepTimes],
+        casts: dict[str, Line],
+        codec: dict[str, CodecTime],
+    ) -> DeviceProfile:
+        timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
+        return with_steps(DeviceProfile(called=self.name, casts=casts, codec=codec), self.workload, timed)
+
+    def memory(self, plan: JobSetting) -> list[float]:
+        """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""
+        own = plan.ranks[self.name]
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.measure(plan)
+        allocated = self.trainers.held[plan.bits] + torch.cuda.max_memory_allocated() - before
+        predicted = memory(
+            self.workload.at_batch(own.samples),
+            own.precisions,
+            kind="cuda",
+            data_parallel=True,
+            bits=plan.bits,
+            world=2,
+            workspace=0,  # the library's was taken by the first model that ran
+        )
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, predicted.peak / allocated)
+        return both
+
+    def measure(self, plan: JobSetting) -> float:
+        """Seconds of one step of a plan."""
+        own = plan.ranks[self.name]
+        return self.trainers.step(plan.bits, own.samples, own.precisions)
+
+    def close(self) -> None:
+        """Let go of everything; nothing is measured after this."""
+        self.trainers.close()
+        if self._beyond is not None:
+            self._beyond.close()
+
+    def _links(self) -> dict[str, CollectiveTime]:
+        """From all rounds so far: a link does not drift as a busy machine does."""
+        if self._link is None:
+            rows = own_rows(self.workload, self.bits)
+            used = [name for name in rows if name != "all_to_all"]  # two ranks have no use for it
+            self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=used)
+            self._link.round()
+        self._link.round()
+        return link_times(self._link, NAMES)
+
+    def _codec(self, bits: int) -> CodecTime:
+        probe = CodecProbe(bits, self.device)
+        probe.round()
+        return probe.times()
+
+    def _may_be_low(self, index: int) -> bool:
+        return self.workload.operators[index].kind in ("linear", "conv")
+
+    def _chosen(self, low: str) -> dict[str, str]:
+        names = list(self.low)
+        kept = {"none": [], "all": names, "half": names[::2], "third": names[1::3]}[low]
+        return dict.fromkeys(kept, LOW)

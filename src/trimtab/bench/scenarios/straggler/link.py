@@ -1,0 +1,123 @@
+"""The same slow rank on a fast and on a slow link: what the controller chooses, and what each choice would take.
+
+Two hosts, the second at a quarter of its speed by repeated products; the controller may leave out half. `migrate` and
+`resize` do from the first step what the controller has to choose between; the time of the move counts.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab.bench.ranks import run_on_ranks, two_hosts
+from trimtab.bench.scenarios.straggler.trainer import GAMMA_MAX, Trainer
+from trimtab.control.tensor.resizing import set_resize
+from trimtab.errors import TrimtabError
+from trimtab.planning.tensor.rebalance import counts_for
+from trimtab.sharding import assignment_for, move
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LINKS = {"fast": None, "slow": "60mbit"}
+_SPEED = 0.25
+_STEPS = 18
+"""How long the rank is slow, as the controller expects: it takes 17 of them to decide."""
+_BLOCK = 6
+"""Steps of a method before the next has its turn."""
+_SPEC: dict[str, Any] = {
+    "model": "gpt", "device": "cpu", "speeds": [1.0, 1.0],
+    # Few activations and large matrices: what moving costs is what the links differ in.
+    "width": 1024, "heads": 16, "layers": 1, "batch": 4, "length": 64, "horizon": _STEPS,
+}  # fmt: skip
+
+
+def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of both links, and what was chosen; on a GPU machine without `tc` there is no slow link to be had."""
+    from trimtab.emulate import Emulation
+
+    if device != "cpu":
+        return [], {
+            "links": "only with --device cpu: a slow link between slices of a GPU cannot be made here"
+        }
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
+    for index, (link, rate) in enumerate(LINKS.items()):
+
+        def moved(done: int, total: int, index: int = index) -> None:
+            progress(index * total + done, len(LINKS) * total)
+
+        try:
+            with Emulation(two_hosts(rate)) as emulation:
+                found = run_on_ranks(emulation, on_rank, {**_SPEC, "steps": _STEPS}, progress=moved)
+        except TrimtabError as error:
+            if rate is None:
+                raise
+            figures[f"link_{link}"] = f"not measured: {error}"
+            continue
+        rows += [{"setting": f"link-{link}", **row} for row in found]
+        times = {row["method"]: row["step_ms"] for row in found}
+        figures |= {
+            f"link_{link}_chosen": next(row["chosen"] for row in found if row["method"] == "semi-resize"),
+            f"link_{link}_faster": min(("migrate", "resize"), key=times.__getitem__),
+            f"link_{link}_migrate_over_resize": times["migrate"] / times["resize"],
+        }
+    return rows, figures
+
+
+def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """Each method for the same steps, in blocks that take turns, from where the rank has become slow."""
+    from trimtab.emulate.throttling.repeat import RepeatedProducts
+
+    torch.set_num_threads(1)
+    state: Any = SimpleNamespace(speed=1.0)
+    _kept = RepeatedProducts(state, "cpu")
+    # Trained from the start on equal ranks, so that optimisers have states and statistics are there.
+    trainers = {method: Trainer(spec, method) for method in ("even", "migrate", "resize", "semi-resize")}
+    for trainer in trainers.values():
+        trainer.step()
+    slow = dist.get_rank() == 1
+    state.speed = _SPEED if slow else 1.0
+    extra = dict.fromkeys(trainers, 0.0)
+    extra["migrate"] = _move(trainers["migrate"])
+    if slow:
+        set_resize(trainers["resize"].model, GAMMA_MAX)
+    for begin in range(0, spec["steps"], _BLOCK):
+        for trainer in trainers.values():
+            for _ in range(min(_BLOCK, spec["steps"] - begin)):
+                trainer.step()
+        report(begin + _BLOCK, spec["steps"])
+    state.speed = 1.0
+    rows = []
+    for method, trainer in trainers.items():
+        seconds = sum(trainer.taken[1:]) + extra[method]
+        row: dict[str, Any] = {
+            "method": method,
+            "step_ms": seconds / spec["steps"] * 1e3,
+            "move_ms": extra[method] * 1e3,
+            "final_loss": trainer.losses[-1],
+        }
+        if method == "semi-resize":
+            records = trainer.records()
+            row["chosen"] = _chosen(records[0].decision.actions[1]) if records else "nothing"
+            row["decided_at"] = records[0].step if records else None
+        rows.append(row)
+    return rows
+
+
+def _chosen(action: str) -> str:
+    return {"own": "migrate", "lease": "migrate"}.get(action, action)
+
+
+def _move(trainer: Trainer) -> float:
+    """Give the slow rank the share that its speed asks for; gives the seconds that it took the slowest."""
+    units = {name: sum(counts) for name, counts in trainer.counts.items()}
+    dist.barrier()
+    start = time.perf_counter()
+    move(trainer.model, trainer.optimizer, assignment_for(trainer.model, counts_for(units, [1.0, _SPEED])))
+    dist.barrier()
+    return time.perf_counter() - start

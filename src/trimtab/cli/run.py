@@ -1,0 +1,111 @@
+"""`trimtab run`: torchrun, with trimtab's bootstrap in front of the script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BOOTSTRAP = "trimtab.cli.bootstrap"
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run torchrun with the same arguments, the script started through the bootstrap; gives its exit status."""
+    command = torchrun_command(arguments)
+    # With the store shared between restarts, Gloo finds the dead workers' addresses in it (torch 2.13).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+    process = subprocess.Popen(command, env=environment)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # torchrun had the same Ctrl-C and is ending its workers: wait for it to finish that.
+            continue
+
+
+def torchrun_command(arguments: Sequence[str]) -> list[str]:
+    """The torchrun command for these arguments: its own flags, then SCRIPT (or -m MODULE) and the script's.
+
+    torchrun's own parser tells where its flags end. A plan is read here, so that one that cannot be used is
+    refused before any process starts.
+    """
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "trimtab run"
+    parser.description = (
+        "Train a script, unchanged, as torchrun does; the gradients of its DistributedDataParallel travel "
+        "in fewer bits where that pays. The flags are torchrun's, and --plan. TRIMTAB_DISABLE=1 makes it plain "
+        "torchrun."
+    )
+    parser.add_argument(
+        "--plan", help="What each rank does, as `trimtab plan` wrote it: precisions, bits and batch shares."
+    )
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed = parser.parse_args(list(arguments))
+    if parsed.no_python:
+        raise TrimtabError(
+            "run: --no-python starts no Python script, so there is nothing to adjust; use torchrun"
+        )
+    rest = len(parsed.training_script_args)
+    flags = list(arguments[: len(arguments) - rest - 1])
+    script = [parsed.training_script]
+    if parsed.plan is not None:
+        flags = _without_plan(flags)
+        _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
+    if parsed.module:
+        flags = [flag for flag in flags if flag not in ("-m", "--module")]
+        script = ["-m", *script]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *flags,
+        *("-m", BOOTSTRAP),
+        *(("--plan", str(Path(parsed.plan).resolve())) if parsed.plan is not None else ()),
+        *script,
+        *parsed.training_script_args,
+    ]
+
+
+def _check_plan(path: str, per_node: str, nodes: str) -> None:
+    """Refuse what cannot be read, is another trimtab's, or is for another number of ranks, where that is known."""
+    import trimtab
+    from trimtab.control.plans.active_plan import refuse_world
+    from trimtab.planning.plan_file import load_plan
+
+    plan = load_plan(path)
+    if plan.trimtab != trimtab.__version__:
+        raise TrimtabError(
+            f"run: {path} was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; make the plan anew "
+            "with `trimtab plan`"
+        )
+    fewest, _, most = str(nodes).partition(":")
+    if str(per_node).isdigit() and fewest == (most or fewest):
+        try:
+            refuse_world(plan, int(per_node) * int(fewest))
+        except TrimtabError as error:
+            raise TrimtabError(f"run: {path}: {error}") from None
+
+
+def _without_plan(flags: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for flag in flags:
+        if kept and kept[-1] == "--plan":
+            kept.pop()
+        elif not flag.startswith("--plan="):
+            kept.append(flag)
+    return kept
+
+
+def _refuse(message: str) -> NoReturn:
+    if "training_script" in message:
+        message = "no script"
+    raise TrimtabError(
+        f"run: {message}; write: trimtab run --nproc-per-node 4 SCRIPT ARGS (see trimtab run --help)"
+    )

@@ -1,0 +1,1 @@
+"""What acts while training runs: adaptive bits, batch shares, following a plan, balancing."""

@@ -1,0 +1,1 @@
+"""Adaptive bits: statistics of the gradients, and switching bits on all ranks at once."""

@@ -1,0 +1,263 @@
+"""Bits that change while training runs: when to look, who decides, and how all ranks switch together.
+
+Every `look` steps rank 0 looks at its statistics (they are of reduced gradients, so any rank's would be
+the same), asks the guard and, when one is due, makes a new plan. It publishes the outcome in the job's
+store; every rank takes it up at the same later step, known beforehand. No collective is involved, and
+the work is done by a thread of low priority. What is decided depends on the training alone, never on a
+clock, so the same run makes the same decisions, also when it was interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from trimtab.control.background import Background
+from trimtab.control.compression.optimizer_kind import OptimiserWatch
+from trimtab.control.compression.statistics import Statistics
+from trimtab.environment import logger
+from trimtab.planning.compression.adaptive import FAMILIES, Planner, Settings
+from trimtab.planning.compression.family import ADAMW
+from trimtab.planning.compression.policies import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
+
+    import torch
+
+    from trimtab.collectives import Piece
+    from trimtab.doors.ddp import DdpCompression
+
+SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
+"""Steps between two gradients that go into the averages, after the warm-up and during it."""
+
+SAMPLED = 1024
+"""Neighbouring values that are sampled together: whole blocks of every family."""
+
+MOST_DELAY = 5
+"""Steps from a look to the switch, or half of those between looks if that is less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """Choose the bits of every layer, and choose again, while training runs. The defaults suit any job."""
+
+    family: str | None = None
+    """A name in `trimtab.planning.compression.adaptive.FAMILIES`; None takes the family predicted fastest on this
+    link among those that suit the optimizer."""
+
+    policy: str = "dynamic"
+    """How bits are chosen: a name in `trimtab.planning.compression.policies.POLICIES`."""
+
+    start_bits: int = 4
+    """For every layer, until the first plan."""
+
+    warmup: int = 20
+    """Steps before the first plan."""
+
+    period: int = 100
+    """Steps between plans; drifting gradients bring the next one forward."""
+
+    look: int = 20
+    """Steps between two looks of the guard; plans are made at looks."""
+
+    guard: bool = True
+    """Raise the bits of layers that show trouble."""
+
+    def __post_init__(self) -> None:
+        if self.look < 2:
+            raise ValueError(f"Adaptive: look must be at least 2 steps, got {self.look}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"Adaptive: there is no policy {self.policy!r}; choose {', '.join(POLICIES)}")
+        if self.family is not None and self.family not in FAMILIES:
+            raise ValueError(f"Adaptive: there is no family {self.family!r}; choose {', '.join(FAMILIES)}")
+        if not 1 <= self.start_bits <= 8:
+            raise ValueError(f"Adaptive: start_bits must be 1 to 8, got {self.start_bits}")
+        if self.warmup < 1 or self.period < 1:
+            raise ValueError(f"Adaptive: warmup and period must be at least 1 step, got {self}")
+
+    @property
+    def delay(self) -> int:
+        """Steps from a look to the switch."""
+        return min(self.look // 2, MOST_DELAY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """New bits for some layers from one step on, and why."""
+
+    step: int
+    bits: dict[str, int]
+    reasons: tuple[str, ...]
+
+
+class Controller:
+    """Watches one compression and changes its bits; the same calls on every rank."""
+
+    def __init__(
+        self, compression: DdpCompression, config: Adaptive, settings: Settings, *, group: dist.ProcessGroup
+    ) -> None:
+        self._compression, self._config = compression, config
+        self._rank = dist.get_rank(group)
+        layers = {
+            name: piece
+            for name, piece in compression.pieces.items()
+            if piece[1] and name not in compression.fixed
+        }
+        self.first = {name: bits for name, (_, bits, _) in layers.items()}
+        """Bits at the start, of every layer whose bits are chosen here."""
+        self.history: list[Change] = []
+        self.planned_at: int | None = None
+        """The step from which the last plan is in effect, also one that changed nothing."""
+        sizes = {name: (numel, SAMPLED) for name, (numel, _, _) in layers.items()}
+        self._statistics = Statistics(sizes, compression.device) if self._rank == 0 else None
+        self._family = settings.name
+        """In force; the planner's own may be ahead of it by a few steps."""
+        self.planner = Planner(config.policy, settings, guard=config.guard, seed=compression.seed)
+        self._losses: list[Any] = []
+        self._pending: tuple[int, Future[dict[str, Any]]] | None = None
+        self._optimiser = OptimiserWatch(compression.parameter_ids) if self._rank == 0 else None
+        self._background = Background(group)
+        self._own_cpu = 0.0
+        self._began_at: tuple[int, float] | None = None
+        self._last_at: tuple[int, float] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far."""
+        return self._compression.step
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of everything here so far: sampling, looking, planning."""
+        return self._own_cpu + self._background.cpu_seconds
+
+    @property
+    def cpu_share(self) -> float:
+        """CPU time over wall time since the first step."""
+        if self._began_at is None or self._last_at is None or self._last_at == self._began_at:
+            return 0.0
+        return self.cpu_seconds / (self._last_at[1] - self._began_at[1])
+
+    def begin(self, step: int) -> None:
+        """Called by the compression, in step order, before anything of a step is encoded."""
+        self._last_at = (step, time.perf_counter())
+        self._began_at = self._began_at or self._last_at
+        if self._pending is not None and self._pending[0] == step:
+            self._take_up(step)
+        if step and step % self._config.look == 0:
+            start = time.thread_time()
+            self._pending = (step + self._config.delay, self._look(step))
+            self._own_cpu += time.thread_time() - start
+
+    def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called by the compression with every bucket before it is encoded."""
+        if self._statistics is not None and self._config.guard and (step + 1) % self._config.look == 0:
+            start = time.thread_time()
+            self._statistics.keep(pieces, flat)
+            self._own_cpu += time.thread_time() - start
+
+    def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called by the compression with every reduced bucket."""
+        every = SAMPLE_EVERY if step >= self._config.warmup else SAMPLE_EVERY_EARLY
+        if self._statistics is not None and step % every == 0:
+            start = time.thread_time()
+            self._statistics.add(pieces, flat)
+            self._own_cpu += time.thread_time() - start
+
+    def observe_loss(self, loss: torch.Tensor | float) -> None:
+        """Tell the loss of this rank's step; rank 0's is looked at."""
+        if self._rank == 0:
+            self._losses.append(loss if isinstance(loss, int | float) else loss.detach())
+
+    def close(self) -> None:
+        self._background.close()
+        if self._optimiser is not None:
+            self._optimiser.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for a decision under way, which takes a few steps at most."""
+        pending = None
+        if self._pending is not None:
+            pending = {"at_step": self._pending[0], "decision": self._pending[1].result()}
+        return {
+            "config": vars(self._config).copy(),
+            "settings": vars(replace(self.planner.settings, name=self._family)).copy(),
+            "first": dict(self.first),
+            "planned_at": self.planned_at,
+            "history": [vars(change).copy() for change in self.history],
+            "pending": pending,
+            "losses": [float(loss) for loss in self._losses],
+            "optimiser": None if self._optimiser is None else self._optimiser.kind,
+            "planner": self.planner.state_dict(),
+            "statistics": None if self._statistics is None else self._statistics.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the saved run would have: also with its schedule and its family."""
+        self._config = Adaptive(**state["config"])
+        self._turn(Settings(**state["settings"]))
+        self.first = dict(state["first"])
+        self.planned_at = state["planned_at"]
+        self.history = [Change(**change) for change in state["history"]]
+        self._pending = None
+        if state["pending"] is not None:
+            self._pending = state["pending"]["at_step"], self._background.done(state["pending"]["decision"])
+        self._losses = list(state["losses"])
+        if self._optimiser is not None:
+            self._optimiser.kind = state["optimiser"]
+        self.planner.load_state_dict(state["planner"])
+        if self._statistics is not None and state["statistics"] is not None:
+            self._statistics.load_state_dict(state["statistics"])
+
+    def _look(self, step: int) -> Future[dict[str, Any]]:
+        key = f"look-{step}"
+        if self._statistics is None:
+            return self._background.fetch(key)
+        snapshot = self._statistics.snapshot(self._compression.memory)
+        losses, self._losses = self._losses, []
+        current = {name: self._compression.pieces[name][1] for name in self.first}
+        warm = step >= self._config.warmup
+        watch = self._optimiser
+        optimiser = watch.kind if watch is not None and watch.kind is not None else ADAMW
+
+        def decide() -> dict[str, Any]:
+            told = [float(loss) for loss in losses]
+            return self.planner.decide(
+                step,
+                snapshot.layers(),
+                current,
+                loss=math.fsum(told) / len(told) if told else None,
+                may_plan=warm,
+                period=self._config.period,
+                optimiser=optimiser,
+            )
+
+        return self._background.decide(key, decide)
+
+    def _turn(self, settings: Settings) -> None:
+        """Go on in another family; what error feedback owed is let go."""
+        self.planner.settings, self._family = settings, settings.name
+        family = settings.family
+        self._compression.become(family.codec(self._config.start_bits), error_feedback=family.error_feedback)
+
+    def _take_up(self, step: int) -> None:
+        assert self._pending is not None
+        decision = self._pending[1].result()
+        self._pending = None
+        if decision["planned"]:
+            self.planned_at = step
+        if decision["family"] != self._family:
+            self._turn(replace(self.planner.settings, name=decision["family"]))
+        if decision["bits"]:
+            self._compression.set_bits(decision["bits"], at_step=step)
+        if decision["reasons"]:
+            self.history.append(Change(step=step, bits=decision["bits"], reasons=tuple(decision["reasons"])))
+            if self._rank == 0:
+                for reason in decision["reasons"]:
+                    logger().info("step %d: %s", step, reason)

@@ -1,0 +1,138 @@
+"""`trimtab.compress` on models of `fully_shard` modules (FSDP2)."""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from trimtab.codec import Block, Codec
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    import torch.distributed as dist
+
+    from trimtab.doors.fsdp import FsdpCompression
+
+_ATTRIBUTE = "_trimtab_fsdp"
+
+
+def is_fsdp(model: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model or on modules of it; refuses FSDP1 by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # not imported, so nobody can have used it; importing it takes a while
+        return False
+    modules = list(model.modules())
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+        raise TrimtabError(
+            "compress: FullyShardedDataParallel (FSDP1) lets nobody replace its collectives; shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
+    return any(isinstance(module, fsdp.FSDPModule) for module in modules)
+
+
+def fsdp_compression_of(model: torch.nn.Module) -> FsdpCompression | None:
+    """The compression at work on a model of `fully_shard` modules, if there is one."""
+    compression: FsdpCompression | None = model.__dict__.get(_ATTRIBUTE)
+    return compression
+
+
+def compress_fsdp(
+    model: torch.nn.Module,
+    codec: object | None,
+    *,
+    overrides: Mapping[str, Codec | None] | None,
+    min_numel: int,
+    error_feedback: bool | None,
+    seed: int,
+    weight_bits: int | None,
+) -> str:
+    """Attach the compression that `trimtab.compress` was asked for; gives the explanation.
+
+    Without a codec, each axis of the mesh is measured by itself: with HSDP the shards often lie inside a
+    host and the replicas across the slow link.
+    """
+    from trimtab.doors.fsdp import FsdpCompression, process_groups
+
+    if fsdp_compression_of(model) is not None:
+        raise TrimtabError("compress: this model is compressed already; call it once")
+    if codec is not None and not isinstance(codec, Block):
+        raise TrimtabError(f"compress: {codec} is not offered with fully_shard; use Block(bits=...)")
+    if error_feedback:
+        raise TrimtabError(
+            "compress: error feedback would hold a full copy of the model's gradients on every rank, which "
+            "sharding is there to avoid; use 4 bits or more, stochastic"
+        )
+    if weight_bits is not None and not 1 <= weight_bits <= 8:
+        raise TrimtabError(
+            f"compress: weight_bits must be 1 to 8, or None for exact weights; got {weight_bits}"
+        )
+    sizes = {name: (p.numel(), p.dim()) for name, p in model.named_parameters(remove_duplicate=False)}
+    axes = dict(zip(("shard", "replicate"), process_groups(model), strict=True))
+    groups = {axis: group for axis, group in axes.items() if group is not None and group.size() > 1}
+    if not groups:
+        return "one rank: there is nothing to send, so nothing to compress"
+    reasons = dict.fromkeys(groups, f"compressing with {codec}, as asked")
+    chosen = dict.fromkeys(groups, True)
+    if codec is None:
+        codec = Block()
+        for axis, group in groups.items():
+            chosen[axis], reasons[axis] = _judge(codec, group, model)
+    said = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
+    if weight_bits is not None and "shard" in groups:
+        said += f"; weights are gathered in {weight_bits} bits"
+    elif not any(chosen.values()):
+        return said
+    compression = FsdpCompression(
+        model,
+        codec,
+        choose_pieces(sizes, codec, overrides or {}, min_numel),
+        weight_bits=weight_bits,
+        seed=seed,
+        shard=chosen.get("shard", False),
+        replicate=chosen.get("replicate", False),
+    )
+    model.__dict__[_ATTRIBUTE] = compression
+    kept = sum(numel for numel, bits, _ in compression.pieces.values() if bits == 0)
+    share = kept / sum(numel for numel, _, _ in compression.pieces.values())
+    return f"{said}; small or excluded parameters ({share:.1%} of the values) travel exactly"
+
+
+def choose_pieces(
+    sizes: Mapping[str, tuple[int, int]], codec: Block, overrides: Mapping[str, Codec | None], min_numel: int
+) -> dict[str, tuple[int, int, int]]:
+    """By name: numel, bits (0: exact) and block, given each parameter's (numel, number of axes)."""
+    unused = set(overrides)
+    pieces = {}
+    for name, (numel, axes) in sizes.items():
+        own: Codec | None = codec if axes > 1 and numel >= min_numel else None
+        for pattern, choice in overrides.items():
+            if fnmatchcase(name, pattern):
+                unused.discard(pattern)
+                own = choice
+                break
+        if own is not None and (not isinstance(own, Block) or own.stochastic != codec.stochastic):
+            raise TrimtabError(
+                f"{name}: {own} cannot ride with {codec}; one family and one rounding serve a job"
+            )
+        pieces[name] = numel, *((own.bits, own.block) if own is not None else (0, codec.block))
+    if unused:
+        some = ", ".join(list(pieces)[:4])
+        raise TrimtabError(
+            f"no parameter matches the pattern {sorted(unused)[0]!r}; parameters are called {some}, ..."
+        )
+    return pieces
+
+
+def _judge(codec: Block, group: dist.ProcessGroup, model: torch.nn.Module) -> tuple[bool, str]:
+    from trimtab.measure.exchange import measure_exchange
+    from trimtab.planning.compression.payoff import decide
+
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in parameters)
+    exchange = measure_exchange(codec, (group, group), parameters[0].to_local().device, numel)
+    decision = decide(exchange, sum(p.numel() * p.element_size() for p in parameters))
+    return decision.compress, decision.reason

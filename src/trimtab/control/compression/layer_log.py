@@ -1,0 +1,57 @@
+"""A log of what compression does to each layer: bytes on the wire and relative error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from trimtab.codec import Block, Codec
+from trimtab.random_bits import OWN, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from trimtab.collectives import Piece
+
+
+class LayerLog:
+    """Writes a JSON line per layer every `every` steps: step, name, bits, bytes, relative error.
+
+    The error is ‖decoded - value‖ / ‖value‖ of this rank's own encoding, made with the job's
+    real codec and random stream. Encoding a layer once more costs about as much as sending it
+    did, which is why it is done only now and then.
+    """
+
+    def __init__(
+        self, path: str | Path, codec: Callable[[], Codec], *, every: int, seed: int, rank: int
+    ) -> None:
+        """`codec` gives the one in force, which may change while a job runs."""
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, got {every}")
+        self._codec, self._every, self._seed, self._rank = codec, every, seed, rank
+        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - lives as long as the job
+
+    def __call__(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        if step % self._every:
+            return
+        key = stream(self._seed, step, self._rank, OWN)
+        for piece in pieces:
+            values = flat[piece.offset : piece.offset + piece.numel]
+            line = {"step": step, "name": piece.name, "bits": piece.bits}
+            if piece.bits:
+                codec = self._codec()
+                if isinstance(codec, Block):
+                    codec = Block(bits=piece.bits, block=piece.block, stochastic=codec.stochastic)
+                payload = codec.encode(values, name=piece.name, stream=key)
+                error = (codec.decode(payload, values.shape, values.dtype) - values).norm() / values.norm()
+                line |= {"bytes": payload.numel(), "relative_error": float(error)}
+            else:
+                line |= {"bytes": values.numel() * values.element_size(), "relative_error": 0.0}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

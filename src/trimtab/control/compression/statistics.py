@@ -1,0 +1,276 @@
+"""What adaptive compression knows of every layer: running averages of its reduced gradient, and error tables.
+
+Memory is bounded: of a layer with more than `MOST_VALUES` values, whole codec blocks spread evenly over it
+are looked at, and no more than `MOST_IN_ALL` values of a model. So much is kept twice, of the averages and
+of one step's own gradient, and once more while a look is under way. Everything here is one rank's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.codec.kernels import kernels_for
+from trimtab.codec.packing import Packing, Segment, name_hash
+from trimtab.random_bits import stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from trimtab.codec import ErrorFeedback
+    from trimtab.collectives import Piece
+
+MOST_VALUES = 1 << 14
+"""Values kept of one layer: 64 KiB of fp32."""
+
+MOST_IN_ALL = 1 << 21
+"""Values kept of a whole model, 8 MiB of fp32: with very many layers each gets fewer."""
+
+MEMORY = 0.1
+"""Weight of the newest of many gradients in the running average; the first few weigh alike."""
+
+ALL_BITS = tuple(range(1, 9))
+_MOST_STRAIN = 8.0
+_MEASURED = 0x7AB1E
+"""Stands for the step in the random streams of error tables, which no gradient's encoding uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Which values of a layer are looked at: `blocks` whole blocks, one in every `gap` values."""
+
+    numel: int
+    block: int
+    blocks: int
+    gap: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.blocks, min(self.block, self.numel)
+
+    @property
+    def share(self) -> float:
+        """Values looked at over values there are."""
+        return math.prod(self.shape) / self.numel
+
+    def of(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """The values, a view of (blocks, block), of a layer that starts at `offset` of a flat buffer."""
+        return flat.as_strided(self.shape, (self.gap, 1), flat.storage_offset() + offset)
+
+
+def sample_of(numel: int, block: int, most: int = MOST_VALUES) -> Sample:
+    """At most `most` values, or one block if that is longer; a last block that is not whole is left out."""
+    whole = max(numel // block, 1)
+    blocks = min(whole, max(most // block, 1))
+    return Sample(numel=numel, block=block, blocks=blocks, gap=whole // blocks * block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer as it is at one moment, on the host."""
+
+    name: str
+    sample: Sample
+    average: torch.Tensor
+    """Running average of the sampled values, 1-D fp32."""
+
+    norm: float
+    """Of the whole layer in a typical step: the root of the running mean of squared norms."""
+
+    latest: float
+    """Norm of the whole layer when last looked at; NaN or Inf if it was."""
+
+    own: torch.Tensor
+    """The sampled values of this rank's own gradient in the step before the look, 1-D fp32; maybe empty."""
+
+    owed: float = 0.0
+    """Norm of what this rank's error feedback holds back for the whole layer."""
+
+
+class Statistics:
+    """Running averages by layer name, on the gradients' own device."""
+
+    def __init__(self, layers: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        """`layers` gives the numel and codec block of each layer to look at."""
+        most = min(MOST_VALUES, MOST_IN_ALL // max(len(layers), 1))
+        self.samples = {name: sample_of(numel, block, most) for name, (numel, block) in layers.items()}
+        self.averages = {
+            name: torch.zeros(s.shape, dtype=torch.float32, device=device) for name, s in self.samples.items()
+        }
+        self._own: dict[str, torch.Tensor] = {}
+        self.counts = dict.fromkeys(layers, 0)
+        self._names = {name: place for place, name in enumerate(layers)}
+        self._known: dict[tuple[str, ...], torch.Tensor] = {}
+        self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
+        shares = torch.tensor([sample.share for sample in self.samples.values()])
+        self._scale = shares.rsqrt().to(device)
+
+    def add(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Take a reduced bucket into the averages. Layers that are not finite there are not taken in."""
+        mine = [piece for piece in pieces if piece.name in self.samples]
+        if not mine:
+            return
+        values = [self.samples[piece.name].of(flat, piece.offset).float() for piece in mine]
+        places = self._places([piece.name for piece in mine])
+        weight = max(1 / (self.counts[mine[0].name] + 1), MEMORY)  # layers of a bucket come together
+        norms = torch.stack(torch._foreach_norm(values)) * self._scale[places]
+        finite = torch.isfinite(norms)
+        before = self._squares[places]
+        self._squares[places] = torch.where(finite, before.lerp(norms.square(), weight), before)
+        self._latest[places] = norms
+        on_host = flat.device.type == "cpu"
+        sound = finite.tolist() if on_host else finite.unbind()
+        for piece, new, good in zip(mine, values, sound, strict=True):
+            self.counts[piece.name] += 1
+            average = self.averages[piece.name]
+            if not on_host:  # asking would make the host wait for the device
+                average.lerp_(torch.where(good, new, average), weight)
+            elif good:
+                average.lerp_(new, weight)
+
+    def keep(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Remember this rank's own values of a bucket until the next snapshot."""
+        for piece in pieces:
+            if piece.name in self.samples:
+                values = self.samples[piece.name].of(flat, piece.offset)
+                self._own[piece.name] = values.to(torch.float32, copy=True).view(-1)
+
+    def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
+        """All there is, and what the memory holds back, on its way to the host; own values are given away."""
+        names = [name for name, count in self.counts.items() if count]
+        places = self._places(names)
+        owed = torch.zeros(len(names), device=self._latest.device)
+        residuals = [None if memory is None else memory.residual(name) for name in names]
+        if names and all(residual is not None for residual in residuals):
+            held = [self.samples[n].of(r, 0) for n, r in zip(names, residuals, strict=True) if r is not None]
+            owed = torch.stack(torch._foreach_norm(held)) * self._scale[places]
+        averages = [self.averages[name].view(-1) for name in names]
+        own, self._own = self._own, {}
+        kept = {name: self.samples[name] for name in names}
+        numbers = [self._squares[places], self._latest[places], owed]
+        joined = torch.cat([*averages, *numbers, *(own[name] for name in names if name in own)])
+        return Snapshot(kept, [name in own for name in names], joined)
+
+    def _places(self, names: Sequence[str]) -> torch.Tensor:
+        """Where the numbers of these layers are, as an index on the device."""
+        key = tuple(names)
+        if key not in self._known:
+            places = torch.tensor([self._names[name] for name in names], dtype=torch.int64)
+            self._known[key] = places.to(self._latest.device)
+        return self._known[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "averages": {name: value.cpu().clone() for name, value in self.averages.items()},
+            "squares": self._squares.cpu().clone(),
+            "latest": self._latest.cpu().clone(),
+            "own": {name: value.cpu().clone() for name, value in self._own.items()},
+            "counts": dict(self.counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, average in self.averages.items():
+            average.copy_(state["averages"][name])
+        self._squares.copy_(state["squares"])
+        self._latest.copy_(state["latest"])
+        self._own = {name: value.to(self._latest.device) for name, value in state["own"].items()}
+        self.counts.update(state["counts"])
+
+
+class Snapshot:
+    """A copy of the averages that the training no longer touches."""
+
+    def __init__(self, samples: dict[str, Sample], own: list[bool], values: torch.Tensor) -> None:
+        self._samples, self._own, self._values = samples, own, values
+        self._ready: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._source = values  # must outlive the copy
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._ready = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
+            self._ready.record(torch.cuda.current_stream(values.device))
+
+    def layers(self) -> list[Layer]:
+        """Waits for the copy where it comes from a device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        count = len(self._samples)
+        sizes = [math.prod(sample.shape) for sample in self._samples.values()]
+        own_sizes = [size if there else 0 for size, there in zip(sizes, self._own, strict=True)]
+        parts = self._values.split([*sizes, 3 * count, *own_sizes])
+        squares, latest, owed = parts[count].view(3, count).tolist()
+        return [
+            Layer(
+                name=name,
+                sample=sample,
+                average=parts[i],
+                norm=math.sqrt(squares[i]),
+                latest=latest[i],
+                own=parts[count + 1 + i],
+                owed=owed[i],
+            )
+            for i, (name, sample) in enumerate(self._samples.items())
+        ]
+
+
+def relative_errors(
+    layer: Layer,
+    bits: Iterable[int],
+    *,
+    stochastic: bool,
+    seed: int,
+    block: int | None = None,
+    own: bool = False,
+) -> dict[int, float]:
+    """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
+
+    With `own` it is that of this rank's own gradient in one step: what compression really does there.
+    Never of one step's *reduced* gradient: that has been through the codec already, and encoding it
+    once more at the same bits would find almost nothing to lose.
+    """
+    values = layer.own if own else layer.average
+    norm = float(values.norm())
+    if not norm or not math.isfinite(norm):
+        return dict.fromkeys(bits, 0.0)
+    kernels = kernels_for(values.device)
+    key = stream(seed, _MEASURED, 0, 0)
+    block = block or layer.sample.block
+    found = {}
+    for b in bits:
+        segment = Segment(
+            offset=0, numel=values.numel(), bits=b, block=block, name_hash=name_hash(layer.name)
+        )
+        packing = Packing(segments=(segment,), dtype=values.dtype)
+        payload = torch.empty(packing.nbytes, dtype=torch.uint8)
+        kernels.encode(values, packing, payload, stream=key, stochastic=stochastic)
+        # One pass for the difference: what was decoded is added onto the negated values.
+        difference = values.neg()
+        kernels.decode(payload, packing, difference, add=True)
+        found[b] = float(difference.norm()) / norm
+    return found
+
+
+def strain(layer: Layer, block: int | None = None) -> float:
+    """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
+
+    A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
+    projection's parts), they drown in the rounding although the error is small against the norm, and an
+    optimiser that scales every value by its own size, as Adam does, turns that into noise. Half of the
+    blocks that are not flat have at least this strain.
+    """
+    blocks = layer.average.view(layer.sample.shape)
+    if block is not None and blocks.shape[1] % block == 0:  # shorter ones lie inside those that were sampled
+        blocks = blocks.view(-1, block)
+    span = blocks.amax(1) - blocks.amin(1)
+    typical = blocks.abs().median(1).values
+    normal = NormalDist()
+    expected = 2 * normal.inv_cdf(1 - 1 / (blocks.shape[1] + 1)) / normal.inv_cdf(0.75)
+    uneven = span > 0
+    if not bool(uneven.any()) or not bool(torch.isfinite(span).all()):
+        return 0.0
+    beyond = (span[uneven] / (expected * typical[uneven])).log2().clamp(0.0, _MOST_STRAIN)
+    return float(beyond.median())

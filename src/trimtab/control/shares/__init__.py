@@ -1,0 +1,1 @@
+"""Dealing out the samples of each step by batch shares."""

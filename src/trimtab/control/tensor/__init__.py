@@ -1,0 +1,1 @@
+"""Balancing the ranks of a tensor-parallel job while it runs."""

@@ -1,0 +1,379 @@
+"""The controller: watches the ranks of a tensor-parallel job and moves or prunes work when one is slow.
+
+It hooks itself between the training's steps, so a script needs no line for it:
+
+1. Every step: the rank's own time in units and besides is counted (`StepClock`).
+2. Every window: the medians go to all ranks, in one all-gather that is read one step later, so that a GPU never
+   waits for it.
+3. When the ranks were uneven for some windows, every rank makes the same decision
+   (`trimtab.planning.tensor.rebalance`) from the same numbers, and applies its part, before the next forward pass.
+4. The next window measures what the decision did; both are kept in `decisions`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab import environment
+from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
+from trimtab.control.training_steps import TrainingSteps
+from trimtab.errors import TrimtabError
+from trimtab.measure.migration import Transfer, measure_transfer
+from trimtab.measure.unit_clock import StepClock
+from trimtab.planning.tensor.rebalance import (
+    Costs,
+    Decision,
+    Rank,
+    Rules,
+    changes,
+    counts_for,
+    decide,
+    expected_steps,
+    uneven,
+)
+from trimtab.sharding.block import device_of, elastic_of
+from trimtab.sharding.lease import end_leases, lease
+from trimtab.sharding.migration import assignment_for, can_move, move
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+_ATTRIBUTE = "_trimtab_balancer"
+_COPIES = 3
+"""Of a unit's parameters that travel when it moves for good: itself and two states, until the optimiser is known."""
+_SAMPLE_EVERY = {"cpu": 1, "cuda": 2}
+"""Of how many steps one is timed: events cost a GPU's host some microseconds each."""
+_FREE_FOR_UNITS = 0.5
+"""Part of the free memory that more units may take."""
+_NEARLY_NOTHING = 1e-3
+"""Share of a rank that has no unit, so that its time for one can be spoken of."""
+_BYTES_IN_TRAINING = 4
+_AGREE = 1.25
+"""Two windows whose times differ by less show the same speed."""
+_SAME_PART = 0.02
+"""Parts left out that differ by less are taken as the same."""
+_NUMBERS = 5
+"""What a rank tells the others after a window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One decision, and what came of it."""
+
+    step: int
+    """Optimiser steps before it."""
+
+    times: tuple[float, ...]
+    """Seconds of each rank's own work in a step before it."""
+
+    decision: Decision
+    took: float = 0.0
+    """Seconds that applying it took."""
+
+    measured: float | None = None
+    """Seconds of the slowest rank's own work in the window after it; None until that is over."""
+
+
+def balance(model: nn.Module, rules: Rules | None = None, *, clock: StepClock | None = None) -> None:
+    """Let a converted model keep its ranks even from now on; every rank calls it, before training begins."""
+    rules = Rules() if rules is None else rules
+    if not 0 <= rules.gamma_max < 1:
+        raise TrimtabError(
+            f"balance: gamma_max={rules.gamma_max:g} is not at least 0 and below 1; it is the part of a rank's work "
+            "that may be left out"
+        )
+    if _ATTRIBUTE in model.__dict__:
+        raise TrimtabError("balance: this model is balanced already; ask for it once")
+    balancer = Balancer(model, rules, clock)
+    model.__dict__[_ATTRIBUTE] = balancer
+
+
+def balancer_of(model: nn.Module) -> Balancer:
+    """The controller of a model that was converted with ``balance="auto"``."""
+    for candidate in (model, getattr(model, "module", None)):
+        balancer = getattr(candidate, "__dict__", {}).get(_ATTRIBUTE)
+        if isinstance(balancer, Balancer):
+            return balancer
+    raise TrimtabError(
+        'this model is not balanced; convert it with trimtab.tensor_parallel(..., balance="auto")'
+    )
+
+
+def decisions(model: nn.Module) -> list[Record]:
+    """What was decided so far, with predicted and measured times: the same on every rank."""
+    return list(balancer_of(model).records)
+
+
+class Balancer:
+    """The controller of one model on one rank."""
+
+    def __init__(self, model: nn.Module, rules: Rules, clock: StepClock | None) -> None:
+        self._model = weakref.ref(model)
+        self._elastic = elastic_of(model, "balance")
+        self._group, self._device = self._elastic.group, device_of(self._elastic)
+        self.rules = rules
+        self.records: list[Record] = []
+        self.spent = 0.0
+        """Seconds of CPU time between steps, decisions applied left out: what watching costs besides the clock."""
+        self._alone = dist.get_world_size() == self._group.size
+        self._weights = _weights(self._elastic)
+        self._bytes = sum(
+            tensor.parameter[:1].nbytes * tensor.axis.length for _, tensor in self._elastic.tensors()
+        )
+        self.transfer: Transfer | None = (
+            measure_transfer(self._group, self._device) if self._group.size > 1 else None
+        )
+        self._clock = StepClock(self._device) if clock is None else clock
+        self.every = 1 if clock is not None else _SAMPLE_EVERY.get(self._device.type, 1)
+        self._step = self._counted = 0
+        self._timed = False
+        self._gathered: tuple[Any, torch.Tensor] | None = None
+        self._windows: list[list[float]] = []
+        self._before: list[list[float]] | None = None
+        """What the ranks told in the window before, under the same assignment."""
+        self._skewed_since: int | None = None
+        self._past: list[int] = []
+        self._moved = (0.0, 0.0)
+        """Predicted and measured seconds of the last move here."""
+        self._dearer = 1.0
+        """How many times its prediction a move took."""
+        if rules.gamma_max > 0:
+            watch_resize(self._elastic)
+        if self._group.size > 1:
+            units = {id(tensor.parameter) for _, tensor in self._elastic.tensors()}
+            self._steps = TrainingSteps(model, units, self)
+
+    def begins(self) -> None:
+        """Time the step that begins, if it is its turn."""
+        self._timed = self._step % self.every == 0
+        if self._timed:
+            self._group.clock = self._clock
+            self._clock.begin()
+
+    def ends(self) -> None:
+        """What follows, such as evaluation, belongs to no step."""
+        self._group.clock = None
+        if self._timed:
+            self._clock.end()
+
+    def fresh_clock(self) -> StepClock:
+        """One like that at work, to see what it costs."""
+        return StepClock(self._device)
+
+    def between(self, model: nn.Module) -> None:
+        """After a step, before the next forward pass."""
+        start = time.thread_time()
+        self._step += 1
+        self._counted += 1
+        applied = 0.0
+        if self._gathered is not None:
+            applied = self._conclude(model)
+        elif self._counted >= self.rules.window:
+            self._counted = 0
+            self._gather()
+        self.spent += time.thread_time() - start - applied
+
+    def _gather(self) -> None:
+        """Start telling the other ranks what this one measured."""
+        samples = self._clock.samples()
+        mine = [
+            median(blocks for blocks, _ in samples) if samples else 0.0,
+            median(rest for _, rest in samples) if samples else 0.0,
+            self._most(),
+            resized(self._elastic),
+            self._moved[1] / self._moved[0] if self._moved[0] else 0.0,
+        ]
+        sent = torch.tensor(mine, dtype=torch.float64).to(self._device, non_blocking=True)
+        every = torch.empty(self._group.size * _NUMBERS, dtype=torch.float64, device=self._device)
+        try:
+            if self._device.type != "cuda":
+                parts = list(every.view(self._group.size, -1))
+                self._gathered = (
+                    dist.all_gather(parts, sent, group=self._group.process_group, async_op=True),
+                    every,
+                )
+                return
+            dist.all_gather(list(every.view(self._group.size, -1)), sent, group=self._group.process_group)
+        except RuntimeError as error:
+            raise TrimtabError(_LOST) from error
+        host = torch.empty_like(every, device="cpu", pin_memory=True)
+        host.copy_(every, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._gathered = (copied, host)
+
+    def _conclude(self, model: nn.Module) -> float:
+        """Read what all ranks measured and decide; gives the CPU seconds that applying a decision took."""
+        assert self._gathered is not None
+        (handle, every), self._gathered = self._gathered, None
+        try:
+            handle.synchronize() if self._device.type == "cuda" else handle.wait()
+        except RuntimeError as error:
+            raise TrimtabError(_LOST) from error
+        told: list[list[float]] = every.view(self._group.size, -1).tolist()
+        if not all(blocks > 0 for blocks, *_ in told):
+            return 0.0  # a rank had no step to measure
+        self._dearer = max(ratio for *_, ratio in told) or 1.0
+        ranks = self._ranks([_blended(*pair) for pair in zip(self._before or told, told, strict=True)])
+        self._before = told
+        times = [blocks + rest for blocks, rest, *_ in told]
+        self._note(times, ranks)
+        self._windows.append(times)
+        held = any(rank.pruned or rank.share != rank.owned for rank in ranks)
+        if not uneven(self._windows, self.rules) and not (
+            held and len(self._windows) % self.rules.review == 0
+        ):
+            return 0.0
+        lasted = 0 if self._skewed_since is None else self._step - self._skewed_since
+        decision = decide(
+            ranks,
+            self._costs(),
+            self.rules,
+            steps=expected_steps(lasted, self._past, self.rules),
+            returns=bool(self._past),
+        )
+        if not changes(decision, ranks) or not self._is_new(decision):
+            return 0.0
+        start = time.thread_time()
+        self._apply(model, decision, times)
+        return time.thread_time() - start
+
+    def _note(self, times: Sequence[float], ranks: Sequence[Rank]) -> None:
+        """Complete the last record, and keep account of how long the ranks' speeds have been uneven."""
+        if self.records and self.records[-1].measured is None:
+            record = replace(self.records[-1], measured=max(times))
+            self.records[-1] = record
+            if self._group.rank == 0:
+                environment.logger().info(
+                    f"balance: after step {record.step} the slowest rank was predicted to take "
+                    f"{record.decision.predicted * 1e3:.1f} ms and takes {max(times) * 1e3:.1f}"
+                )
+        wholes = [rank.whole for rank in ranks]
+        skewed = max(wholes) / min(wholes) > self.rules.threshold
+        if skewed and self._skewed_since is None:
+            self._skewed_since = self._step - self.rules.window
+        elif not skewed and self._skewed_since is not None:
+            self._past.append(self._step - self._skewed_since)
+            self._skewed_since = None
+
+    def _ranks(self, numbers: Sequence[Sequence[float]]) -> list[Rank]:
+        size = range(self._group.size)
+        computed, owned = [0.0] * self._group.size, [0.0] * self._group.size
+        for block in self._elastic.blocks.values():
+            weight = self._weights[block.name] / block.units
+            here = block.table.counts if block.lease is None else block.lease.counts
+            for rank in size:
+                computed[rank] += weight * here[rank]
+                owned[rank] += weight * block.table.counts[rank]
+        return [
+            Rank(
+                blocks=numbers[rank][0],
+                rest=numbers[rank][1],
+                share=max(_NEARLY_NOTHING, computed[rank]),
+                home=max(_NEARLY_NOTHING, owned[rank]),
+                most=numbers[rank][2],
+                pruned=numbers[rank][3],
+            )
+            for rank in size
+        ]
+
+    def _is_new(self, decision: Decision) -> bool:
+        """Whether it asks for other units or other parts left out than before: heads can be shared only so finely."""
+        asked = self.records[-1].decision.pruned if self.records else (0.0,) * self._group.size
+        if any(abs(a - b) > _SAME_PART for a, b in zip(decision.pruned, asked, strict=True)):
+            return True
+        counts, blocks = self._counts(decision), self._elastic.blocks.values()
+        if decision.mode == "lease":
+            return any(
+                counts[b.name] != (tuple(b.lease.counts) if b.lease else b.table.counts) for b in blocks
+            )
+        if any(block.lease is not None for block in blocks):
+            return True
+        return decision.mode == "own" and any(counts[b.name] != b.table.counts for b in blocks)
+
+    def _counts(self, decision: Decision) -> dict[str, tuple[int, ...]]:
+        return counts_for({b.name: b.units for b in self._elastic.blocks.values()}, decision.shares)
+
+    def _costs(self) -> Costs:
+        assert self.transfer is not None
+        blocks = len(self._elastic.blocks)
+        model = self._model()
+        movable = self._alone and model is not None and can_move(model, self._steps.optimizers)
+        own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
+        if own is not None:
+            own = replace(own, fixed=own.fixed * self._dearer, slope=own.slope * self._dearer)
+        return Costs(own=own, lease=self.transfer.lease(self._bytes, blocks))
+
+    def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:
+        start = time.perf_counter()
+        counts = self._counts(decision)
+        if decision.mode != "lease":
+            end_leases(model)
+        if decision.mode == "own":
+            move(model, self._steps.optimizers, assignment_for(model, counts))
+        elif decision.mode == "lease":
+            lease(model, counts)
+        part = decision.pruned[self._group.rank]
+        if part > 0:
+            set_resize(self._elastic, part)
+        elif self.rules.gamma_max > 0:
+            clear_resize(self._elastic)
+        if self._device.type == "cuda" and decision.mode == "own":
+            torch.cuda.current_stream().synchronize()
+        took = time.perf_counter() - start
+        if decision.mode == "own" and decision.once > 0:
+            self._moved = (decision.once / (2 if self._past else 1) / self._dearer, took)
+        self.records.append(Record(step=self._step, times=tuple(times), decision=decision, took=took))
+        self._clock.forget()
+        self._windows, self._counted, self._before = [], 0, None
+        if self._group.rank == 0:
+            said = ", ".join(
+                f"rank {rank} {action}"
+                for rank, action in enumerate(decision.actions)
+                if action not in ("nothing", "helps")
+            )
+            environment.logger().info(
+                f"balance: step {self._step}: {said or 'each rank computes its own'}; ranks took "
+                f"{'/'.join(f'{own * 1e3:.1f}' for own in times)} ms, "
+                f"{decision.predicted * 1e3:.1f} predicted with shares "
+                f"{'/'.join(f'{share:.2f}' for share in decision.shares)} (took {took * 1e3:.0f} ms)"
+            )
+
+    def _most(self) -> float:
+        """The largest part of all work that this rank has memory to own."""
+        if self._device.type != "cuda":
+            return 1.0
+        free = torch.cuda.mem_get_info(self._device)[0]
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        owned = sum(
+            self._weights[block.name] * block.count / block.units for block in self._elastic.blocks.values()
+        )
+        return min(1.0, owned + free * _FREE_FOR_UNITS / (self._bytes * _BYTES_IN_TRAINING))
+
+
+def _blended(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    """A rank's times over two windows, where they agree: half the noise; where its speed changed, the last alone."""
+    if not 1 / _AGREE < now[0] / before[0] < _AGREE:
+        return list(now)
+    return [(before[0] + now[0]) / 2, (before[1] + now[1]) / 2, *now[2:]]
+
+
+_LOST = "balance: a rank was lost; every unit is with its owner. Resume the job from its last checkpoint"
+
+
+def _weights(elastic: Any) -> dict[str, float]:
+    """Each block's part of all work: products cost as much as their matrices are large."""
+    sizes = {
+        block.name: sum(t.parameter[:1].numel() * t.axis.length for t in block.tensors)
+        for block in elastic.blocks.values()
+    }
+    return {name: size / sum(sizes.values()) for name, size in sizes.items()}

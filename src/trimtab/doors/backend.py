@@ -1,0 +1,251 @@
+"""The backend's door: a process group that sends large all-reduces of floats in fewer bits.
+
+`TrimtabGroup` wraps Gloo (CPU tensors) and NCCL (CUDA tensors). Only `allreduce` and its coalesced form are
+ever changed, and only on a group that was opted in; everything else goes straight to the wrapped backends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._compile import _disable_dynamo
+
+from trimtab import environment
+from trimtab.codec import Block
+from trimtab.codec.packing import DTYPES
+from trimtab.collectives.layout import fingerprint
+from trimtab.doors.agreement import require_agreement
+from trimtab.doors.backend_plain import ForwardingGroup, plain_group, register_view
+from trimtab.doors.backend_reducer import Reducer
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Judge = Callable[[Block, Sequence[dist.ProcessGroup], torch.device, int], tuple[bool, str]]
+
+NAME = "trimtab"
+MIN_NUMEL = 1 << 16
+"""Smaller all-reduces (losses, norms, metrics, batch statistics) are exact."""
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How a group of the backend "trimtab" sends its all-reduces: the `pg_options` of its constructor."""
+
+    compress: bool = True
+    """False: every all-reduce is exact."""
+
+    codec: Block | None = None
+    """How to encode; None measures the link at the first large all-reduce: 4 bits, or exact if that won't pay."""
+
+    min_numel: int = MIN_NUMEL
+    """All-reduces of fewer values are exact."""
+
+    seed: int = 0
+    """Of the stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        if self.codec is not None and not isinstance(self.codec, Block):
+            raise TrimtabError(
+                f"backend {NAME}: {self.codec} needs to know the parameters, and a process group sees only flat "
+                "buffers; give a Block(bits=...), or use trimtab.compress(model, codec)"
+            )
+
+
+class TrimtabGroup(ForwardingGroup):
+    """A process group over Gloo and NCCL whose large SUM and AVG all-reduces of floats may travel compressed.
+
+    Every rank is left with the same bits. The random numbers of the rounding are keyed by `sequence`, the
+    number of all-reduces compressed so far, so ranks must call collectives in one order, as with any backend.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any,
+        options: GroupOptions,
+        *,
+        judge: Judge,
+        is_default: bool,
+        group_name: str = "",
+        global_ranks: Sequence[int] = (),
+        nccl_options: Any = None,
+    ) -> None:
+        super().__init__(
+            plain_group(
+                store,
+                rank,
+                size,
+                timeout,
+                name=group_name,
+                global_ranks=global_ranks,
+                nccl_options=nccl_options,
+            )
+        )
+        self.options = options
+        self.sequence = 0
+        self.explanation = ""
+        """Whether the group compresses, and why; empty until its first large all-reduce."""
+        self._judge, self._is_default = judge, is_default
+        self._view_name: str | None = None
+        self._reducers: dict[torch.device, Reducer | None] = {}
+        self._is_shut = False
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    @property
+    def group_name(self) -> Any:
+        """The name under which torch finds this group; for the default group, that of an exact view of it.
+
+        A DeviceMesh over all ranks takes the default group by this name, and functional collectives and compiled
+        graphs find their groups by name: tensor-parallel activations travel there, and must stay exact.
+        """
+        own = dist.ProcessGroup.group_name.fget(self)  # type: ignore[attr-defined]
+        if not self._is_default or self not in dist.distributed_c10d._world.pg_map:
+            return own
+        if self._view_name is None:
+            self._view_name = register_view(self, self._plain, f"{own}-exact")
+        return self._view_name
+
+    @_disable_dynamo
+    def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
+        """Compressed when the group is and the tensor is large; otherwise the wrapped backend's.
+
+        torch's short forms, with an operator in the place of the options, are exact.
+        """
+        opts = c10d.AllreduceOptions() if opts is None and not named else opts
+        if not isinstance(opts, c10d.AllreduceOptions) or isinstance(tensors, torch.Tensor):
+            return self._plain.allreduce(tensors, *(() if opts is None else (opts,)), **named)
+        if len(tensors) == 1 and self._large(tensors, opts.reduceOp):
+            reducer = self._reducer(tensors[0])
+            if reducer is not None:
+                return reducer.reduce(tensors, self._next(), self._scale(opts.reduceOp))
+        return self._plain.allreduce(tensors, opts)
+
+    @_disable_dynamo
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """As `allreduce`, the tensors together: the large ones compressed, the small ones exact."""
+        opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
+        if self._large(tensors, opts.reduceOp) and len({(t.dtype, t.device) for t in tensors}) == 1:
+            reducer = self._reducer(tensors[0])
+            if reducer is not None:
+                return reducer.reduce(tensors, self._next(), self._scale(opts.reduceOp))
+        return self._plain.allreduce_coalesced(tensors, opts)
+
+    def set_options(self, options: GroupOptions) -> None:
+        """From the next all-reduce on; every rank of the group does the same."""
+        self._close_reducers(destroy=True)
+        self.options = options
+        self.explanation = ""
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to draw the same random numbers."""
+        return {"version": STATE_VERSION, "sequence": self.sequence, "seed": self.options.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise TrimtabError(
+                f"the group's state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
+            )
+        if state["seed"] != self.options.seed:
+            raise TrimtabError(
+                f"the group's state was made with seed {state['seed']}, the group with {self.options.seed}"
+            )
+        self.sequence = state["sequence"]
+
+    def shutdown(self) -> None:
+        """Finish what was started, then end the threads and the wrapped backends."""
+        if self._is_shut:
+            return
+        self._is_shut = True
+        self._close_reducers(destroy=not self._is_default)
+        if self._view_name is None:  # otherwise torch shuts the view down, and with it the backends
+            self._plain.shutdown()
+
+    def _large(self, tensors: Sequence[torch.Tensor], op: Any) -> bool:
+        options = self.options
+        return (
+            options.compress
+            and self.size() > 1
+            and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
+            and any(tensor.numel() >= options.min_numel for tensor in tensors)
+            and all(
+                tensor.dtype in DTYPES and not tensor.is_sparse and tensor.is_contiguous()
+                for tensor in tensors
+            )
+            # A captured graph replays its kernels without the thread that feeds ours.
+            and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _scale(self, op: Any) -> float:
+        return 1.0 / self.size() if op == dist.ReduceOp.AVG else 1.0
+
+    def _next(self) -> int:
+        self.sequence += 1
+        return self.sequence - 1
+
+    def _reducer(self, tensor: torch.Tensor) -> Reducer | None:
+        """What compresses all-reduces on this tensor's device; None if that would not pay.
+
+        Made at the first large all-reduce, which every rank calls at the same point: it opens connections.
+        """
+        if tensor.device not in self._reducers:
+            self._reducers[tensor.device] = self._decide(tensor)
+        return self._reducers[tensor.device]
+
+    def _decide(self, tensor: torch.Tensor) -> Reducer | None:
+        if environment.disabled():
+            self.explanation = "TRIMTAB_DISABLE is set: nothing is compressed"
+            return None
+        codec = self.options.codec or Block()
+        reducer = Reducer(
+            self, codec, tensor.device, min_numel=self.options.min_numel, seed=self.options.seed
+        )
+        require_agreement(
+            fingerprint(self.options, self.sequence),
+            tensor.device,
+            reducer.groups[0],
+            what="all-reduces",
+            remedy="give every rank of the group the same GroupOptions",
+        )
+        pays, reason = True, f"compressing with {codec}, as asked"
+        if self.options.codec is None:
+            pays, reason = self._judge(codec, reducer.groups, tensor.device, tensor.numel())
+        self.explanation = f"backend {NAME}: {reason}"
+        if self.rank() == 0:
+            environment.logger().info(self.explanation)
+        if not pays:
+            reducer.close(destroy=True)
+            return None
+        return reducer
+
+    def _close_reducers(self, *, destroy: bool) -> None:
+        for reducer in self._reducers.values():
+            if reducer is not None:
+                reducer.close(destroy=destroy)
+        self._reducers.clear()
+
+
+def trimtab_group(group: dist.ProcessGroup | None) -> TrimtabGroup:
+    """The group (by default the default group) as one of ours; raises if it is another backend's."""
+    found = dist.group.WORLD if group is None else group
+    if isinstance(found, TrimtabGroup):
+        return found
+    view = getattr(found, "group_desc", "").endswith("exact view")
+    raise TrimtabError(
+        "this is the exact view of the default group that a mesh over all ranks uses; opt in "
+        "dist.group.WORLD, or give the mesh groups of its own"
+        if view
+        else f"this process group is not of the backend {NAME!r}: make it by init_process_group({NAME!r}) or "
+        f"new_group(..., backend={NAME!r})"
+    )

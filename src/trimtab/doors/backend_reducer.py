@@ -1,0 +1,147 @@
+"""Compressed all-reduces of flat buffers that come in any size and order, on one device of one group."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+from trimtab.codec.packing import RAW
+from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
+from trimtab.doors.ddp import stage_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from trimtab.codec import Block
+
+    Key = tuple[tuple[int, ...], torch.dtype]
+
+MOST_IDLE = 64
+"""Reductions kept for the next buffer of their sizes: more than the buckets of a large model."""
+
+
+class Reducer:
+    """Reduces buffers in the order given, several under way at a time; every rank ends with the same bits."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, codec: Block, device: torch.device, *, min_numel: int, seed: int
+    ) -> None:
+        self.groups = stage_groups(group, device)
+        self._codec, self._device, self._min_numel, self._seed = codec, device, min_numel, seed
+        self._runner = runner_for(device)
+        # Buffers of the same sizes may be under way together, so a reduction with its payload buffers is
+        # taken for the time of one all-reduce. Each with the event after which its buffers are free.
+        self._idle: deque[tuple[Key, Reduction, Any]] = deque()
+
+    def reduce(self, tensors: Sequence[torch.Tensor], step: int, scale: float) -> Reduced:
+        """Start replacing the tensors by their sum over ranks of `scale` × them."""
+        tensors = [tensor.detach() for tensor in tensors]
+        future = self._runner.submit(self._steps(tensors, step, scale), tensors)  # type: ignore[arg-type]
+        return Reduced(future)
+
+    def close(self, *, destroy: bool) -> None:
+        """Finish what was started and end the threads.
+
+        `destroy` the groups of the stages too, unless the default group goes: torch then destroys all others.
+        """
+        self._runner.close()
+        for group in dict.fromkeys(self.groups):
+            if destroy and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+    def _steps(self, tensors: list[torch.Tensor], step: int, scale: float) -> Iterator[dist.Work]:
+        single = len(tensors) == 1
+        flat = tensors[0].view(-1) if single else torch.cat([tensor.view(-1) for tensor in tensors])
+        key = tuple(tensor.numel() for tensor in tensors), flat.dtype
+        reduction = self._take(key)
+        for work in reduction.steps(flat, step=step, scale=scale):
+            self._in_use(flat)
+            yield work
+        self._in_use(flat)
+        if not single:
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.view(-1).copy_(part)
+                self._in_use(tensor)
+        self._give_back(key, reduction)
+
+    def _take(self, key: Key) -> Reduction:
+        for _ in range(len(self._idle)):
+            other, reduction, free = self._idle.popleft()
+            if other == key:
+                if free is not None:
+                    torch.cuda.current_stream(self._device).wait_event(free)
+                return reduction
+            self._idle.append((other, reduction, free))
+        return self._plan(*key)
+
+    def _give_back(self, key: Key, reduction: Reduction) -> None:
+        free = None
+        if self._device.type == "cuda":
+            free = torch.cuda.Event()
+            free.record(torch.cuda.current_stream(self._device))
+        self._idle.append((key, reduction, free))
+        while len(self._idle) > MOST_IDLE:
+            _, _, free = self._idle.popleft()
+            if free is not None:
+                free.synchronize()
+
+    def _plan(self, numels: tuple[int, ...], dtype: torch.dtype) -> Reduction:
+        pieces, offset = [], 0
+        for index, numel in enumerate(numels):
+            bits = self._codec.bits if numel >= self._min_numel else RAW
+            piece = Piece(name=str(index), offset=offset, numel=numel, bits=bits, block=self._codec.block)
+            pieces.append((piece, torch.Size((numel,))))
+            offset += numel
+        return reduction_for(pieces, dtype, self._device, self.groups, self._codec, seed=self._seed)
+
+    def _in_use(self, tensor: torch.Tensor) -> None:
+        """Keep the allocator from handing the memory on while this stage's stream may still touch it."""
+        if self._device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+class Reduced(dist.Work):
+    """The handle of a compressed all-reduce."""
+
+    def __init__(self, future: Any) -> None:
+        super().__init__()
+        self._future = future
+
+    @_disable_dynamo
+    def wait(self, timeout: Any = None) -> bool:
+        """Until the result is there (CPU), or until the current stream may use it (CUDA)."""
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self._future.wait()
+
+    def block_current_stream(self) -> None:
+        self._future.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        if not self._future.done():
+            return None
+        try:
+            self._future.value()
+        except Exception as error:
+            return error
+        return None
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def result(self) -> list[torch.Tensor]:
+        self._future.wait()
+        values: list[torch.Tensor] = self._future.value()
+        return values

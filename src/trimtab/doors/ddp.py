@@ -1,0 +1,368 @@
+"""DDP's door: a communication hook that reduces each bucket through a codec.
+
+All state is keyed by parameter name: DDP rebuilds its buckets after the first backward pass, in
+another order, and that must change nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from trimtab._compat import all_gather_single
+from trimtab.codec import Block, Codec, ErrorFeedback
+from trimtab.codec.packing import RAW
+from trimtab.collectives import MAX_STAGES, Piece, Reduction, finish, reduction_for, runner_for
+from trimtab.collectives.layout import fingerprint
+from trimtab.doors.ddp_resume import AsSaved
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trimtab.codec.kernels import Kernels
+    from trimtab.collectives import Hierarchy, Method
+
+    Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
+
+MIN_NUMEL = 2048
+"""Smaller parameters, and all with one axis, travel uncompressed: few bytes, and the most sensitive."""
+
+STATE_VERSION = 2
+
+
+class Watcher(Protocol):
+    """Sees every step of a compression, on its communication threads, and may change bits between steps."""
+
+    def begin(self, step: int) -> None:
+        """Called before the first bucket of a step is encoded, when all earlier steps are reduced.
+
+        The last moment for `set_bits(..., at_step=step)`.
+        """
+
+    def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called with each bucket's values on this rank, before they are encoded; must not change them."""
+
+    def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Called with each bucket's average over the ranks, before DDP gets it; must not change it."""
+
+
+class DdpCompression:
+    """The compression of one DDP module: which parameters, how, and what must survive a restart."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        codec: Codec,
+        *,
+        overrides: Mapping[str, Codec | None] | None = None,
+        min_numel: int = MIN_NUMEL,
+        error_feedback: bool | None = None,
+        seed: int = 0,
+        kernels: Kernels | None = None,
+        observe: Observer | None = None,
+        groups: tuple[dist.ProcessGroup, ...] | None = None,
+        hierarchy: Hierarchy | None = None,
+        method: Method | None = None,
+    ) -> None:
+        """`overrides` maps name patterns (as in shell) to a codec, or to None: leave uncompressed.
+
+        `error_feedback` defaults to on for biased codecs and off for stochastic `Block`.
+        `observe` is called with (step, pieces, values) before each bucket is reduced.
+        `groups` are those of `stage_groups`, made here when absent.
+        `hierarchy` (of the same ranks) and `method` are those of `trimtab.collectives.reduction_for`.
+        """
+        self.codec = codec
+        self.automatic = False
+        """Whether `trimtab run` made it, so that the script's own choice may take its place."""
+        self.step = 0
+        self.seed = seed
+        self.pieces: dict[str, tuple[int, int, int]] = {}
+        """Per parameter name: its numel, bits (0: uncompressed) and block."""
+        self.fixed: set[str] = set()
+        """Parameters that an override speaks of."""
+        if error_feedback is None:
+            error_feedback = not isinstance(codec, Block)
+        self.memory = ErrorFeedback() if error_feedback else None
+        self._rights: dict[str, torch.Tensor] = {}
+        self.watcher: Watcher | None = None
+        """Set before the first step, on every rank or on none."""
+        self._begun = -1
+        self._changes: dict[int, dict[str, int]] = {}
+        self._kernels, self._observe = kernels, observe
+        self._hierarchy, self._method = hierarchy, method
+        self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
+        self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._choose(ddp, overrides or {}, min_numel)
+        self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+        self.groups = groups or stage_groups(ddp.process_group, self.device)
+        self.scale = 1.0 / dist.get_world_size(self.groups[0])
+        self._reductions: dict[Any, tuple[Reduction, list[Piece]]] = {}
+        self._in_step: dict[Any, None] = {}
+        """Keys of the step's reductions, in the order of its buckets."""
+        self._as_saved: AsSaved | None = None
+        self._runner = runner_for(self.device)
+
+    def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
+        """The communication hook: a future of the bucket's average over the ranks."""
+        if not isinstance(bucket, GradBucket):
+            raise TrimtabError(
+                "torch.compile's optimize_ddp='python_reducer' does not call communication hooks as DDP "
+                "does; set torch._dynamo.config.optimize_ddp to True (the default) or False"
+            )
+        if self._instead is not None:
+            state, hook = self._instead
+            return hook(state, bucket)
+        flat = bucket.buffer()
+        step = self.step
+        if bucket.is_last():
+            self.step += 1
+        if self._as_saved is not None:
+            as_saved = self._as_saved
+            if bucket.is_last():
+                self._as_saved = None
+            return as_saved.take(bucket, lambda p, g, flat: finish(self._steps(p, g, flat, step)))
+        return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
+
+    def set_bits(self, bits: Mapping[str, int], *, at_step: int) -> None:
+        """From step `at_step` on, send these parameters in so many bits; the others stay as they are.
+
+        Every rank makes the same call before its step `at_step` begins. What error feedback owes a
+        parameter, and the random streams, go on as they were.
+        """
+        if not isinstance(self.codec, Block):
+            raise TrimtabError(f"set_bits: {self.codec} has no bits; only Block has")
+        for name, value in bits.items():
+            if name not in self.pieces:
+                raise TrimtabError(f"set_bits: there is no parameter {name!r}")
+            if self.pieces[name][1] == RAW:
+                raise TrimtabError(f"set_bits: {name} travels uncompressed; its bits cannot change")
+            if not 1 <= value <= 8:
+                raise TrimtabError(f"set_bits: {name}: bits must be 1 to 8, got {value}")
+        if at_step <= self._begun:
+            raise TrimtabError(f"set_bits: step {at_step} has begun; give a later one than {self._begun}")
+        self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
+
+    def become(self, codec: Block, *, error_feedback: bool) -> None:
+        """Take another rounding and block, with or without error feedback; between two steps, on every rank.
+
+        Every parameter keeps its bits, and those with an override their block.
+        """
+        assert isinstance(self.codec, Block), "the family of block codecs"
+        self.codec = codec
+        for name, (numel, bits, _) in self.pieces.items():
+            if bits != RAW and name not in self.fixed:
+                self.pieces[name] = numel, bits, codec.block
+        if error_feedback != (self.memory is not None):
+            self.memory = ErrorFeedback() if error_feedback else None
+        self._reductions.clear()
+        self._in_step.clear()
+
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        """Of the parameters that are reduced here."""
+        return frozenset(self._names)
+
+    def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Hand every bucket to another communication hook from now on; DDP itself takes only one."""
+        self._instead = (state, hook)
+
+    def close(self) -> None:
+        """End the communication threads; the module must not train after this."""
+        self._runner.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to continue with the same bits."""
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "step": self.step,
+            "bits": {name: bits for name, (_, bits, _) in self.pieces.items() if bits != RAW},
+            "changes": {step: dict(bits) for step, bits in self._changes.items()},
+            "residuals": self.memory.state_dict() if self.memory is not None else {},
+            "rights": {name: factor.clone() for name, factor in self._rights.items()},
+            "buckets": [[piece.name for piece in self._reductions[key][1]] for key in self._in_step],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise TrimtabError(
+                f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
+            )
+        unknown = sorted({*state["residuals"], *state["rights"], *state["bits"]} - self.pieces.keys())
+        if unknown:
+            raise TrimtabError(
+                f"the compression state is of another model: it names {', '.join(unknown[:3])}"
+            )
+        self.seed, self.step = state["seed"], state["step"]
+        self._begun = self.step - 1
+        self._changes = {step: dict(bits) for step, bits in state["changes"].items()}
+        for name, (numel, bits, block) in self.pieces.items():
+            if bits != RAW:
+                self.pieces[name] = numel, state["bits"].get(name, bits), block
+        if self.memory is not None:
+            on_device = {name: value.to(self.device) for name, value in state["residuals"].items()}
+            self.memory.load_state_dict(on_device)
+        self._rights.clear()
+        self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})
+        self._reductions.clear()  # they hold the seed and the bits
+        self._in_step.clear()
+        buckets = state.get("buckets")
+        self._as_saved = AsSaved(buckets, self._names) if buckets else None
+
+    def _choose(
+        self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
+    ) -> None:
+        unused = set(overrides)
+        for name, parameter in ddp.module.named_parameters():
+            codec: Codec | None = (
+                self.codec if parameter.dim() > 1 and parameter.numel() >= min_numel else None
+            )
+            for pattern, choice in overrides.items():
+                if fnmatchcase(name, pattern):
+                    unused.discard(pattern)
+                    self.fixed.add(name)
+                    codec = choice
+                    break
+            bits, block = _bits_and_block(self.codec, codec, name)
+            self.pieces[name] = parameter.numel(), bits, block
+        if unused:
+            some = ", ".join(list(self.pieces)[:4])
+            raise TrimtabError(
+                f"no parameter matches the pattern {sorted(unused)[0]!r}; parameters are called {some}, ..."
+            )
+
+    def _steps(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        flat: torch.Tensor,
+        step: int,
+    ) -> Iterator[dist.Work]:
+        if step != self._begun:
+            self._begin(step)
+        key = (*map(id, parameters), flat.dtype)
+        if key not in self._reductions:
+            self._reductions[key] = self._plan(parameters, gradients, flat)
+        self._in_step[key] = None
+        reduction, pieces = self._reductions[key]
+        if self._observe is not None:
+            self._observe(step, pieces, flat)
+        if self.watcher is not None:
+            self.watcher.local(step, pieces, flat)
+        yield from reduction.steps(flat, step=step, scale=self.scale)
+        if self.watcher is not None:
+            self.watcher.reduced(step, pieces, flat)
+
+    def _begin(self, step: int) -> None:
+        """The first bucket of a step is about to be encoded: the time to take up new bits.
+
+        One thread runs the first stage of every bucket, in order, so no reduction can see half a
+        change. None of an earlier step is in flight: DDP begins a backward pass when it has the last
+        one's results. On CUDA that holds in the order of the first stage's stream, to which the
+        buffers belong: it has just waited for gradients that were computed after the optimiser had
+        waited for all stages of the step before. So freed buffers are safe to be reused here.
+        """
+        if self.watcher is not None:
+            self.watcher.begin(step)
+        self._begun = step
+        # DDP's buckets of a first step are not those of later ones: theirs hold memory for nothing.
+        self._reductions = {key: self._reductions[key] for key in self._in_step if key in self._reductions}
+        self._in_step.clear()
+        for at_step in sorted(at for at in list(self._changes) if at <= step):
+            for name, bits in self._changes.pop(at_step).items():
+                numel, _, block = self.pieces[name]
+                self.pieces[name] = numel, bits, block
+            self._reductions.clear()
+
+    def _plan(
+        self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], flat: torch.Tensor
+    ) -> tuple[Reduction, list[Piece]]:
+        pieces, shapes = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            name = self._names[id(parameter)]
+            numel, bits, block = self.pieces[name]
+            offset = int(gradient.storage_offset()) - int(flat.storage_offset())
+            pieces.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
+            shapes.append(parameter.shape)
+        levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
+        self._compare(fingerprint(pieces, str(flat.dtype), self.codec, self.seed, levels, self._method))
+        reduction = reduction_for(
+            list(zip(pieces, shapes, strict=True)),
+            flat.dtype,
+            flat.device,
+            self.groups,
+            self.codec,
+            seed=self.seed,
+            memory=self.memory,
+            rights=self._rights,
+            kernels=self._kernels,
+            hierarchy=self._hierarchy,
+            method=self._method,
+        )
+        return reduction, pieces
+
+    def _compare(self, own: int) -> None:
+        """Refuse to go on when another rank would send or expect other bytes: a hang, or worse.
+
+        Runs where the first stage's collectives are started, so its order is the same on every rank.
+        """
+        mine = torch.tensor([own], device=self.device)
+        everyone = torch.empty(dist.get_world_size(self.groups[0]), dtype=mine.dtype, device=self.device)
+        all_gather_single(everyone, mine, self.groups[0])
+        differing = (everyone != mine).nonzero().view(-1).tolist()
+        if differing:
+            raise TrimtabError(
+                f"ranks {differing} of the group compress with other settings, or another model, than rank "
+                f"{dist.get_rank(self.groups[0])}; give trimtab.compress the same arguments on every rank"
+            )
+
+
+def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
+    """A process group for each stage of a reduction.
+
+    NCCL orders collectives by stream, so one group serves; of high priority, so that its kernels need
+    not wait for those of the backward pass. Gloo needs a group for each thread.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        own = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+        return (_checked(own),) * MAX_STAGES
+    return tuple(_checked(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(MAX_STAGES))
+
+
+def refuse_python_reducer() -> None:
+    """Say so before training when torch.compile would bypass the hook."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
+        raise TrimtabError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's communication hooks; "
+            "set it to True (the default) or False"
+        )
+
+
+def _checked(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "every rank of the group calls this"
+    return group
+
+
+def _bits_and_block(main: Codec, chosen: Codec | None, name: str) -> tuple[int, int]:
+    if chosen is None:
+        return RAW, 1024
+    if isinstance(chosen, Block):
+        if not isinstance(main, Block) or main.stochastic != chosen.stochastic:
+            raise TrimtabError(
+                f"{name}: {chosen} cannot ride with {main}; one family and one rounding serve a job"
+            )
+        return chosen.bits, chosen.block
+    if chosen != main:
+        raise TrimtabError(f"{name}: {chosen} cannot ride with {main}; an override here can only be None")
+    return 1, 1024

@@ -1,0 +1,333 @@
+"""FSDP2's door: gradients reduce-scattered, and if asked weights gathered, in fewer bits.
+
+`fully_shard` lets a module's two collectives be replaced. The all-reduce over the replicas of HSDP has no such
+door, so there the group it is called on is replaced by one that compresses. Settings are by parameter name.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab._compat import all_gather_single, reduce_scatter_single
+from trimtab.codec.packing import DTYPES, RAW
+from trimtab.collectives import Piece, Reduction, finish, reduction_for
+from trimtab.collectives.layout import fingerprint
+from trimtab.doors.agreement import require_agreement
+from trimtab.doors.backend_plain import ForwardingGroup
+from trimtab.doors.fsdp_shards import (
+    Shard,
+    ShardLayout,
+    WeightGather,
+    gradient_key,
+    plan_shards,
+    reduce_scatter,
+)
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+from trimtab.random_bits import absorb
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from trimtab.codec import Block
+
+STATE_VERSION = 1
+WEIGHT_BLOCK = 256
+"""Values that share a range in gathered weights: rounding to the nearest is finer in small blocks."""
+
+
+class FsdpCompression:
+    """The compression of one model of `fully_shard` modules, and what must survive a restart."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        codec: Block,
+        pieces: Mapping[str, tuple[int, int, int]],
+        *,
+        weight_bits: int | None = None,
+        seed: int = 0,
+        shard: bool = True,
+        replicate: bool = True,
+    ) -> None:
+        """`pieces` gives for every parameter name its numel, bits (0: exact) and block.
+
+        `shard` and `replicate` say on which axes of the mesh gradients travel compressed.
+        """
+        self.codec, self.seed, self.weight_bits = codec, seed, weight_bits
+        self.pieces = dict(pieces)
+        names = {id(module): name for name, module in model.named_modules()}
+        self.groups = [
+            ShardedGroup(self, module, group, names)
+            for module in sharded_modules(model)
+            for group in _param_groups(module)
+        ]
+        for group in self.groups:
+            group.attach(shard=shard, replicate=replicate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to continue with the same bits; the same on every rank."""
+        steps = {name: group.steps for group in self.groups for name in group.names}
+        return {"version": STATE_VERSION, "seed": self.seed, "steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise TrimtabError(
+                f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
+            )
+        own = {name for group in self.groups for name in group.names}
+        if own != state["steps"].keys():
+            other = sorted(own ^ state["steps"].keys())
+            raise TrimtabError(f"the compression state is of another model: see {', '.join(other[:3])}")
+        self.seed = state["seed"]
+        for group in self.groups:
+            scattered, reduced = state["steps"][group.names[0]]
+            group.steps = scattered, reduced
+            group.forget()
+
+    def close(self) -> None:
+        """Nothing to end: FSDP2 runs its collectives where it calls them."""
+
+
+class ShardedGroup:
+    """One group of parameters that FSDP2 sends together."""
+
+    def __init__(
+        self, owner: FsdpCompression, module: Any, param_group: Any, names: Mapping[int, str]
+    ) -> None:
+        self.steps = 0, 0
+        """Reduce-scatters and all-reduces of gradients so far: what keys the random numbers."""
+        self._owner, self._module, self._param_group = owner, module, param_group
+        self._params = {parameter_name(p, names): p for p in param_group.fsdp_params}
+        self._layouts: dict[Any, ShardLayout | None] = {}
+        self._reductions: dict[torch.dtype, Reduction] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, as in the model's `named_parameters`."""
+        return list(self._params)
+
+    def attach(self, *, shard: bool, replicate: bool) -> None:
+        """Take the place of the collectives."""
+        if shard:
+            self._module.set_custom_reduce_scatter(_ReduceScatter(self))
+        if self._owner.weight_bits is not None:
+            self._module.set_custom_all_gather(_AllGather(self))
+        info = self._param_group.mesh_info
+        if replicate and getattr(info, "replicate_process_group", None) is not None:
+            info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce is replaced
+            info.replicate_process_group = _ReplicaGroup(self, info.replicate_process_group)
+            self._param_group.mesh_info = info
+
+    def forget(self) -> None:
+        """Plan anew: the plans hold the seed."""
+        self._layouts.clear()
+        self._reductions.clear()
+
+    def reduce_scatter(self, output: torch.Tensor, values: torch.Tensor, group: Any, op: Any) -> None:
+        """What FSDP2 calls with the gradients of the parameters that have one."""
+        params = {name: p for name, p in self._params.items() if p.sharded_param.requires_grad}
+        layout = self._layout("gradients", params, values, values.numel() // group.size(), group)
+        if layout is None:
+            reduce_scatter_single(output, values, group, op)
+            return
+        codec = self._owner.codec
+        step, reduced = self.steps
+        self.steps = step + 1, reduced
+        key = gradient_key(self._owner.seed, step)
+        scale = self._scale(op, group.size())
+        reduce_scatter(output, values, layout, group, key=key, scale=scale, stochastic=codec.stochastic)
+
+    def all_gather(self, output: torch.Tensor, values: torch.Tensor, group: Any) -> dist.Work:
+        """What FSDP2 calls with its shards of all parameters."""
+        layout = self._layout("weights", self._params, values, values.numel(), group)
+        if layout is None:
+            work = all_gather_single(output, values, group, async_op=True)
+            assert work is not None
+            return work
+        return WeightGather(output, values, layout, group)
+
+    def all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, op: Any) -> bool:
+        """What FSDP2 calls with the reduced shards, for HSDP; says whether it was done."""
+        params = {name: p for name, p in self._params.items() if p.sharded_param.requires_grad}
+        shards = self._shards("gradients", params)
+        if sum(shard.numel for shard in shards) != flat.numel() or flat.dtype not in DTYPES:
+            return False
+        if flat.dtype not in self._reductions:
+            self._reductions[flat.dtype] = self._plan_replicas(shards, flat, group)
+        scattered, step = self.steps
+        self.steps = scattered, step + 1
+        scale = self._scale(op, group.size())
+        finish(self._reductions[flat.dtype].steps(flat, step=step, scale=scale))
+        return True
+
+    def _plan_replicas(self, shards: list[Shard], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
+        shard_rank = getattr(self._param_group.mesh_info, "shard_mesh_rank", 0)
+        pieces, offset = [], 0
+        for shard in shards:
+            # Each shard draws its own numbers: the ranks of the replicas' groups are the same for all.
+            name = f"{shard.name}[{shard_rank}]"
+            pieces.append(
+                Piece(name=name, offset=offset, numel=shard.numel, bits=shard.bits, block=shard.block)
+            )
+            offset += shard.numel
+        self._compare(fingerprint(pieces, str(flat.dtype), self._owner.codec, self._owner.seed), flat, group)
+        return reduction_for(
+            [(piece, torch.Size((piece.numel,))) for piece in pieces],
+            flat.dtype,
+            flat.device,
+            (group, group),
+            self._owner.codec,
+            seed=absorb(self._owner.seed, 1),  # apart from the reduce-scatter's numbers
+        )
+
+    def _layout(
+        self, what: str, params: Mapping[str, Any], flat: torch.Tensor, chunk: int, group: dist.ProcessGroup
+    ) -> ShardLayout | None:
+        """How a buffer travels; None: exactly, as it holds other values than the shards of `params`."""
+        key = what, chunk, flat.dtype, group.size()
+        if key not in self._layouts:
+            shards = self._shards(what, params)
+            if sum(shard.numel for shard in shards) == chunk and flat.dtype in DTYPES:
+                self._compare(fingerprint(shards, str(flat.dtype), self._owner.seed), flat, group)
+                self._layouts[key] = plan_shards(shards, flat.dtype, group.size(), group.rank())
+            else:
+                self._layouts[key] = None
+                logger().warning(
+                    "%s: its %s travel exactly where a parameter has no gradient, has a type that the codec "
+                    "does not carry, or is resharded to part of the mesh after forward",
+                    self.names[0],
+                    what,
+                )
+        return self._layouts[key]
+
+    def _shards(self, what: str, params: Mapping[str, Any]) -> list[Shard]:
+        shards = []
+        for name, parameter in params.items():
+            _, bits, block = self._owner.pieces[name]
+            if what == "weights" and bits != RAW:
+                assert self._owner.weight_bits is not None
+                bits, block = self._owner.weight_bits, WEIGHT_BLOCK
+            numel = parameter.padded_sharded_param_size.numel()
+            shards.append(Shard(name=name, numel=numel, bits=bits, block=block))
+        return shards
+
+    def _scale(self, op: Any, world: int) -> float:
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / world
+        # NCCL's sum of scaled values, whose factor cannot be read back: FSDP2 makes it of this.
+        factor = self._param_group.gradient_divide_factor
+        assert factor is not None, f"FSDP2 reduces by SUM, AVG, or SUM with a factor, not by {op}"
+        return 1.0 / float(factor)
+
+    def _compare(self, own: int, like: torch.Tensor, group: dist.ProcessGroup) -> None:
+        remedy = "give trimtab.compress the same model and arguments on every rank"
+        require_agreement(own, like.device, group, what=self.names[0], remedy=remedy)
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Allocate):
+    """In the form of FSDP2's `ReduceScatter`, whose class is private."""
+
+    def __init__(self, sharded: ShardedGroup) -> None:
+        self._sharded = sharded
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op, "FSDP2 orders its reduce-scatter by stream, not by a handle"
+        self._sharded.reduce_scatter(output_tensor, input_tensor, group, op)
+
+
+class _AllGather(_Allocate):
+    """In the form of FSDP2's `AllGather`, whose class is private."""
+
+    def __init__(self, sharded: ShardedGroup) -> None:
+        self._sharded = sharded
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work = self._sharded.all_gather(output_tensor, input_tensor, group)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class _Done(dist.Work):
+    """The handle of a reduction that was waited for (CPU) or queued on the current stream (CUDA)."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _ReplicaGroup(ForwardingGroup):
+    """The replicas of a shard: as the group it stands for, with its all-reduces compressed."""
+
+    def __init__(self, sharded: ShardedGroup, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._sharded = sharded
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
+        (flat,) = tensors
+        if self._sharded.all_reduce(flat, self._plain, opts.reduceOp):
+            return _Done()
+        return self._plain.allreduce(tensors, opts)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The model's modules that `fully_shard` was called on."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def process_groups(model: nn.Module) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups over which the gradients are scattered, and over which replicas are summed (HSDP)."""
+    for module in sharded_modules(model):
+        for group in _param_groups(module):
+            info = group.mesh_info
+            return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)
+    return None, None
+
+
+def parameter_name(fsdp_param: Any, names: Mapping[int, str]) -> str:
+    """A parameter's name in the model, from the names of its modules: FSDP2 may replace the parameter itself."""
+    info = fsdp_param._module_info
+    prefix = names[id(info.module)]
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, without the plural
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    if len(groups) > 1:
+        raise TrimtabError(
+            "compress: a module of this model is sharded over several meshes at once (shard_placement_fn); "
+            "FSDP2 lets no collective be replaced there"
+        )
+    return list(groups)

@@ -1,0 +1,1 @@
+"""Ways to slow a rank down."""

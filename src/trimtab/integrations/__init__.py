@@ -1,1 +1,0 @@
-"""Trimtab inside the frameworks people already use."""

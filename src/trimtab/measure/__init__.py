@@ -1,0 +1,1 @@
+"""Everything that is timed: devices, operators, links, the codec and running steps."""

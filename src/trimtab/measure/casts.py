@@ -1,0 +1,75 @@
+"""Measuring casts between types, in the direction they are named: ``fp32>int8`` reads fp32 and writes codes."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.cluster.profile import Line
+from trimtab.errors import TrimtabError
+from trimtab.measure.codec import line
+from trimtab.precision.draw import Draw
+from trimtab.precision.half import DTYPES
+from trimtab.precision.passes import products_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROWS = {"cpu": (32, 256, 1024), "cuda": (256, 2048, 16384)}
+COLUMNS = 512
+REPEATS = 5
+
+
+def cast_lines(device: torch.device, directions: Sequence[str]) -> dict[str, Line]:
+    """Seconds as a·n + c for each direction; quantising includes finding the scales."""
+    found = {}
+    for direction in directions:
+        points = []
+        for rows in ROWS[device.type]:
+            run = cast(direction, rows, device)
+            points.append((rows * COLUMNS, median(timed(run, device) for _ in range(REPEATS))))
+        a, c = line(points)
+        found[direction] = Line(a=a, c=c)
+    return found
+
+
+def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """The cast itself, of a matrix with so many rows."""
+    source, _, target = direction.partition(">")
+    types = DTYPES
+    values = torch.randn(rows, COLUMNS, device=device)
+    if target in ("int8", "fp8") and source in types:
+        typed = values.to(types[source])
+        products = products_for(target, None, None, device.type)
+        draw = Draw(1, torch.zeros(1, dtype=torch.int64, device=device), True)
+        return lambda: products.input(typed, draw)[0]
+    if source == "int8" and target in types:
+        codes, scales = values.to(torch.int8), torch.ones(rows, 1, device=device)
+        return lambda: (codes * scales).to(types[target])
+    if source not in types or target not in types or source == target:
+        raise TrimtabError(
+            f"{direction!r} is no cast; write two of {', '.join([*types, 'int8'])} with > between"
+        )
+    typed = values.to(types[source])
+    return lambda: typed.to(types[target])
+
+
+def timed(run: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """Seconds of one call, over enough of them."""
+    run()
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(16):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 16e3
+    times, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < 0.003:
+        run()
+        times += 1
+    return taken / times

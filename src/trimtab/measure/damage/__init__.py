@@ -1,0 +1,1 @@
+"""What lowering the precision of an operator does to the gradient."""

@@ -1,0 +1,98 @@
+"""Real training steps of one rank, timed operator by operator, in step with the job's other ranks.
+
+Ranks that share a machine, a link or a power limit slow each other down. So all of a job's ranks begin every timed
+step at one moment, and its optimiser at another, as they do in training.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.api.set_precision import set_precision
+from trimtab.measure.operators import StepClock, StepTimes, anchored, host_ahead, without_communication
+from trimtab.precision.half import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from trimtab.workload import Workload
+
+
+def together(device: torch.device) -> None:
+    """Until every rank is here, with nothing left to do; a rank alone only finishes what it began."""
+    finish(device)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+        finish(device)
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepTrainer:
+    """Trains a model with DDP that sends nothing. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        device: torch.device,
+        *,
+        batch_of: Callable[[int], tuple[Any, ...]],
+        loss_of: Callable[[Any], torch.Tensor] = lambda output: output,
+        autocast: str | None = None,
+    ) -> None:
+        """
+        Args:
+            model: is trained in place; its precisions are restored by `close`.
+            batch_of: the model's arguments for so many samples.
+            loss_of: the scalar loss of what the model returns.
+        """
+        self._ddp = DistributedDataParallel(model)
+        without_communication(self._ddp)
+        self._optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        self._workload, self._device = workload, device
+        self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
+
+    def timed(self, samples: int, precisions: Mapping[str, str]) -> StepTimes:
+        """One step with so many samples, with some operators, by name, in a lower precision."""
+        step = self._step(samples, precisions, whole=False)
+        if self._device.type == "cpu":
+            return step  # reading a clock costs nothing beside an operator
+        return anchored(step, self._step(samples, precisions, whole=True))
+
+    def close(self) -> None:
+        """Leave the model as it computes by itself."""
+        set_precision(self._ddp, {})
+        self._optimiser.zero_grad()
+
+    def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
+        set_precision(self._ddp, precisions)
+        batch = self._batch_of(samples)
+
+        def loss() -> torch.Tensor:
+            kind = self._autocast
+            with torch.autocast(self._device.type, DTYPES[kind]) if kind else nullcontext():
+                return self._loss_of(self._ddp(*batch))
+
+        def ready() -> None:
+            # After the last average all ranks have it, and all begin to update.
+            together(self._device)
+            host_ahead(self._device)
+
+        def update() -> None:
+            self._optimiser.step()
+            self._optimiser.zero_grad()
+
+        clock = StepClock(self._ddp.module, self._workload, self._device)
+        together(self._device)
+        return clock.step(loss, update, ready=ready, whole=whole)

@@ -1,0 +1,267 @@
+"""Timing every operator of a model inside a real training step.
+
+An operator alone, in a loop, finds its data in the cache and has the memory to itself; in a step it does not.
+So operators are timed where they run. Modules whose precision can be set are timed each; what runs
+between two of them is timed as a whole and shared out over the workload's operators there, by the bytes
+they move. All intervals together make up the step: nothing is left out and nothing counted twice.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
+from trimtab.precision.operators import ATTENTION
+from trimtab.predict.operators.costs import key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trimtab.workload import Operator, Workload
+
+    Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
+    """Samples, what was set by operator name, and the steps that were timed with it."""
+
+NONE = -1
+
+AHEAD_CYCLES = 20_000_000
+"""About ten milliseconds: longer than an optimiser's launches take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step, by operator of the workload."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    optimiser: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.forward) + sum(self.backward) + self.optimiser
+
+
+class StepClock:
+    """Takes the moments at which the operators of a model begin and end."""
+
+    def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
+        self._model, self._workload, self._cuda = model, workload, device.type == "cuda"
+        self._calls: dict[str, int] = {}
+        self._marks: list[tuple[str, int, Any]] = []
+        self._hooks: list[Any] = []
+
+    def step(
+        self,
+        loss: Callable[[], torch.Tensor],
+        update: Callable[[], None],
+        *,
+        ready: Callable[[], None] | None = None,
+        whole: bool = False,
+    ) -> StepTimes:
+        """Run one step: `loss` runs the model, `update` the optimiser. Backward is called here.
+
+        Args:
+            ready: called before the optimiser, and not timed: in a job all ranks begin it at one moment.
+            whole: time each pass as a whole, with nothing of ours inside it.
+        """
+        self._marks, self._calls = [], {}
+        if not whole:
+            self._attach()
+        try:
+            self._mark("start", -1)
+            result = loss()
+            self._mark("turn", -1)
+            result.backward()
+            self._mark("ready", -1)
+            if ready is not None:
+                ready()
+            self._mark("update", -1)
+            update()
+            self._mark("stop", -1)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        return self._read()
+
+    def _attach(self) -> None:
+        for name, indices in self._workload.settings.items():
+            if name.endswith(ATTENTION):
+                continue  # no module of its own: part of what runs between
+            module = self._model.get_submodule(name)
+            self._hooks.append(module.register_forward_pre_hook(self._before(name, indices)))
+            self._hooks.append(module.register_forward_hook(self._after(name, indices)))
+
+    def _before(self, name: str, indices: Sequence[int]) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            index = indices[self._calls.get(name, 0) % len(indices)]
+            x = args[0] if args else None
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda _: self._mark("backward ends", index))
+            self._mark("forward begins", index)
+
+        return hook
+
+    def _after(self, name: str, indices: Sequence[int]) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            index = indices[self._calls.get(name, 0) % len(indices)]
+            self._calls[name] = self._calls.get(name, 0) + 1
+            self._mark("forward ends", index)
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(lambda _: self._mark("backward begins", index))
+
+        return hook
+
+    def _mark(self, what: str, index: int) -> None:
+        if self._cuda:
+            moment: Any = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        else:
+            moment = time.perf_counter()
+        self._marks.append((what, index, moment))
+
+    def _read(self) -> StepTimes:
+        if self._cuda:
+            torch.cuda.synchronize()
+        count = len(self._workload.operators)
+        timed = {index for _, index, _ in self._marks}
+        forward, backward, optimiser = [0.0] * count, [0.0] * count, 0.0
+        into, running, ended = forward, NONE, NONE
+        for (what, index, moment), (following, coming, later) in pairwise(self._marks):
+            taken = self._between(moment, later)
+            if what == "ready":
+                continue
+            if what == "update":
+                optimiser = taken
+                break
+            if what == "turn":
+                into, running, ended = backward, NONE, count
+            elif what.endswith("begins"):
+                running = index
+            elif (
+                running == index
+            ):  # a gradient that two operators feed comes after both: only one of them ends
+                running, ended = NONE, index
+            if running != NONE:
+                into[running] += taken
+                continue
+            last = count if into is forward else NONE
+            self._share(into, taken, ended, coming if following.endswith("begins") else last, timed)
+        return StepTimes(forward=tuple(forward), backward=tuple(backward), optimiser=optimiser)
+
+    def _between(self, a: Any, b: Any) -> float:
+        return float(a.elapsed_time(b)) / 1e3 if self._cuda else b - a
+
+    def _share(self, into: list[float], taken: float, a: int, b: int, timed: set[int]) -> None:
+        """Share an interval between operators a and b out over those that lie there."""
+        low, high = min(a, b), max(a, b)
+        inside = [o for o in self._workload.operators[low + 1 : high] if o.index not in timed]
+        if not inside:
+            # Only views in between: the host's work for whoever comes next.
+            into[b if 0 <= b < len(into) else min(max(a, 0), len(into) - 1)] += taken
+            return
+        weights = [_moved(operator) for operator in inside]
+        whole = sum(weights)
+        for operator, weight in zip(inside, weights, strict=True):
+            into[operator.index] += taken * weight / whole
+
+
+def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
+    """A step timed operator by operator, as long as the same one timed as a whole.
+
+    Timing an operator takes the host some time. Where the device waits for its host, that is in every interval.
+    """
+    forward = sum(whole.forward) / sum(step.forward)
+    backward = sum(whole.backward) / sum(step.backward)
+    return replace(
+        step,
+        forward=tuple(seconds * forward for seconds in step.forward),
+        backward=tuple(seconds * backward for seconds in step.backward),
+        optimiser=whole.optimiser,
+    )
+
+
+def host_ahead(device: torch.device) -> None:
+    """Keep a GPU waiting until the host has queued some work: what follows is timed without gaps between kernels.
+
+    So it is in a job after the last average: while the device waited for it, the host went on.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(AHEAD_CYCLES)
+
+
+def without_communication(ddp: DistributedDataParallel) -> None:
+    """Let DDP gather its buckets and hand them back, and send nothing: what is left is a rank's own work."""
+    ddp.register_comm_hook(None, _hand_back)
+
+
+def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
+    values = bucket.buffer()
+    on = None if values.device.type == "cpu" else [values.device]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
+    future.set_result(values)
+    return future
+
+
+def operator_times(
+    workload: Workload, steps: Sequence[StepTimes], precisions: Mapping[str, str]
+) -> dict[str, OperatorTime]:
+    """Times by operator key: medians over steps, then means over the operators that have the key.
+
+    Args:
+        workload: of the batch that was timed.
+        precisions: what was set meanwhile, by operator name.
+    """
+    gathered: dict[str, list[tuple[float, float]]] = {}
+    for operator in workload.operators:
+        precision = precisions.get(operator.setting) if operator.setting is not None else None
+        forward = median(step.forward[operator.index] for step in steps)
+        backward = median(step.backward[operator.index] for step in steps)
+        gathered.setdefault(str(key_of(operator, precision)), []).append((forward, backward))
+    return {
+        key: OperatorTime(forward_s=mean(f for f, _ in taken), backward_s=mean(b for _, b in taken))
+        for key, taken in gathered.items()
+    }
+
+
+def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed]) -> DeviceProfile:
+    """A profile with what some steps took: of operators, and of the optimiser, of which it is the median.
+
+    Operators that nobody set are known best from plain steps, in whatever order these come.
+    """
+    operators = dict(profile.operators)
+    sizes = set(profile.batches.get(workload.model, ()))
+    for samples, precisions, steps in timed:
+        at = workload.at_batch(samples)
+        found = operator_times(at, steps, precisions)
+        lowered = {
+            str(key_of(o, precisions[o.setting]))
+            for o in at.operators
+            if o.setting is not None and o.setting in precisions
+        }
+        operators |= {k: t for k, t in found.items() if not precisions or k in lowered or k not in operators}
+        sizes.add(samples)
+    elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
+    update = median(step.optimiser for _, _, steps in timed for step in steps)
+    return replace(
+        profile,
+        operators=operators,
+        batches={**profile.batches, workload.model: tuple(sorted(sizes))},
+        optimiser=Line(a=update / elements, c=0.0),
+    )
+
+
+def _moved(operator: Operator) -> float:
+    """What an operator's time is taken to be in proportion to, beside its neighbours'."""
+    # A product does its arithmetic at some hundred operations for a byte moved.
+    return operator.bytes_read + operator.bytes_written + operator.flops / 100 + 1024

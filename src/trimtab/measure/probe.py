@@ -1,0 +1,225 @@
+"""`trimtab probe`: what can this machine do? The answer is a cluster with its profile."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import trimtab
+from trimtab.cluster import Cluster, Device, Host, Link, load_cluster
+from trimtab.cluster.profile import LOCAL, check_profile, merge_profiles
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
+from trimtab.measure.job import probe_job
+from trimtab.models.data import filled
+from trimtab.models.spec import NAMES, load_model
+from trimtab.predict.links import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from trimtab.cluster import Profile
+
+ALIKE = 0.15
+"""Devices of one name whose speeds differ by less than this part are one class."""
+
+LINK = "link"
+"""What the class of the link between the probed hosts is called."""
+
+BATCHES = (2, 4, 6)
+"""Samples of a rank that are probed when nothing is said; `trimtab plan` says where its job has others by far."""
+
+SPEED_SIDE = {"cpu": 384, "cuda": 4096}
+
+
+def probe(
+    model: str = "gpt",
+    *,
+    device: str = "cpu",
+    batches: Sequence[int] = BATCHES,
+    precisions: Sequence[str] | None = None,
+    bits: Sequence[int] = (4, 8),
+    autocast: str | None = None,
+    seconds: float = 120.0,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Cluster:
+    """Measure the devices of this job and what joins them.
+
+    One process measures one device. Under torchrun (or `trimtab emulate`) the ranks measure their own in step with
+    one another, and all of them the link between them; every rank gets the whole cluster.
+
+    Args:
+        model: whose operators are timed, inside real training steps; see `trimtab.models.spec.load_model`.
+        batches: samples of a rank; two sizes tell how times grow, so that others can be predicted. Best are a half,
+            the whole and one and a half of what a rank has when all have the same.
+        precisions: to time beside the model's own; by default all that may pay off on the device.
+        bits: of the codec.
+        autocast: "bf16" or "fp16"; the model's own precision.
+        seconds: no new measurement of a device is begun after this on any rank; what is missing is said, and the
+            next run goes on there.
+        fresh: measure again what the cache has.
+    """
+    on = torch.device(device)
+    if len(set(batches)) < 2:
+        raise TrimtabError(f"probe: batches {list(batches)}: two sizes are needed to tell how times grow")
+    inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if inside:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    made = alone()
+    try:
+        spec = load_model(model, on, samples=min(batches))
+        if model in NAMES:
+            spec = replace(spec, batch=filled(spec, 0))
+        task = Task(
+            spec=spec,
+            batches=tuple(sorted(set(batches))),
+            precisions=usual_precisions(on, autocast) if precisions is None else tuple(precisions),
+            bits=tuple(bits),
+            autocast=autocast,
+            seconds=seconds,
+        )
+        return _measure(task, on, fresh, progress)
+    finally:
+        if inside or made:
+            dist.destroy_process_group()
+
+
+def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[int, int], None]) -> Cluster:
+    world = dist.get_world_size()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
+    hosts = [name for name, _, _ in everyone]
+    classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
+    # Ranks of one machine may differ, so each keeps what it measured for itself.
+    cache = cache_of(device, f"rank-{dist.get_rank()}-of-{world}" if world > 1 else "")
+    if not fresh:
+        cache.load()
+    several = len(set(hosts)) > 1
+    placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
+    link = LINK if several else LOCAL
+    found = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    if found.left and dist.get_rank() == 0:
+        logger().warning(
+            "the %g seconds were up with %d measurements unfinished, the first %r: give more with --seconds%s",
+            task.seconds,
+            len(found.left),
+            found.left[0],
+            ", or run the same command again to go on" if cache.keep else "",
+        )
+    return Cluster(
+        version=1,
+        devices=classes,
+        links=_link(found.profile) if several else {},
+        hosts=_hosts(hosts, of_rank, LINK if several else None),
+        profile=found.profile,
+    )
+
+
+def _link(profile: Profile) -> dict[str, Link]:
+    whole = profile.links[LINK]["all_reduce"]
+    rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else 1000.0
+    return {LINK: Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)}
+
+
+def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
+    """Classes of devices that have one name and about one speed, and the class of every rank."""
+    fastest = max(rate for _, rate in ranks)
+    classes: dict[str, Device] = {}
+    of_rank: list[str] = []
+    for name, rate in ranks:
+        same = [
+            title
+            for title, known in classes.items()
+            if known.model == name and abs(known.speed - rate / fastest) <= ALIKE * known.speed
+        ]
+        if not same:
+            slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:24] or kind
+            title = slug if slug not in classes else f"{slug}-{len(classes) + 1}"
+            of_kind: Any = kind
+            classes[title] = Device(kind=of_kind, speed=round(rate / fastest, 3), model=name)
+            same = [title]
+        of_rank.append(same[0])
+    return classes, of_rank
+
+
+def _here() -> str:
+    """This host's name; torchrun's nodes count as hosts, also where one machine plays several."""
+    node = os.environ.get("GROUP_RANK", "0") if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else ""
+    return f"{socket.gethostname()[:24]}{'-' if node else ''}{node}"
+
+
+def _hosts(hosts: Sequence[str], of_rank: Sequence[str], link: str | None) -> tuple[Host, ...]:
+    counted: dict[str, dict[str, int]] = {}
+    for host, device in zip(hosts, of_rank, strict=True):
+        devices = counted.setdefault(host, {})
+        devices[device] = devices.get(device, 0) + 1
+    return tuple(
+        Host(name=_name(host, index), devices=devices, link=link)
+        for index, (host, devices) in enumerate(counted.items())
+    )
+
+
+def _name(host: str, index: int) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", host).strip("-")[:32] or f"host-{index}"
+
+
+def _speed(device: torch.device) -> float:
+    """Matrix products a second, over long enough that a quota counts in full."""
+    side = SPEED_SIDE[device.type]
+    a = torch.randn(side, side, device=device)
+    for _ in range(3):
+        a @ a
+    dist.barrier()
+    start, products = time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < 0.5:
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        products += 1
+    return products / taken
+
+
+def merge_files(paths: Sequence[Path]) -> Cluster:
+    """One cluster of several probed files: all their hosts, classes, links and measurements.
+
+    Raises:
+        TrimtabError: files that two versions measured, or classes of one name that differ.
+    """
+    clusters = [load_cluster(path) for path in paths]
+    devices: dict[str, Device] = {}
+    links: dict[str, Link] = {}
+    hosts: list[Host] = []
+    profiles: list[Profile] = []
+    for path, cluster in zip(paths, clusters, strict=True):
+        if cluster.profile is None:
+            raise TrimtabError(f"{path}: holds no measurements; make it with `trimtab probe --out {path}`")
+        try:
+            check_profile(cluster.profile, trimtab=trimtab.__version__)
+        except TrimtabError as error:
+            raise TrimtabError(f"{path}: {error}") from None
+        for name, device in cluster.devices.items():
+            if name in devices and devices[name].model != device.model:
+                raise TrimtabError(
+                    f"{path}: device class {name!r} is {device.model!r}, in an earlier file "
+                    f"{devices[name].model!r}; rename one"
+                )
+            devices[name] = device
+        links |= cluster.links
+        taken = {host.name for host in hosts}
+        hosts += [host for host in cluster.hosts if host.name not in taken]
+        profiles.append(cluster.profile)
+    return Cluster(
+        version=1, devices=devices, links=links, hosts=tuple(hosts), profile=merge_profiles(profiles)
+    )

@@ -1,0 +1,171 @@
+"""Measuring compressed buckets as a job runs them: encoded, sent and decoded, one behind the other.
+
+Encoding, transfers and decoding of different buckets should overlap. How well they do depends on the device: a
+GPU with few hardware queues runs them in turn. What a row of buckets takes beyond what wire and codec explain is
+added to what a message costs. Collective: every rank calls these at the same point.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec import Block
+from trimtab.collectives import Piece, reduction_for, runner_for
+from trimtab.doors.ddp import stage_groups
+from trimtab.measure.links import tried
+from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds
+from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
+from trimtab.predict.step import codec_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.cluster.profile import Profile
+    from trimtab.collectives import Reduction
+    from trimtab.workload import Workload
+
+BLOCK = 1024
+
+
+class ReductionProbe:
+    """The buckets of a workload at a number of bits, with nothing to compute beside them."""
+
+    def __init__(
+        self, workload: Workload, bits: int, device: torch.device, groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """`groups` are those of `stage_groups`."""
+        self._device = device
+        self._runner = runner_for(device)
+        self._taken: list[float] = []
+        tensors = {p.name: p.tensor for p in workload.parameters}
+        chosen = bits_of(workload, bits)
+        self._row: list[tuple[Reduction, torch.Tensor]] = []
+        for bucket in workload.buckets:
+            pieces, offset = [], 0
+            for name in bucket.parameters:
+                numel = tensors[name].numel
+                piece = Piece(name=name, offset=offset, numel=numel, bits=chosen[name], block=BLOCK)
+                pieces.append((piece, torch.Size(tensors[name].shape)))
+                offset += numel
+            reduction = reduction_for(pieces, torch.float32, device, tuple(groups), Block(bits=bits), seed=0)
+            self._row.append((reduction, torch.zeros(offset, device=device)))
+        self._run()
+
+    def round(self) -> None:
+        """Time all buckets once, until the slowest rank has finished."""
+        self._taken.append(self._run())
+
+    @property
+    def seconds(self) -> float:
+        """Of all buckets: the median of the rounds."""
+        return median(self._taken)
+
+    def close(self) -> None:
+        self._runner.close()
+        self._row.clear()
+
+    def _run(self) -> float:
+        self._finish()
+        dist.barrier()
+        self._finish()
+        start = time.perf_counter()
+        futures: list[Any] = [
+            self._runner.submit(reduction.steps(flat, step=0, scale=1.0), flat)
+            for reduction, flat in self._row
+        ]
+        for future in futures:
+            future.wait()
+        self._finish()
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=self._device)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Unhidden:
+    """What each compressed bucket takes beyond wire and codec; rounds can be added, and asked for at any time."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        bits: Sequence[int],
+        placement: Placement,
+        device: torch.device,
+        *,
+        most: int | None = None,
+    ) -> None:
+        """
+        Args:
+            most: bytes of the uncompressed buckets that are tried, for links that would take too long with all.
+        """
+        self._workload = replace(workload, buckets=workload.buckets[: tried(workload, most)])
+        self._placement = placement
+        group = dist.group.WORLD
+        assert group is not None
+        groups = stage_groups(group, device)
+        self._rows = {b: ReductionProbe(self._workload, b, device, groups) for b in bits}
+
+    def round(self) -> None:
+        for row in self._rows.values():
+            row.round()
+
+    def seconds(self, profile: Profile, link: str, names: Sequence[str]) -> float:
+        """For each bucket; `names` are the device classes of the ranks.
+
+        None of it is negative: a row that was faster than explained was lucky.
+        """
+        fits = _fits(profile, link, names)
+        beyond = []
+        for bits, row in self._rows.items():
+            buckets, local = compressed_buckets(
+                self._workload,
+                self._placement,
+                fits,
+                bits_of(self._workload, bits),
+                [codec_speed(profile, name, bits) for name in names],
+            )
+            beyond.append((row.seconds - idle_seconds(buckets, local)) / len(buckets))
+        return max(0.0, mean(beyond))
+
+    def close(self) -> None:
+        """End the threads. The groups stay until the default one goes.
+
+        Were they destroyed, torch would give their names, and what the store knows under those, to the next ones:
+        their ranks would look for each other where nobody listens any more.
+        """
+        for row in self._rows.values():
+            row.close()
+
+
+def slower_gathers(profile: Profile, link: str, seconds: float) -> Profile:
+    """The profile with so much more for each compressed bucket: every one is all-gathered once."""
+    collectives = profile.links[link]
+    gather = collectives["all_gather"]
+    others = dist.get_world_size() - 1
+    slower = replace(gather, per_message_s=gather.per_message_s + seconds / others)
+    return replace(profile, links={**profile.links, link: {**collectives, "all_gather": slower}})
+
+
+def _fits(profile: Profile, link: str, names: Sequence[str]) -> dict[Collective, tuple[Fit, ...]]:
+    measured = profile.links[link]
+    return {
+        collective: tuple(
+            Fit(
+                per_message_s=measured[collective].per_message_s,
+                per_byte_s=measured[collective].per_byte_s,
+                drag=measured[collective].drag.get(name, 0.0),
+            )
+            for name in names
+        )
+        for collective in COLLECTIVES
+        if collective in measured
+    }

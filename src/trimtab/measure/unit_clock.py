@@ -1,0 +1,73 @@
+"""What a tensor-parallel rank's own work takes, step by step, without ever waiting for a GPU's newest work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.sharding.clock import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    _Step = tuple[Any, Any, Sequence[tuple[Any, Any]], Sequence[tuple[Any, Any]]]
+
+
+class StepClock(Clock):
+    """Counts like `Clock`, and knows where steps begin and end; events of a GPU are used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._start: Any = None
+        self._end: Any = None
+        self._steps: list[_Step] = []
+        self._free: list[Any] = []
+
+    def begin(self) -> None:
+        """A step begins here; what was counted before, outside a step, is dropped."""
+        self._close()
+        self._begun, self._blocks, self._meetings = None, [], []
+        self._start = self._now()
+
+    def end(self) -> None:
+        """It ends here, unless it ends again later: scripts may have several optimisers."""
+        if self._start is not None:
+            self._end = self._now()
+
+    def forget(self) -> None:
+        """Drop the steps counted so far."""
+        self._start = self._end = None
+        self._steps = []
+
+    def samples(self) -> list[tuple[float, float]]:
+        """For each step since the last call: seconds in blocks, and seconds besides that were not waits.
+
+        On a GPU the last step may stay for the next call: waiting for it would let the GPU run dry.
+        """
+        self._close()
+        steps, self._steps = self._steps, []
+        if self._cuda and steps:
+            if len(steps) > 1 and not steps[-1][1].query():
+                self._steps = [steps.pop()]
+            steps[-1][1].synchronize()
+        found = []
+        for start, end, blocks, meetings in steps:
+            inside = sum(map(self._seconds, blocks))
+            waited = sum(map(self._seconds, meetings))
+            found.append((inside, max(0.0, self._seconds((start, end)) - inside - waited)))
+            if self._cuda:
+                self._free += [start, end, *(event for pair in (*blocks, *meetings) for event in pair)]
+        return found
+
+    def _close(self) -> None:
+        if self._start is not None and self._end is not None:
+            self._steps.append((self._start, self._end, self._blocks, self._meetings))
+        self._start = self._end = None
+
+    def _now(self) -> Any:
+        if not self._cuda or not self._free:
+            return super()._now()
+        event = self._free.pop()
+        event.record()
+        return event

@@ -1,0 +1,1 @@
+"""Named models and the data they train on."""

@@ -1,0 +1,127 @@
+"""Models by name: what `--model` of `probe` and `simulate` takes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model and one sample batch of it, on the device where it was made."""
+
+    name: str
+    model: nn.Module
+    batch: tuple[Any, ...]
+    """The model's arguments. Axis 0 of each tensor is the batch."""
+
+    loss: Callable[[Any], torch.Tensor] | None = None
+    """The scalar loss of what the model returns; None where it returns that itself."""
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        found = self.loss(output) if self.loss is not None else getattr(output, "loss", output)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise TrimtabError(
+                f"{self.name}: the model gives {type(found).__name__} where a scalar loss is due; let the function "
+                "return (model, batch, loss), with a loss that makes a scalar of the model's output"
+            )
+        return found
+
+    def batch_of(self, samples: int) -> tuple[Any, ...]:
+        """The batch with another number of samples: rows of the sample, repeated."""
+
+        def sized(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.dim() == 0:
+                return x
+            times = -(-samples // x.shape[0])
+            return x.repeat(times, *[1] * (x.dim() - 1))[:samples]
+
+        return tuple(sized(x) for x in self.batch)
+
+
+NAMES = ("gpt", "gpt2", "bert", "vit", "resnet50")
+
+
+def load_model(text: str, device: torch.device, *, samples: int = 4) -> ModelSpec:
+    """A model of `NAMES`, or what ``module:function`` returns: (model, batch) or (model, batch, loss).
+
+    Raises:
+        TrimtabError: what the text should have been.
+    """
+    if ":" in text:
+        return _from_function(text, device)
+    if text not in NAMES:
+        raise TrimtabError(
+            f"there is no model {text!r}; choose {', '.join(NAMES)}, or write module:function for one of your own"
+        )
+    with torch.device(device):
+        model, batch = _named(text, samples)
+    return ModelSpec(name=text, model=model, batch=batch)
+
+
+def _from_function(text: str, device: torch.device) -> ModelSpec:
+    module, _, name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        function = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise TrimtabError(
+            f"{text}: there is no module {error.name!r}; run this where it can be imported"
+        ) from None
+    except AttributeError:
+        raise TrimtabError(f"{text}: module {module} has no {name!r}") from None
+    with torch.device(device):
+        made = function()
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
+        raise TrimtabError(
+            f"{text}: must return (model, batch) or (model, batch, loss); it gave {type(made).__name__}"
+        )
+    batch = made[1] if isinstance(made[1], tuple) else (made[1],)
+    return ModelSpec(name=text, model=made[0], batch=batch, loss=made[2] if len(made) == 3 else None)
+
+
+def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    if name == "gpt":
+        from trimtab.models.gpt import Gpt
+
+        model: nn.Module = Gpt(width=256, layers=4, heads=4, context=128)
+        return model, (torch.zeros(samples, 129, dtype=torch.int64),)
+    import transformers as t
+
+    if name == "gpt2":
+        ids = torch.zeros(samples, 512, dtype=torch.int64)
+        return LossOnly(t.GPT2LMHeadModel(t.GPT2Config())), (ids, ids)
+    if name == "bert":
+        ids, labels = torch.zeros(samples, 128, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64)
+        return LossOnly(t.BertForSequenceClassification(t.BertConfig())), (ids, labels)
+    images, labels = torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.int64)
+    if name == "vit":
+        vit: Any = t.ViTConfig()
+        vit.num_labels = 1000
+        return LossOnly(t.ViTForImageClassification(vit)), (images, labels)
+    resnet: Any = t.ResNetConfig()
+    resnet.num_labels = 1000
+    return LossOnly(t.ResNetForImageClassification(resnet)), (images, labels)
+
+
+class LossOnly(nn.Module):
+    """A model of `transformers` that gives its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(inputs, labels=labels).loss
+        return loss

@@ -1,0 +1,342 @@
+"""A plan for a job: shares, precisions and bits for every role, what they are expected to bring, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import fsum, isfinite
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.precision.allocate import allocate, relieve
+from trimtab.planning.precision.fastest import Lowerable
+from trimtab.planning.precision.menus import Menus
+from trimtab.planning.precision.options import Option, damage_of, lowered, own_only
+from trimtab.planning.roles import Layout, alike, even, layout, pace_of
+from trimtab.planning.shares.with_precision import Shared, pace_for, quickest
+from trimtab.predict.operators.estimate import with_estimates
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.pace import Offers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trimtab.cluster import Cluster
+    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.predict.pace import ReplayPace
+    from trimtab.workload import Workload
+
+BUDGET = 0.01
+"""Damage that free shares may do: the expected square of the gradient's relative error. 0.01 moves the gradient of a
+step by a tenth of its length, which is less than what another batch would move it by."""
+
+GAIN = 1.02
+"""Precision or bits are lowered only where that makes the step faster by this factor."""
+
+SLOWER = 1.02
+"""Ranks are slow that compute longer than the fastest ones by this factor."""
+
+AHEAD = 0.1
+"""Lowered ranks are to be done by this part of the others' time before them."""
+
+CLOSE = 1e-3
+"""Steps that differ by less are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A job that could be run."""
+
+    job: Layout
+    chosen: dict[str, Chosen]
+    pace: ReplayPace
+    damage: float
+    bits: int | None
+
+    @property
+    def step_s(self) -> float:
+        return self.pace.step_s()
+
+
+class Composer:
+    """Plans for one model on one cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        damages: Mapping[str, Mapping[str, float]],
+        total: int,
+        *,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """
+        Args:
+            cluster: with its profile.
+            damages: by operator and precision, of a rank that computes the whole batch. What is not finite is
+                never chosen.
+            total: samples of a step, over all ranks.
+
+        Raises:
+            TrimtabError: a batch smaller than the number of ranks, an operator that was not measured.
+        """
+        assert cluster.profile is not None
+        if total < cluster.world_size:
+            raise TrimtabError(
+                f"a batch of {total} is smaller than the {cluster.world_size} ranks of the cluster, and each takes at "
+                f"least a sample; give --batch-size {cluster.world_size} or more"
+            )
+        unknown = sorted(damages.keys() - workload.settings.keys())
+        if unknown:
+            raise TrimtabError(
+                f"{unknown[0]!r} is no operator of {workload.model}; there are "
+                f"{', '.join(list(workload.settings)[:8])}, ..."
+            )
+        self.profile = with_estimates(cluster, cluster.profile)
+        self.cluster = replace(cluster, profile=self.profile)
+        self.workload, self.total = workload, total
+        self.offers = Offers(Measured(workload, self.profile))
+        finite = {
+            name: {precision: value for precision, value in by.items() if isfinite(value)}
+            for name, by in damages.items()
+        }
+        self.menus = Menus(self.offers, self.cluster, finite, total)
+        self.devices = [rank.device for rank in cluster.ranks()]
+        self.counts = self.menus.counts
+        self.alike = alike(workload)
+        self.progress = progress
+        self._done = 0
+
+    def tick(self) -> None:
+        self._done += 1
+        self.progress(self._done, max(self._done, 12))
+
+    def plain(self) -> Candidate:
+        """Plain DDP: even shares, nothing lowered, nothing compressed."""
+        job = layout(self.devices, even(self.devices, self.total))
+        chosen: dict[str, Chosen] = {role: {} for role in job.devices}
+        pace = pace_of(self.offers, self.cluster, job, chosen, None)
+        self.tick()
+        return Candidate(job=job, chosen=chosen, pace=pace, damage=0.0, bits=None)
+
+    # Fixed shares
+
+    def fixed(self, bits: int | None) -> Candidate:
+        """Equal shares; slow ranks, and such as do not fit, are lowered just enough."""
+        if self.total % len(self.devices):
+            below = self.total // len(self.devices) * len(self.devices)
+            raise TrimtabError(
+                f"a batch of {self.total} cannot be shared equally among {len(self.devices)} ranks; give --batch-size "
+                f"{below or len(self.devices)} or {below + len(self.devices)}, or --batch free"
+            )
+        self.menus.bits = bits
+        job = layout(self.devices, even(self.devices, self.total))
+        plain = pace_of(self.offers, self.cluster, job, {}, bits)
+        roles = {
+            name: self._lowerable(device, job.samples[name], job.counts[name])
+            for name, device in job.devices.items()
+            if device in self.slow(job) or not self._fits(device, job.samples[name])
+        }
+        roles = {name: role for name, role in roles.items() if role.damages or role.memory_bytes is not None}
+        own = {
+            name: own_only(self._options(device, job.samples[name])) for name, device in job.devices.items()
+        }
+        same = Candidate(job=job, chosen=own, pace=plain, damage=0.0, bits=bits)
+        if not roles:
+            return same
+        before = plain.step_s()
+        fits = all(self._fits(job.devices[name], job.samples[name]) for name in roles)
+        others = max((plain.compute_s(name) for name in job.devices if name not in roles), default=0.0)
+        found = allocate(plain, roles, others_s=others, ahead=AHEAD)
+        self.tick()
+        if fits and before < GAIN * found.step_s:
+            return replace(same, pace=pace_of(self.offers, self.cluster, job, own, bits))
+        return Candidate(job=job, chosen={**own, **found.chosen}, pace=plain, damage=found.damage, bits=bits)
+
+    def slow(self, job: Layout) -> set[str]:
+        """Device classes that compute longer than the fastest, with the same samples."""
+        own = {
+            device: self.menus.menu(device, job.samples[job.of(device)[0]]).own_s for device in self.counts
+        }
+        return {device for device, seconds in own.items() if seconds > SLOWER * min(own.values())}
+
+    def uniform_damage(self) -> float:
+        """With even shares, of all slow ranks wholly at their fastest precisions."""
+        job = layout(self.devices, even(self.devices, self.total))
+        slow = self.slow(job)
+        return fsum(
+            job.counts[name] * fsum(map(_fastest_damage, self._options(device, job.samples[name]).values()))
+            for name, device in job.devices.items()
+            if device in slow
+        )
+
+    # Free shares
+
+    def free(self, bits: int | None, budget: float) -> Candidate:
+        """Shares and precisions of all ranks: the fastest step whose damage is within the budget."""
+        self.menus.bits = bits
+        self._refuse_too_large()
+        lowering = self._searched(bits, budget)
+        if not lowering.damage:
+            return lowering
+        try:
+            sharing = self._searched(bits, 0.0)
+        except TrimtabError:  # memory leaves no choice but to lower
+            return self._relieved(lowering)
+        relieved = self._relieved(lowering)
+        return sharing if sharing.step_s < GAIN * relieved.step_s else relieved
+
+    def _refuse_too_large(self) -> None:
+        """A batch for which there is no memory, however it is shared and lowered."""
+        room = {device: self.menus.most(device, self.total) for device in self.counts}
+        for device, most in room.items():
+            if most < 1:
+                need, have = self.menus.least_peak(device, 1), self.menus.limits[device] or 0
+                raise TrimtabError(
+                    f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
+                    f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
+                    "missing; leave it out, or use a smaller model"
+                )
+        held = sum(self.counts[device] * most for device, most in room.items())
+        if held < self.total:
+            each = ", ".join(f"{most} on each of {self.counts[d]} {d}" for d, most in room.items())
+            raise TrimtabError(
+                f"a batch of {self.total} does not fit: even with every operator at the precision that keeps least "
+                f"there is memory for {held} samples ({each}); {self.total - held} are too many: lower the batch size, "
+                "accumulate over several batches, or use more ranks"
+            )
+
+    def _searched(self, bits: int | None, budget: float) -> Candidate:
+        beside: dict[str, float] = {}
+        best: Candidate | None = None
+        for _ in range(3):
+            shared = quickest(self.menus, self.counts, self.total, budget=budget, beside_s=beside)
+            found = self._realised(shared, beside, bits)
+            self.tick()
+            if best is None or found.step_s < best.step_s:
+                best = found
+            before, beside = beside, self._beside(found)
+            if all(abs(beside[d] - before.get(d, 0.0)) < CLOSE * found.step_s for d in beside):
+                break
+        assert best is not None
+        return self._moved(best, beside, bits, budget)
+
+    def _moved(
+        self, best: Candidate, beside: Mapping[str, float], bits: int | None, budget: float
+    ) -> Candidate:
+        """Move single samples between device classes while the replayed step becomes faster."""
+        for _ in range(4):
+            better: Candidate | None = None
+            for giver in self.counts:
+                for taker in self.counts:
+                    samples = _with_one_moved(best.job, giver, taker)
+                    shared = samples and pace_for(self.menus, samples, budget=budget, beside_s=beside)
+                    if shared:
+                        found = self._realised(shared, beside, bits)
+                        if found.step_s < (better or best).step_s * (1 - CLOSE):
+                            better = found
+            self.tick()
+            if better is None:
+                return best
+            best = better
+        return best
+
+    def _realised(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> Candidate:
+        job = layout(self.devices, shared.samples)
+        chosen = {
+            role: self.menus.chosen(device, job.samples[role], shared.seconds - beside.get(device, 0.0))
+            for role, device in job.devices.items()
+        }
+        return Candidate(
+            job=job,
+            chosen=chosen,
+            pace=pace_of(self.offers, self.cluster, job, chosen, bits),
+            damage=shared.damage,
+            bits=bits,
+        )
+
+    def _beside(self, found: Candidate) -> dict[str, float]:
+        """What transfers and codec take of each device class's time."""
+        times = {role.name: role for role in found.pace.timeline().roles}
+        return {
+            device: max(times[role].compute_s - times[role].own_s for role in found.job.of(device))
+            for device in self.counts
+        }
+
+    def _relieved(self, found: Candidate) -> Candidate:
+        """With what need not be lowered raised again."""
+        roles = {
+            name: self._lowerable(device, found.job.samples[name], found.job.counts[name])
+            for name, device in found.job.devices.items()
+            if lowered(found.chosen[name])
+        }
+        done = relieve(found.pace, roles, {name: found.chosen[name] for name in roles}, pace_s=found.step_s)
+        self.tick()
+        return replace(found, chosen={**found.chosen, **done.chosen}, damage=done.damage)
+
+    # What both ask
+
+    def _options(self, device: str, samples: int) -> Options:
+        return self.menus.menu(device, samples).options
+
+    def _fits(self, device: str, samples: int) -> bool:
+        return self.menus.fits(device, samples, {})
+
+    def _lowerable(self, device: str, samples: int, ranks: int) -> Lowerable:
+        return Lowerable(
+            damages={
+                name: {o.precision: o.damage for o in several}
+                for name, several in self._options(device, samples).items()
+            },
+            ranks=ranks,
+            memory_bytes=self.menus.limits[device],
+            alike=self.alike,
+        )
+
+    def choose(
+        self, batch: Literal["fixed", "free"], bits: tuple[int | None, ...], budget: float
+    ) -> Candidate:
+        """The fastest over these bits; fewer bits only where that gains. The first must be possible."""
+        best: Candidate | None = None
+        for count in sorted(bits, key=lambda b: -(b or 32)):
+            try:
+                found = self.fixed(count) if batch == "fixed" else self.free(count, budget)
+            except TrimtabError:
+                if best is None:
+                    raise
+                continue  # the codec takes memory: without it there was enough
+            if best is None or best.step_s >= GAIN * found.step_s:
+                best = found
+        assert best is not None
+        return best
+
+    def bits_measured(self) -> tuple[int, ...]:
+        """Those at which the codec was measured on every device class."""
+        known = [set(self.profile.devices[d].codec) for d in self.counts if d in self.profile.devices]
+        return tuple(sorted(int(b) for b in set.intersection(*known))) if known else ()
+
+    def damage_of(self, found: Candidate) -> float:
+        return fsum(
+            found.job.counts[name]
+            * damage_of(self._options(device, found.job.samples[name]), found.chosen[name])
+            for name, device in found.job.devices.items()
+        )
+
+
+def _fastest_damage(several: tuple[Option, ...]) -> float:
+    return min(several, key=lambda option: (option.seconds, option.damage)).damage
+
+
+def _with_one_moved(job: Layout, giver: str, taker: str) -> dict[str, tuple[int, ...]] | None:
+    """Shares with a sample of one device class given to another; None where that cannot be."""
+    if giver == taker:
+        return None
+    samples: dict[str, list[int]] = {}
+    for role, count in job.ranks:
+        samples.setdefault(job.devices[role], []).extend([job.samples[role]] * count)
+    given = samples[giver]
+    given[given.index(max(given))] -= 1
+    if min(given) < 1:
+        return None
+    taken = samples[taker]
+    taken[taken.index(min(taken))] += 1
+    return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}

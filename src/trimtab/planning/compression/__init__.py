@@ -1,0 +1,1 @@
+"""Whether gradients are compressed, by which route, and in how many bits per layer."""

@@ -1,0 +1,289 @@
+"""Rank 0's mind: from statistics to bits for every layer, with the reasons in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from trimtab.codec import Block
+from trimtab.control.compression.statistics import ALL_BITS, relative_errors, strain
+from trimtab.planning.compression.bits import Assignment, LayerOptions, block_cost, choose_bits, total_error
+from trimtab.planning.compression.family import ADAMW, BITS, BITS_FEEDBACK, BITS_SCALED, passed_families
+from trimtab.planning.compression.guard import PATIENCE, Health, guard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.control.compression.statistics import Layer
+
+DRIFTED = 1.25
+"""A plan whose error has grown to so many times what it may be is made again before its time."""
+
+WORTH = 0.02
+"""A plan that saves less than this share of the cost is not worth a switch."""
+
+KEPT_LOSSES, KEPT_NORMS = 50, 5
+"""Looks whose mean loss, and whose norms, are remembered."""
+
+LEAST_BITS, MOST_LEAST_BITS = 2, 5
+"""What a layer is sent in at least: the first, and with its strain added no more than the second."""
+
+SLACK = 1.25
+"""The guard steps in at so many times the limit that plans keep to, so that the two do not quarrel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Settings whose errors are of one kind, and so share one budget."""
+
+    stochastic: bool
+    error_feedback: bool
+    reference: int
+    """The budget is the error of these bits for every layer."""
+
+    limit: float
+    """The most that a layer's error may be, over its own gradient."""
+
+    expected: int
+    """About the mean bits that plans come to: what its exchange is timed with."""
+
+    block: int = 1024
+    """Values that share a range."""
+
+    relative: bool = False
+    """Whether a layer's error counts against its own gradient, and each of its values alike."""
+
+    def codec(self, bits: int) -> Block:
+        return Block(bits=bits, block=self.block, stochastic=self.stochastic)
+
+    @property
+    def typical(self) -> tuple[Block, bool]:
+        """The codec that stands for the family when exchanges are timed, and whether feedback goes with it."""
+        return self.codec(self.expected), self.error_feedback
+
+    def weight(self, layer: Layer) -> float:
+        """What a layer's relative error is multiplied by before errors are added up."""
+        return math.sqrt(layer.sample.numel) if self.relative else layer.norm
+
+
+FAMILIES = {
+    BITS: Family(stochastic=True, error_feedback=False, reference=4, limit=2.0, expected=3),
+    # What one step leaves out the next one sends: so rounding to nearest does least, and 2 bits serve. At 1
+    # bit the error is several times the values, and what is owed would never be paid back. (Clipping ranges
+    # makes errors smaller still, but large values late: SGD with momentum suffers more than it gains.)
+    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
+    # Adam divides by the size of a value, to which the rounding of its block is added: a small value among large
+    # ones hardly moves any more. Short blocks have few large ones. Feedback is no help: what is owed comes as
+    # rarely and as large as it is rounded.
+    BITS_SCALED: Family(
+        stochastic=True, error_feedback=False, reference=3, limit=2.0, expected=3, block=128, relative=True
+    ),
+}
+
+AT_FIRST = BITS_SCALED
+"""Until the optimiser is known: it serves them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What stays for a run, and goes into its checkpoint."""
+
+    name: str
+    """Of the family."""
+
+    gbit_per_s: float
+    """Of the link; 0 where it is not known, and bytes are counted instead of seconds."""
+
+    fastest: str | None = None
+    """The family that the first plan takes up if it serves the optimiser; None keeps the one there is."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.name]
+
+
+class Planner:
+    """Guard and plan, with what they must remember from look to look."""
+
+    def __init__(self, policy: str, settings: Settings, *, guard: bool, seed: int) -> None:
+        self._policy, self._guard, self._seed = policy, guard, seed
+        self.settings = settings
+        self._planned_at: int | None = None
+        self._relative: dict[str, dict[int, float]] = {}
+        self._floors: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
+        self._norms: dict[str, list[float]] = {}
+        self._losses: list[float] = []
+
+    def decide(
+        self,
+        step: int,
+        layers: Sequence[Layer],
+        current: Mapping[str, int],
+        *,
+        loss: float | None,
+        may_plan: bool,
+        period: int,
+        optimiser: str = ADAMW,
+    ) -> dict[str, Any]:
+        """The family and bits that change, and why: what is published; `optimiser` is `SGD` or `ADAMW`."""
+        sound = [layer for layer in layers if math.isfinite(layer.norm)]
+        before = self.settings.name
+        if loss is not None:
+            self._losses = [*self._losses, loss][-KEPT_LOSSES:]
+        why = self._due(step, sound, current, period) if may_plan else ""
+        reasons: list[str] = []
+        new = dict(current)
+        if self._guard:
+            for raised in guard(
+                [self._health(layer, current[layer.name]) for layer in layers],
+                limit=SLACK * self.settings.family.limit,
+                losses=self._losses,
+            ):
+                reasons.append(
+                    f"{raised.name} from {current[raised.name]} to {raised.bits} bits: {raised.reason}"
+                )
+                new[raised.name] = self._floors[raised.name] = raised.bits
+                if "loss" in raised.reason:
+                    del self._losses[:-PATIENCE]  # give the new bits time to show
+        if why and self._planned_at is None and self.settings.fastest is not None:
+            reasons.append(self._settle(self.settings.fastest, optimiser))
+        turned = self.settings.name != before
+        if why:
+            self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in sound}
+            self._planned_at = step
+            plan, said = self._plan(sound, new, at_any_gain=turned)
+            new.update(plan)
+            if said:
+                reasons.insert(0, f"planned {said}; {why}")
+        changed = {name: bits for name, bits in new.items() if bits != current[name]}
+        return {
+            "family": self.settings.name,
+            "bits": changed,
+            "reasons": reasons if changed or turned else [],
+            "planned": bool(why),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "planned_at": self._planned_at,
+            "relative": {name: dict(table) for name, table in self._relative.items()},
+            "floors": dict(self._floors),
+            "broken": dict(self._broken),
+            "norms": {name: list(norms) for name, norms in self._norms.items()},
+            "losses": list(self._losses),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._planned_at = state["planned_at"]
+        self._relative = {name: dict(table) for name, table in state["relative"].items()}
+        self._floors = dict(state["floors"])
+        self._broken = dict(state["broken"])
+        self._norms = {name: list(norms) for name, norms in state["norms"].items()}
+        self._losses = list(state["losses"])
+
+    def _due(self, step: int, layers: Sequence[Layer], current: Mapping[str, int], period: int) -> str:
+        """Why a plan is due; empty when none is."""
+        if self._planned_at is None:
+            return "the warm-up is over" if layers else ""
+        if step - self._planned_at >= period:
+            return f"{period} steps after the last"
+        known = [layer for layer in layers if layer.name in self._relative]
+        family = self.settings.family
+        now = total_error(self._relative[x.name][current[x.name]] * family.weight(x) for x in known)
+        allowed = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in known)
+        if now > DRIFTED * allowed:
+            return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
+        return ""
+
+    def _settle(self, fastest: str, optimiser: str) -> str:
+        """Take up the family for this optimiser; why, in words."""
+        if fastest in passed_families(optimiser=optimiser):
+            self.settings = replace(self.settings, name=fastest)
+            return f"{fastest}: this optimiser takes gradients as they come"
+        return (
+            f"{self.settings.name}, not {fastest}: this optimiser may scale every value by its own size, so blocks "
+            f"are of {self.settings.family.block} values, and errors count against each layer's own gradient"
+        )
+
+    def _errors(self, layer: Layer, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
+        family = self.settings.family
+        return relative_errors(
+            layer, bits, block=family.block, stochastic=family.stochastic, seed=self._seed, own=own
+        )
+
+    def _health(self, layer: Layer, bits: int) -> Health:
+        name = layer.name
+        self._broken[name] = 0 if math.isfinite(layer.latest) else self._broken.get(name, 0) + 1
+        before = self._norms.get(name, [])
+        self._norms[name] = [*before, layer.norm][-KEPT_NORMS:]
+        usual = median(before) if before else 0.0
+        return Health(
+            name=name,
+            bits=bits,
+            norm=layer.norm,
+            error=self._errors(layer, (bits,), own=True)[bits],
+            owed=layer.owed / layer.norm if layer.norm else 0.0,
+            growth=layer.norm / usual if usual else 1.0,
+            broken=self._broken[name],
+        )
+
+    def _plan(
+        self, layers: Sequence[Layer], current: Mapping[str, int], *, at_any_gain: bool = False
+    ) -> tuple[dict[str, int], str]:
+        """New bits within the budget, and what they do; or nothing, where they would gain next to nothing."""
+        family = self.settings.family
+        options = [self._options(layer) for layer in layers]
+        budget = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in layers)
+        assignment = choose_bits(options, budget=budget, policy=self._policy)
+        before = self._as_is(layers, current)
+        needed = at_any_gain or before.error > budget * (1 + 1e-9)
+        if assignment.options == before.options or (
+            not needed and assignment.cost > (1 - WORTH) * before.cost
+        ):
+            return {}, ""
+        numel = sum(layer.sample.numel for layer in layers)
+        mean = sum(assignment.options[x.name] * x.sample.numel for x in layers) / numel
+        was = sum(current[x.name] * x.sample.numel for x in layers) / numel
+        said = (
+            f"{mean:.2f} bits a value where it was {was:.2f}, {assignment.cost / before.cost:.2f} of the "
+            f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {assignment.error / budget:.2f} of the error "
+            f"of {family.reference} bits for all"
+        )
+        return dict(assignment.options), said
+
+    def _options(self, layer: Layer) -> LayerOptions:
+        """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
+        table = self._relative[layer.name]
+        family = self.settings.family
+        least = min(LEAST_BITS + int(strain(layer, family.block)), MOST_LEAST_BITS)
+        floor = max(self._floors.get(layer.name, 0), least)
+        allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
+            ALL_BITS[-1]
+        ]
+        return LayerOptions(
+            name=layer.name,
+            numel=layer.sample.numel,
+            norm=layer.norm,
+            options=tuple(allowed),
+            errors=tuple(table[bits] * family.weight(layer) for bits in allowed),
+            costs=tuple(self._cost(layer, bits) for bits in allowed),
+        )
+
+    def _as_is(self, layers: Sequence[Layer], current: Mapping[str, int]) -> Assignment:
+        return Assignment(
+            options={layer.name: current[layer.name] for layer in layers},
+            cost=math.fsum(self._cost(layer, current[layer.name]) for layer in layers),
+            error=total_error(
+                self._relative[x.name][current[x.name]] * self.settings.family.weight(x) for x in layers
+            ),
+            policy="as it is",
+            met=True,
+        )
+
+    def _cost(self, layer: Layer, bits: int) -> float:
+        nbytes = block_cost(layer.sample.numel, bits, self.settings.family.block)
+        rate = self.settings.gbit_per_s
+        return nbytes * 8 / (rate * 1e9) if rate else float(nbytes)

@@ -1,0 +1,79 @@
+"""Does compression pay on this link? A pure function of what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trimtab.planning.compression.family import choose_family, measured
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WORTH = 0.85
+"""Compress when the exchange takes at most this fraction of the plain one: less gain than that is
+within what a step varies by, and exact gradients are worth more."""
+
+WORTH_S = 5e-4
+"""And when it saves at least so many seconds a step: a small model's exchange is all latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One gradient exchange of the same values, measured both ways on the job's own link."""
+
+    nbytes: int
+    """Size of the values, uncompressed."""
+
+    plain_s: float
+    """The backend's all-reduce."""
+
+    compressed_s: float
+    """Encode, send, decode."""
+
+    bits: int
+
+    @property
+    def gbit_per_s(self) -> float:
+        """Rate at which the plain all-reduce goes through the values."""
+        return self.nbytes * 8 / self.plain_s / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Whether to compress, and the reason in words."""
+
+    compress: bool
+    gain: float
+    """Predicted plain exchange time over compressed exchange time."""
+
+    reason: str
+
+
+def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
+    """Compress exactly when it makes the exchange of the job's gradients clearly shorter."""
+    times = gradient_bytes / exchange.nbytes
+    plain_ms, compressed_ms = exchange.plain_s * times * 1e3, exchange.compressed_s * times * 1e3
+    gain = exchange.plain_s / exchange.compressed_s
+    clearly = exchange.compressed_s <= WORTH * exchange.plain_s
+    compress = clearly and plain_ms - compressed_ms >= WORTH_S * 1e3
+    said = (
+        f"{gradient_bytes / 1e6:.0f} MB of gradients a step take {plain_ms:.0f} ms by plain all-reduce "
+        f"({exchange.gbit_per_s:.2g} Gbit/s) and {compressed_ms:.0f} ms in {exchange.bits} bits"
+    )
+    if compress:
+        reason = f"the link is the bottleneck: {said}; compressing, predicted {gain:.1f}x shorter exchange"
+    else:
+        reason = f"the link is not the bottleneck: {said}; compression would not pay, so it stays off"
+    return Decision(compress=compress, gain=gain, reason=reason)
+
+
+def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tuple[str, Decision]:
+    """The family that takes least time, of those that were tried on this link, and whether even that pays."""
+    candidates = [measured(name, exchange, gradient_bytes) for name, exchange in exchanges.items()]
+    choice = choose_family(candidates, passed=exchanges.keys())
+    decision = decide(exchanges[choice.family], gradient_bytes)
+    if decision.compress:
+        reason = f"{decision.reason}; bits are chosen per layer while training runs: {choice.reason}"
+        decision = replace(decision, reason=reason)
+    return choice.family, decision

@@ -1,0 +1,146 @@
+"""Ways to choose an option for every layer, behind one interface; graded against `dynamic`, the exact one.
+
+Each takes the layers and a budget that their most exact options are known to meet, and gives, for every layer,
+the index of an option. All are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import fsum, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.planning.compression.bits import LayerOptions, Table, dynamic, most_exact, total_error, within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+Policy = Callable[[Sequence[LayerOptions], float], list[int]]
+
+
+def uniform(layers: Sequence[LayerOptions], budget: float) -> list[int]:
+    """The same option everywhere: the cheapest that fits; where none does, every layer's most exact."""
+    common = set.intersection(*(set(layer.options) for layer in layers))
+    each = ([layer.options.index(option) for layer in layers] for option in sorted(common))
+    return _cheapest(layers, each, budget)
+
+
+def linear(layers: Sequence[LayerOptions], budget: float) -> list[int]:
+    """One option less for every halving of a layer's norm per value, from the cheapest start that fits.
+
+    Norms per value, not norms: two layers of one distribution then get the same, whatever their sizes.
+    """
+    typical = np.array([layer.norm / sqrt(max(layer.numel, 1)) for layer in layers])
+    with np.errstate(divide="ignore"):
+        below = np.log2(typical / max(float(typical.max()), 1e-300))
+    last = np.array([len(layer.options) - 1 for layer in layers])
+    starts = np.arange(0.0, 3 * (int(last.max()) + 1), 0.125)
+    wanted = np.rint(np.maximum(starts[:, None] + below, 0.0)).astype(np.intp)
+    table = Table(layers, budget)
+    each = [chosen for chosen in np.minimum(wanted, last) if table.spent(chosen) <= table.room]
+    return _cheapest(layers, (chosen.tolist() for chosen in each), budget)
+
+
+def kmeans(layers: Sequence[LayerOptions], budget: float) -> list[int]:
+    """Layers alike in size and norm share an option: as many clusters as there are options.
+
+    Which option each cluster gets is left to the dynamic programme, over a handful of clusters: ordering them
+    by size and norm, as is usual, says which should get fewer bits but not how many fit the budget.
+    """
+    members: list[list[int]] = []
+    for options in dict.fromkeys(layer.options for layer in layers):
+        alike = [i for i, layer in enumerate(layers) if layer.options == options]
+        labels = _clusters([layers[i] for i in alike], len(options))
+        members += [[alike[j] for j in np.flatnonzero(labels == label)] for label in np.unique(labels)]
+    merged = [_merged(str(n), [layers[i] for i in inside]) for n, inside in enumerate(members)]
+    if not within(merged, most_exact(merged), budget):
+        return most_exact(layers)
+    chosen = [0] * len(layers)
+    for inside, option in zip(members, dynamic(merged, budget), strict=True):
+        for i in inside:
+            chosen[i] = option
+    return chosen
+
+
+def search(
+    layers: Sequence[LayerOptions], budget: float, seed: int = 0, generations: int = 120, population: int = 64
+) -> list[int]:
+    """Evolution: assignments are crossed and mutated; those within the budget, then the cheap, survive."""
+    random = np.random.default_rng(seed)
+    table = Table(layers, budget)
+    rows, last = np.arange(len(layers)), np.array([len(layer.options) - 1 for layer in layers])
+    start = [uniform(layers, budget), linear(layers, budget), most_exact(layers)]
+    alive = np.array([start[i % len(start)] for i in range(population)])
+    for _ in range(generations):
+        mothers, fathers = alive[random.integers(population, size=(2, population))]
+        children = np.where(random.random(mothers.shape) < 0.5, mothers, fathers)
+        # A couple of layers a child: a change of many at once hardly ever fits the budget.
+        struck = random.random(children.shape) < 2.0 / len(layers)
+        children = np.clip(children + struck * random.choice((-1, 1), size=children.shape), 0, last)
+        both = np.concatenate([alive, children])
+        over = np.maximum(table.squares[rows, both].sum(axis=1) - table.room, 0.0)
+        order = np.lexsort((table.costs[rows, both].sum(axis=1), over))
+        alive = both[order[:population]]
+    return _cheapest(layers, [table.fill(one).tolist() for one in (alive[0], *map(np.array, start))], budget)
+
+
+POLICIES: Mapping[str, Policy] = {
+    "dynamic": dynamic,
+    "uniform": uniform,
+    "linear": linear,
+    "kmeans": kmeans,
+    "search": search,
+}
+
+
+def _cheapest(layers: Sequence[LayerOptions], candidates: Iterable[list[int]], budget: float) -> list[int]:
+    fitting = [chosen for chosen in candidates if within(layers, chosen, budget)]
+    return min(
+        fitting,
+        key=lambda chosen: fsum(layer.costs[i] for layer, i in zip(layers, chosen, strict=True)),
+        default=most_exact(layers),
+    )
+
+
+def _clusters(layers: Sequence[LayerOptions], k: int) -> npt.NDArray[np.intp]:
+    """A label for every layer: k-means of (log size, log norm per value), each scaled by its spread."""
+    tiny = min((layer.norm for layer in layers if layer.norm > 0), default=1.0)
+    size = np.log([max(layer.numel, 1) for layer in layers])
+    norm = np.log([max(layer.norm, tiny * 1e-3) for layer in layers]) - size / 2
+    points = np.stack([size, norm], axis=1)
+    points = (points - points.mean(axis=0)) / np.maximum(points.std(axis=0), 1e-12)
+    # From the middle outwards: every next centre is the point farthest from those there are.
+    centres = points[[int(np.square(points).sum(axis=1).argmin())]]
+    while len(centres) < min(k, len(points)):
+        distance = np.square(points[:, None] - centres).sum(axis=2).min(axis=1)
+        centres = np.concatenate([centres, points[[int(distance.argmax())]]])
+    labels = np.zeros(len(points), dtype=np.intp)
+    for _ in range(50):
+        labels = np.square(points[:, None] - centres).sum(axis=2).argmin(axis=1)
+        moved = np.stack(
+            [
+                points[labels == c].mean(axis=0) if (labels == c).any() else centres[c]
+                for c in range(len(centres))
+            ]
+        )
+        if np.array_equal(moved, centres):
+            break
+        centres = moved
+    return labels
+
+
+def _merged(name: str, layers: Sequence[LayerOptions]) -> LayerOptions:
+    """Layers that share their option, as one layer."""
+    choices = range(len(layers[0].options))
+    return LayerOptions(
+        name=name,
+        numel=sum(layer.numel for layer in layers),
+        norm=total_error(layer.norm for layer in layers),
+        options=layers[0].options,
+        errors=tuple(total_error(layer.errors[i] for layer in layers) for i in choices),
+        costs=tuple(fsum(layer.costs[i] for layer in layers) for i in choices),
+    )

@@ -1,0 +1,1 @@
+"""Which operators of which ranks are lowered, and to what."""

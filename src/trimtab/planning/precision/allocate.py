@@ -1,0 +1,297 @@
+"""Which operators of which ranks are lowered: as many as it takes to keep pace and to fit, and no more.
+
+1. Start each role at its fastest precisions that fit its memory.
+2. The step of that start, or the other ranks' own time where that is longer, is the pace to keep.
+3. Recover: raise the operator that gains most, one step at a time, as long as the replayed step keeps the pace
+   and the memory suffices; take back what does not, exactly.
+4. Refine: recovering in the order of damage alone ignores what each step costs. So it is done in the order of
+   damage for each second, too, and held against the best trade of the operators' own seconds and damages (see
+   `frontier`); the least damaging that keeps the pace when replayed is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import fsum, inf
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.planning.precision.fastest import Lowerable, fastest, priced
+from trimtab.planning.precision.frontier import Frontier, within_both
+from trimtab.planning.precision.options import Option, damage_of, ladder, memory_of, option_of, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.planning.precision.pace import Pace
+
+TOLERANCE = 0.002
+"""The part by which a step may exceed the pace. Far below what a prediction is off by; without it the last digit
+of a sum would decide."""
+
+ATTEMPTS = 8
+"""How often a trade that does not keep the pace when replayed is made a little faster and tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What an allocator chose."""
+
+    chosen: dict[str, Chosen]
+    """By role and operator; `OWN` for the model's precision."""
+
+    options: dict[str, Options]
+    """What it chose among, by role."""
+
+    pace_s: float
+    """The step that had to be kept to."""
+
+    step_s: float
+    damage: float
+    """Of all ranks of these roles."""
+
+    start_damage: float
+    """With every operator at its fastest precision that fits: what recovering began with."""
+
+    recovered: int
+    """Operators that were raised from there."""
+
+    trials: int
+    """Steps that were replayed."""
+
+
+def allocate(
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    *,
+    others_s: float = 0.0,
+    ahead: float = 0.0,
+    tolerance: float = TOLERANCE,
+) -> Allocation:
+    """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `pace` so set.
+
+    Args:
+        pace: the job, nothing lowered yet.
+        others_s: the step of the ranks that stay as they are, by themselves: nobody needs to be faster.
+        ahead: the part of that by which the lowered roles shall be done before, where they can: real times
+            flutter, and of two that are equal on average the longer one counts in every step.
+
+    Raises:
+        TrimtabError: a role that does not fit its memory at any precisions; how much is missing.
+    """
+    start = {name: fastest(pace, name, role) for name, role in roles.items()}
+    most = {name: max((1 - ahead) * others_s, pace.compute_s(name)) for name in roles} if ahead else {}
+    return _improved(pace, roles, start, max(pace.step_s(), others_s), tolerance, most)
+
+
+def relieve(
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    chosen: Mapping[str, Chosen],
+    *,
+    pace_s: float,
+    tolerance: float = TOLERANCE,
+) -> Allocation:
+    """Raise what need not be lowered to keep a given pace; `pace` is set to `chosen`, and is left as found."""
+    return _improved(pace, roles, chosen, pace_s, tolerance)
+
+
+def _improved(
+    pace: Pace,
+    roles: Mapping[str, Lowerable],
+    start: Mapping[str, Chosen],
+    pace_s: float,
+    tolerance: float,
+    most: Mapping[str, float] = MappingProxyType({}),
+) -> Allocation:
+    options = {name: priced(pace, name, role, start[name]) for name, role in roles.items()}
+    own = {name: seconds * (1 + tolerance) for name, seconds in most.items()}
+    job = _Job(pace, roles, options, start, pace_s * (1 + tolerance), own)
+    before = job.damage()
+    job.improve()
+    return Allocation(
+        chosen={name: dict(own) for name, own in job.chosen.items()},
+        options=options,
+        pace_s=pace_s,
+        step_s=pace.step_s(),
+        damage=job.damage(),
+        start_damage=before,
+        recovered=sum(job.chosen[n][o] != precision for n in roles for o, precision in start[n].items()),
+        trials=job.trials,
+    )
+
+
+# Recovering
+
+
+class _Job:
+    """Roles at some precisions, and what may still be raised."""
+
+    def __init__(
+        self,
+        pace: Pace,
+        roles: Mapping[str, Lowerable],
+        options: Mapping[str, Options],
+        chosen: Mapping[str, Chosen],
+        limit_s: float,
+        most: Mapping[str, float],
+    ) -> None:
+        """The step may take `limit_s`, and each role in `most` may compute so long."""
+        self.pace, self.roles, self.options, self.limit_s = pace, roles, options, limit_s
+        self._most = most
+        self.chosen = {name: dict(own) for name, own in chosen.items()}
+        self.trials = 0
+
+    def damage(self) -> float:
+        return fsum(
+            role.ranks * damage_of(self.options[name], self.chosen[name]) for name, role in self.roles.items()
+        )
+
+    def improve(self) -> None:
+        """Recover in both orders, refine, and stay at the least damaging that was found."""
+        start = self._saved()
+        self.recover("damage")
+        found = [(self.damage(), self._saved())]
+        self._set(start)
+        self.recover("rate")
+        found.append((self.damage(), self._saved()))
+        best = min(found, key=lambda one: one[0])  # the first of equals
+        self._set(best[1])
+        if self.refine():
+            self.recover("rate")
+
+    def recover(self, order: Literal["damage", "rate"]) -> None:
+        """Raise one operator after another, the one first that gains most (or most for its seconds)."""
+        ladders = {
+            (name, operator): ladder(several, memory=self.roles[name].memory_bytes is not None)
+            for name, own in self.options.items()
+            for operator, several in own.items()
+        }
+        heap: list[tuple[float, int]] = []
+        entries: list[tuple[str, str, Option]] = []
+
+        def push(name: str, operator: str) -> None:
+            now = option_of(self.options[name], operator, self.chosen[name][operator])
+            higher = [o for o in ladders[name, operator] if o.damage < now.damage]
+            if not higher:
+                return
+            gain = (now.damage - higher[0].damage) * self.roles[name].ranks
+            if order == "rate":
+                gain /= max(higher[0].seconds - now.seconds, 1e-12)
+            entries.append((name, operator, higher[0]))
+            heap.append((-gain, len(entries) - 1))
+
+        for name, operator in ladders:
+            push(name, operator)
+        heapify(heap)
+        while heap:
+            name, operator, option = entries[heappop(heap)[1]]
+            if not self._try(name, {operator: option.precision}):
+                continue
+            size = len(heap)
+            push(name, operator)
+            if len(heap) > size:
+                heappush(heap, heap.pop())
+
+    def refine(self) -> bool:
+        """Replace a role's choice by a better trade of its operators' seconds and damages, if that keeps the pace."""
+        better = False
+        for name, role in self.roles.items():
+            options = self.options[name]
+            if damage_of(options, self.chosen[name]) == 0:
+                continue
+            # At most: what others or the link add to the step shows when a trade is tried.
+            limit = min(self.limit_s, self._most.get(name, inf))
+            room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.pace.compute_s(name))
+            if role.memory_bytes is None:
+                better |= self._trade(name, Frontier(options), room)
+            else:
+                better |= self._trade_both(name, room, role.memory_bytes)
+        return better
+
+    def _trade(self, name: str, frontier: Frontier, room: float) -> bool:
+        options = self.options[name]
+        damage = damage_of(options, self.chosen[name])
+        for _ in range(ATTEMPTS):
+            place = frontier.place(room)
+            if place is None:
+                return False
+            found = frontier.chosen(place)
+            if damage_of(options, found) >= damage * (1 - 1e-9):
+                return False
+            missed = self._missed(name, found)
+            if missed is None:
+                return True
+            room = min(room, float(frontier.seconds[place])) - max(missed[0], 1e-6 * room)
+        return False
+
+    def _trade_both(self, name: str, room: float, limit: int) -> bool:
+        """The same under a limit of memory, whose bytes add up as well as they do."""
+        options = self.options[name]
+        damage = damage_of(options, self.chosen[name])
+        free = memory_of(options, self.chosen[name]) + limit - self.pace.peak(name)
+        for _ in range(ATTEMPTS):
+            found = within_both(options, seconds=room, memory=free)
+            if found is None or damage_of(options, found) >= damage * (1 - 1e-9):
+                return False
+            missed = self._missed(name, found)
+            if missed is None:
+                return True
+            late, over = missed
+            if late > 0:
+                room = min(room, seconds_of(options, found)) - max(late, 1e-6 * room)
+            if over > 0:
+                free = min(free, memory_of(options, found)) - over
+        return False
+
+    def _missed(self, name: str, wanted: Chosen) -> tuple[float, int] | None:
+        """Set a role; take it back if it misses the pace or does not fit, and say by how much. None where it stays."""
+        before = dict(self.chosen[name])
+        self._apply(name, wanted)
+        self.trials += 1
+        limit = self.roles[name].memory_bytes
+        late = self._late(name)
+        over = 0 if limit is None else max(0, self.pace.peak(name) - limit)
+        if not late and not over:
+            return None
+        self._apply(name, before)
+        return late, over
+
+    def _try(self, name: str, changes: Mapping[str, str]) -> bool:
+        """Change operators; keep that if the pace is kept and the memory suffices, else take it back exactly."""
+        made = [
+            self.pace.change(name, operator, precision)
+            for operator, precision in changes.items()
+            if precision != self.chosen[name][operator]
+        ]
+        self.trials += 1
+        if not self._late(name) and self._fits(name):
+            self.chosen[name].update(changes)
+            return True
+        for change in reversed(made):
+            self.pace.undo(change)
+        return False
+
+    def _late(self, name: str) -> float:
+        """Seconds by which the step, or the role by itself, is too long."""
+        own = self.pace.compute_s(name) - self._most[name] if name in self._most else 0.0
+        return max(0.0, self.pace.step_s() - self.limit_s, own)
+
+    def _fits(self, name: str) -> bool:
+        limit = self.roles[name].memory_bytes
+        return limit is None or self.pace.peak(name) <= limit
+
+    def _saved(self) -> dict[str, Chosen]:
+        return {name: dict(own) for name, own in self.chosen.items()}
+
+    def _set(self, chosen: Mapping[str, Chosen]) -> None:
+        for name, own in chosen.items():
+            self._apply(name, own)
+
+    def _apply(self, name: str, wanted: Mapping[str, str]) -> None:
+        for operator, precision in wanted.items():
+            if precision != self.chosen[name][operator]:
+                self.pace.change(name, operator, precision)
+                self.chosen[name][operator] = precision

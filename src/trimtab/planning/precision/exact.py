@@ -1,0 +1,171 @@
+"""How far the allocator is from the best that could have been chosen: an exact solver, and plain enumeration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from math import fsum
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.plan import OWN
+from trimtab.planning.precision.allocate import TOLERANCE, allocate
+from trimtab.planning.precision.fastest import Lowerable
+from trimtab.planning.precision.options import damage_of, memory_of, seconds_of
+from trimtab.planning.precision.pace import AdditivePace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.planning.precision.pace import Pace
+
+MOST_OPERATORS = 10
+"""More than these are not enumerated."""
+
+
+def exact(options: Options, *, seconds: float, memory: int | None = None) -> Chosen | None:
+    """The least damaging choice whose seconds (and bytes) add up to no more than given; None if there is none.
+
+    Raises:
+        TrimtabError: SciPy, whose solver this is, is not installed.
+    """
+    try:
+        from scipy.optimize import milp
+    except ModuleNotFoundError:
+        raise TrimtabError(
+            "the exact solver needs SciPy, which is not installed: pip install 'trimtab[exact]'"
+        ) from None
+
+    def fits(chosen: Chosen) -> bool:
+        within = seconds_of(options, chosen) <= seconds * (1 + 1e-12)
+        return within and (memory is None or memory_of(options, chosen) <= memory)
+
+    # The solver lets constraints be missed by a millionth: then it is asked for a little less.
+    for less in (0.0, 2e-6, 1e-5):
+        found = _solved(milp, options, seconds, memory, less)
+        if found is None or fits(found):
+            break
+    if found is not None and fits(found):
+        return found
+    fastest = {name: min(several, key=lambda o: o.seconds).precision for name, several in options.items()}
+    return fastest if fits(fastest) else None
+
+
+def _solved(milp: Any, options: Options, seconds: float, memory: int | None, less: float) -> Chosen | None:
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint
+
+    flat = [(operator, option) for operator, several in options.items() for option in several]
+    # In units near one: the solver's tolerances are absolute.
+    worst = max((option.damage for _, option in flat), default=0.0) or 1.0
+    unit = max((option.seconds for _, option in flat), default=0.0) or 1.0
+    one_each = np.array([[float(name == operator) for name, _ in flat] for operator in options])
+    constraints = [
+        LinearConstraint(one_each, 1.0, 1.0),
+        LinearConstraint(np.array([[o.seconds / unit for _, o in flat]]), -np.inf, seconds / unit - less),
+    ]
+    if memory is not None:
+        most = max((abs(option.memory) for _, option in flat), default=0) or 1
+        sizes = np.array([[o.memory / most for _, o in flat]])
+        constraints.append(LinearConstraint(sizes, -np.inf, memory / most - less))
+    with _quiet():
+        solved = milp(
+            np.array([option.damage / worst for _, option in flat]),
+            integrality=np.ones(len(flat)),
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-9},
+        )
+    if solved.x is None:
+        return None
+    return {operator: o.precision for (operator, o), taken in zip(flat, solved.x, strict=True) if taken > 0.5}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """HiGHS writes stray lines to the process's standard output whatever it is told, which would spoil JSON there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def exhaustive(pace: Pace, roles: Mapping[str, Lowerable], *, limit_s: float) -> dict[str, Chosen] | None:
+    """The least damaging of all choices whose step keeps within the limit and that fit, every one of them replayed.
+
+    `pace` is left with nothing lowered. Damages are those of `Lowerable`.
+    """
+    places = [
+        (name, operator, (OWN, *(p for p in role.damages[operator] if p != OWN)))
+        for name, role in roles.items()
+        for operator in role.damages
+    ]
+    if len(places) > MOST_OPERATORS:
+        raise TrimtabError(
+            f"{len(places)} operators are too many to try every choice; at most {MOST_OPERATORS}, or use `exact`"
+        )
+    best: tuple[float, dict[str, Chosen]] | None = None
+    for precisions in product(*(offered for _, _, offered in places)):
+        changes = [
+            pace.change(name, operator, precision)
+            for (name, operator, _), precision in zip(places, precisions, strict=True)
+            if precision != OWN
+        ]
+        fits = all(
+            role.memory_bytes is None or pace.peak(name) <= role.memory_bytes for name, role in roles.items()
+        )
+        damage = fsum(
+            roles[name].ranks * roles[name].damages[operator].get(precision, 0.0)
+            for (name, operator, _), precision in zip(places, precisions, strict=True)
+        )
+        if fits and (best is None or damage < best[0]) and pace.step_s() <= limit_s:
+            chosen: dict[str, Chosen] = {name: {} for name in roles}
+            for (name, operator, _), precision in zip(places, precisions, strict=True):
+                chosen[name][operator] = precision
+            best = damage, chosen
+        for change in reversed(changes):
+            pace.undo(change)
+    return None if best is None else best[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """The allocator beside the exact solver, on operators that add up."""
+
+    damage: float
+    exact_damage: float
+
+    @property
+    def gap(self) -> float:
+        """The part by which the allocator's damage is above the least; 0.02 is 2 %."""
+        if self.damage <= self.exact_damage:
+            return 0.0
+        return self.damage / self.exact_damage - 1 if self.exact_damage > 0 else float("inf")
+
+
+def grade(options: Options, *, pace_s: float) -> Grade:
+    """Let the allocator and the exact solver lower the same operators of one role to the same pace.
+
+    Args:
+        options: with the seconds that operators take in each precision.
+        pace_s: what they may take together; the rest of the cluster's own time.
+    """
+    least = fsum(min(o.seconds for o in several) for several in options.values())
+    # The allocator may exceed the pace by its tolerance: both get that.
+    limit = max(pace_s, least)
+    role = Lowerable(damages={n: {o.precision: o.damage for o in several} for n, several in options.items()})
+    pace = AdditivePace({"role": options}, least_s=pace_s)
+    found = allocate(pace, {"role": role}, others_s=pace_s)
+    best = exact(options, seconds=limit * (1 + TOLERANCE))
+    assert best is not None, "the fastest of each is within the limit"
+    return Grade(damage=found.damage, exact_damage=damage_of(options, best))

@@ -1,0 +1,147 @@
+"""Where lowering begins: every operator at its fastest precision that fits, and what each of them costs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.plan import OWN
+from trimtab.planning.precision.options import Option, option_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.planning.precision.pace import Pace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowerable:
+    """A role whose operators may be lowered."""
+
+    damages: Mapping[str, Mapping[str, float]]
+    """By operator and precision: of one of its ranks, with its share of the batch."""
+
+    ranks: int = 1
+    memory_bytes: int | None = None
+    """What its device offers; None for no limit."""
+
+    alike: tuple[tuple[str, ...], ...] = ()
+    """Operators in the same place of repeated blocks: what is found of the first holds for the others."""
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """All operators, those that are alike together, in the order of `damages`."""
+        of = {name: group for group in self.alike for name in group}
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.damages:
+            group = of.get(name, (name,))
+            found.setdefault(group[0], tuple(n for n in group if n in self.damages))
+        return list(found.values())
+
+
+def fastest(pace: Pace, name: str, role: Lowerable) -> Chosen:
+    """Set a role to its fastest precisions that fit; operators that are alike get what the first one gets.
+
+    Raises:
+        TrimtabError: nothing fits; how much is missing.
+    """
+    chosen: Chosen = dict.fromkeys(role.damages, OWN)
+    for _ in range(2):  # a second time, now that the neighbours are what they will be
+        again = False
+        for group in role.groups():
+            best = _fastest_of(pace, name, role, group[0], chosen[group[0]])
+            again |= best != chosen[group[0]]
+            for operator in group:
+                if chosen[operator] != best:
+                    pace.change(name, operator, best)
+                    chosen[operator] = best
+        if not again:
+            break
+    if role.memory_bytes is not None and pace.peak(name) > role.memory_bytes:
+        _fit(pace, name, role, chosen)
+    return chosen
+
+
+def _fastest_of(pace: Pace, name: str, role: Lowerable, operator: str, now: str) -> str:
+    times = {}
+    for precision, _ in sorted(
+        _levels(role, operator), key=lambda level: level[1]
+    ):  # the least damaging first
+        change = pace.change(name, operator, precision) if precision != now else None
+        times[precision] = pace.compute_s(name)
+        if change is not None:
+            pace.undo(change)
+    return min(times, key=lambda precision: times[precision])
+
+
+def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
+    """Lower further what saves most memory for its time, until the role fits."""
+    assert role.memory_bytes is not None
+    start = dict(chosen)
+    options = priced(pace, name, role, chosen)
+    smaller = []
+    for operator, several in options.items():
+        now = option_of(options, operator, chosen[operator])
+        for option in several:
+            saved = now.memory - option.memory
+            if saved > 0:
+                smaller.append(((option.seconds - now.seconds) / saved, operator, option))
+    smaller.sort(key=lambda found: found[0])
+    for _, operator, option in smaller:
+        now = option_of(options, operator, chosen[operator])
+        if option.memory >= now.memory:
+            continue
+        pace.change(name, operator, option.precision)
+        chosen[operator] = option.precision
+        if pace.peak(name) <= role.memory_bytes:
+            return
+    # Where the peak is elsewhere, one operator by itself shows nothing of what all of them save.
+    least = pace.peak(name)
+    every = dict.fromkeys(p for operator in role.damages for p, _ in _levels(role, operator))
+    for wanted in every:
+        for operator in chosen:
+            precision = wanted if wanted in dict(_levels(role, operator)) else start[operator]
+            if precision != chosen[operator]:
+                pace.change(name, operator, precision)
+                chosen[operator] = precision
+        if pace.peak(name) <= role.memory_bytes:
+            return
+        least = min(least, pace.peak(name))
+    raise TrimtabError(
+        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that keeps least, and "
+        f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
+        "missing; give it fewer samples, probe lower precisions, or use more ranks"
+    )
+
+
+def priced(pace: Pace, name: str, role: Lowerable, chosen: Mapping[str, str]) -> Options:
+    """Seconds, damage and memory of every operator in every precision, the others being as they are now."""
+    limited = role.memory_bytes is not None
+    found: Options = {}
+    for group in role.groups():
+        first = group[0]
+        measured: dict[str, tuple[float, int]] = {}
+        for precision, _ in _levels(role, first):
+            change = pace.change(name, first, precision) if precision != chosen[first] else None
+            measured[precision] = pace.compute_s(name), pace.peak(name) if limited else 0
+            if change is not None:
+                pace.undo(change)
+        least_s = min(seconds for seconds, _ in measured.values())
+        least_bytes = min(peak for _, peak in measured.values())
+        for operator in group:
+            found[operator] = tuple(
+                Option(
+                    precision=precision,
+                    seconds=measured[precision][0] - least_s,
+                    damage=damage,
+                    memory=measured[precision][1] - least_bytes,
+                )
+                for precision, damage in _levels(role, operator)
+            )
+    return {operator: found[operator] for operator in role.damages}
+
+
+def _levels(role: Lowerable, operator: str) -> Iterable[tuple[str, float]]:
+    own = role.damages[operator]
+    return ((OWN, 0.0), *((precision, damage) for precision, damage in own.items() if precision != OWN))

@@ -1,0 +1,183 @@
+"""What each device class offers at each share: seconds, damage and memory of every operator, from measurements."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import fsum
+from typing import TYPE_CHECKING
+
+from trimtab.planning.plan import OWN
+from trimtab.planning.precision.options import Option
+from trimtab.planning.precision.tradeoffs import Menu, Trading
+from trimtab.predict.operators.costs import key_of
+from trimtab.predict.pace import needed_bytes
+from trimtab.predict.step import rank_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.cluster import Cluster
+    from trimtab.planning.precision.options import Options
+    from trimtab.predict.pace import Offers
+
+EVERY = 16
+"""Up to this many samples, costs are looked up one by one; above, at steps of a fifth, and between them linear."""
+
+
+class Menus(Trading):
+    """Of the device classes of a cluster, from its profile."""
+
+    def __init__(
+        self,
+        offers: Offers,
+        cluster: Cluster,
+        damages: Mapping[str, Mapping[str, float]],
+        total: int,
+        *,
+        resolution: int = 1500,
+    ) -> None:
+        """
+        Args:
+            damages: by operator and precision: of a rank that computes the whole batch.
+            total: samples of the whole batch.
+        """
+        self.offers, self.cluster, self.damages, self.total = offers, cluster, damages, total
+        self.bits: int | None = None
+        """Of gradients, whose codec takes memory."""
+
+        limits = {
+            name: None if device.memory_gib is None else int(device.memory_gib * 2**30)
+            for name, device in cluster.devices.items()
+        }
+        super().__init__(limits, resolution=resolution)
+        self._menus: dict[tuple[str, int], Menu] = {}
+        self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
+
+    def menu(self, device: str, samples: int) -> Menu:
+        asked = (device, samples)
+        if asked not in self._menus:
+            low, high = _around(samples)
+            self._menus[asked] = (
+                self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
+            )
+        return self._menus[asked]
+
+    # Memory
+
+    def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
+        """Bytes that a rank needs of its device."""
+        lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
+        asked = (device, samples, self.bits, lowered)
+        if asked not in self._peaks:
+            self._peaks[asked] = needed_bytes(
+                self.offers.measured.at(samples),
+                dict(lowered),
+                self.cluster.devices[device].kind,
+                self.cluster.world_size,
+                self.bits,
+            )
+        return self._peaks[asked]
+
+    # From measurements
+
+    def _looked_up(self, device: str, samples: int) -> Menu:
+        offers, weight = self.offers, (samples / self.total) ** 2
+        mapper = offers.mapper(device, samples, self.cluster.devices[device].kind)
+        workload = mapper.workload
+        whole = mapper.total_s
+        offered = {
+            name: tuple(p for p in several if p in self.damages.get(name, {}))
+            for name, several in offers.precisions(device, samples).items()
+        }
+        saved = self._saved(device, samples, offered)
+        options: Options = {}
+        of_key: dict[object, dict[str, float]] = {}
+        for name, indices in workload.settings.items():
+            choices = offered[name]
+            if not choices:
+                continue
+            key = (tuple(key_of(workload.operators[i]) for i in indices), choices)
+            if key not in of_key:
+                own = fsum(mapper.forward_s[i] + mapper.backward_s[i] for i in indices)
+                figures = {OWN: own}
+                for precision in choices:
+                    change = mapper.change(name, precision)
+                    figures[precision] = max(0.0, own + change.delta_s)
+                    mapper.undo(change)
+                of_key[key] = figures
+            options[name] = tuple(
+                Option(
+                    precision=precision,
+                    seconds=seconds,
+                    damage=0.0 if precision == OWN else self.damages[name][precision] * weight,
+                    memory=-saved.get((name, precision), 0),
+                )
+                for precision, seconds in of_key[key].items()
+            )
+        own = fsum(several[0].seconds for several in options.values())
+        return Menu(base_s=max(0.0, whole - own), own_s=whole, options=options)
+
+    def _saved(
+        self, device: str, samples: int, offered: Mapping[str, tuple[str, ...]]
+    ) -> dict[tuple[str, str], int]:
+        """By operator and precision, its part of what the peak falls by when all of them have that precision.
+
+        One by itself need not change the peak, which may be elsewhere; together they do. Parts go by the size of
+        what comes in, which is what operators keep. Not worked out where there is no limit.
+        """
+        found: dict[tuple[str, str], int] = {}
+        if self.limits[device] is None:
+            return found
+        workload = self.offers.measured.at(samples)
+        for precision in dict.fromkeys(p for several in offered.values() for p in several):
+            names = [name for name, several in offered.items() if precision in several]
+            sizes = {
+                name: sum(
+                    t.nbytes for i in workload.settings[name] for t in workload.operators[i].input_tensors
+                )
+                for name in names
+            }
+            all_low = self.peak(device, samples, dict.fromkeys(names, precision))
+            per_byte = (self.peak(device, samples, {}) - all_low) / max(1, sum(sizes.values()))
+            found |= {(name, precision): round(size * per_byte) for name, size in sizes.items()}
+        return found
+
+    def _between(self, device: str, samples: int, low: int, high: int) -> Menu:
+        a, b = self.menu(device, low), self.menu(device, high)
+        part = (samples - low) / (high - low)
+        weight = (samples / self.total) ** 2
+
+        def mixed(x: float, y: float) -> float:
+            return max(0.0, x + part * (y - x))
+
+        options: Options = {}
+        for name in a.options:
+            if name not in b.options:
+                continue
+            theirs = {o.precision: o for o in b.options[name]}
+            options[name] = tuple(
+                Option(
+                    precision=o.precision,
+                    seconds=mixed(o.seconds, theirs[o.precision].seconds),
+                    damage=0.0 if o.precision == OWN else self.damages[name][o.precision] * weight,
+                    memory=round(o.memory + part * (theirs[o.precision].memory - o.memory)),
+                )
+                for o in a.options[name]
+                if o.precision in theirs
+            )
+        return Menu(base_s=mixed(a.base_s, b.base_s), own_s=mixed(a.own_s, b.own_s), options=options)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return rank_counts(self.cluster)
+
+
+def _around(samples: int) -> tuple[int, int]:
+    """The sizes at which costs are looked up, below and above; both are `samples` where it is one of them."""
+    if samples <= EVERY:
+        return samples, samples
+    sizes = [EVERY]
+    while sizes[-1] < samples:
+        sizes.append(max(sizes[-1] + 1, sizes[-1] * 6 // 5))
+    place = bisect_left(sizes, samples)
+    return (samples, samples) if sizes[place] == samples else (sizes[place - 1], sizes[place])

@@ -1,0 +1,134 @@
+"""What a rank of a device class can trade between seconds, damage and memory, at any share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from trimtab.planning.precision.frontier import Frontier
+from trimtab.planning.precision.options import damage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.planning.precision.options import Chosen, Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Menu:
+    """One rank of a device class with so many samples."""
+
+    base_s: float
+    """What a step takes until the ranks meet beside the operators that can be lowered: no optimiser."""
+
+    own_s: float
+    """The same with those operators in the model's own precision."""
+
+    options: Options
+
+
+class Trading(ABC):
+    """Implements `trimtab.planning.shares.with_precision.Trades` for whoever knows menus and memory."""
+
+    def __init__(self, limits: Mapping[str, int | None], *, resolution: int) -> None:
+        """
+        Args:
+            limits: by device class, the bytes it offers; None for no limit.
+            resolution: of the frontiers.
+        """
+        self.limits, self.resolution = dict(limits), resolution
+        self._frontiers: dict[tuple[str, int, float], Frontier] = {}
+
+    @abstractmethod
+    def menu(self, device: str, samples: int) -> Menu:
+        """What a rank with so many samples offers; asking twice costs nothing."""
+
+    @abstractmethod
+    def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
+        """Bytes that a rank needs of its device; operators that are not named have the model's own precision."""
+
+    def fits(self, device: str, samples: int, chosen: Mapping[str, str]) -> bool:
+        limit = self.limits[device]
+        return limit is None or self.peak(device, samples, chosen) <= limit
+
+    def least_peak(self, device: str, samples: int) -> int:
+        """What a rank needs with every operator at the precision that keeps least."""
+        options = self.menu(device, samples).options
+        leanest = {name: min(several, key=lambda o: o.memory).precision for name, several in options.items()}
+        return self.peak(device, samples, leanest)
+
+    def most(self, device: str, total: int) -> int:
+        """The most samples, up to `total`, for which a rank has memory at any precisions."""
+        limit = self.limits[device]
+        if limit is None:
+            return total
+        low, high = 0, 1
+        while high <= total and self.least_peak(device, high) <= limit:
+            low, high = high, high * 2
+        high = min(high, total + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.least_peak(device, middle) <= limit else (low, middle)
+        return low
+
+    # What `joint` asks
+
+    def own_s(self, device: str, samples: int) -> float:
+        if not self.fits(device, samples, {}):
+            return inf
+        return self.menu(device, samples).own_s
+
+    def damage(self, device: str, samples: int, seconds: float) -> float:
+        found = self._best(device, samples, seconds)
+        return inf if found is None else found[0]
+
+    def chosen(self, device: str, samples: int, seconds: float) -> Chosen:
+        """The precisions behind `damage`."""
+        found = self._best(device, samples, seconds)
+        assert found is not None
+        return found[1] if found[1] is not None else self._at(device, samples, seconds)
+
+    def _best(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen | None] | None:
+        menu = self.menu(device, samples)
+        place = self._frontier(device, samples).place(seconds - menu.base_s)
+        if place is None:
+            return None
+        if self.limits[device] is None:
+            return float(self._frontier(device, samples).cost[place]), None
+        return self._fitting(device, samples, seconds)
+
+    def _at(self, device: str, samples: int, seconds: float, price: float = 0.0) -> Chosen:
+        frontier = self._frontier(device, samples, price)
+        place = frontier.place(seconds - self.menu(device, samples).base_s)
+        assert place is not None
+        return frontier.chosen(place)
+
+    def _fitting(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen] | None:
+        """The least damaging choice that fits the memory, too: with bytes dearer and dearer until it does."""
+        menu = self.menu(device, samples)
+        best: tuple[float, Chosen] | None = None
+        for price in self._prices(menu.options):
+            chosen = self._at(device, samples, seconds, price)
+            damage = damage_of(menu.options, chosen)
+            if (best is None or damage < best[0]) and self.fits(device, samples, chosen):
+                best = damage, chosen
+                if price == 0:
+                    break
+        return best
+
+    @staticmethod
+    def _prices(options: Options) -> tuple[float, ...]:
+        worst = max((o.damage for several in options.values() for o in several), default=0.0)
+        most = max((abs(o.memory) for several in options.values() for o in several), default=0)
+        if not worst or not most:
+            return (0.0,)
+        return (0.0, *(worst / most * factor for factor in (0.01, 0.1, 1.0, 10.0)))
+
+    def _frontier(self, device: str, samples: int, price: float = 0.0) -> Frontier:
+        asked = (device, samples, price)
+        if asked not in self._frontiers:
+            options = self.menu(device, samples).options
+            self._frontiers[asked] = Frontier(options, price_of_memory=price, resolution=self.resolution)
+        return self._frontiers[asked]

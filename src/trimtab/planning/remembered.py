@@ -1,0 +1,74 @@
+"""What ranks can trade, recalled from a plan's own choices and corrected by what was observed since."""
+
+from __future__ import annotations
+
+from math import fsum
+from typing import TYPE_CHECKING
+
+from trimtab.planning.plan import OWN
+from trimtab.planning.precision.options import Option, memory_of, own_only, scaled, seconds_of
+from trimtab.planning.precision.tradeoffs import Menu, Trading
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.planning.plan import Plan, Role
+    from trimtab.planning.precision.options import Chosen, Options
+
+
+class Recalled(Trading):
+    """Times of the plan's roles by device class, each multiplied by how far off the prediction was."""
+
+    def __init__(self, plan: Plan, observed: Mapping[str, float], *, resolution: int = 1500) -> None:
+        self.roles: dict[str, Role] = {}
+        self.slower: dict[str, float] = {}
+        """By device class: observed over predicted."""
+
+        for name, role in plan.roles.items():
+            self.roles.setdefault(role.device, role)
+            ratio = observed.get(name, role.compute_s) / role.compute_s if role.compute_s > 0 else 1.0
+            # Of several roles on one class the slowest counts: a step waits for it.
+            self.slower[role.device] = max(self.slower.get(role.device, 0.0), ratio)
+        super().__init__({d: role.memory_bytes for d, role in self.roles.items()}, resolution=resolution)
+        self._menus: dict[tuple[str, int], Menu] = {}
+
+    def menu(self, device: str, samples: int) -> Menu:
+        asked = (device, samples)
+        if asked not in self._menus:
+            self._menus[asked] = self._menu(self.roles[device], samples, self.slower[device])
+        return self._menus[asked]
+
+    def _menu(self, role: Role, samples: int, slower: float) -> Menu:
+        part = samples / role.samples
+        options = scaled(options_of(role), seconds=slower * part, damage=part**2, memory=part)
+        whole = slower * (role.fixed_s - role.after_s + (role.compute_s - role.fixed_s) * part)
+        base = max(0.0, whole - seconds_of(options, chosen_of(role)))
+        return Menu(base_s=base, own_s=fsum((base, seconds_of(options, own_only(options)))), options=options)
+
+    def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
+        role = self.roles[device]
+        options = self.menu(device, samples).options
+        every = {operator: chosen.get(operator, OWN) for operator in options}
+        grown = role.peak_bytes + (samples - role.samples) * role.bytes_per_sample
+        return round(grown) + memory_of(options, every)
+
+    def meet_s(self, device: str, samples: int, chosen: Mapping[str, str]) -> float:
+        """What a rank computes until it meets the others."""
+        menu = self.menu(device, samples)
+        every = {operator: chosen.get(operator, OWN) for operator in menu.options}
+        return menu.base_s + seconds_of(menu.options, every)
+
+
+def options_of(role: Role) -> Options:
+    """What a role's plan chose among."""
+    return {
+        operator: tuple(
+            Option(precision=name, seconds=c.seconds, damage=c.damage, memory=c.memory)
+            for name, c in by.items()
+        )
+        for operator, by in role.choices.items()
+    }
+
+
+def chosen_of(role: Role) -> Chosen:
+    return {operator: role.precisions.get(operator, OWN) for operator in role.choices}

@@ -1,0 +1,215 @@
+"""A plan made anew while training runs, from what the ranks were measured to take. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import fsum
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.compose import AHEAD, GAIN, SLOWER
+from trimtab.planning.plan import Choice, Plan, Role
+from trimtab.planning.precision.allocate import allocate
+from trimtab.planning.precision.fastest import Lowerable
+from trimtab.planning.precision.options import damage_of, lowered, memory_of, own_only
+from trimtab.planning.precision.pace import AdditivePace
+from trimtab.planning.remembered import Recalled, chosen_of
+from trimtab.planning.roles import Layout, even, layout
+from trimtab.planning.shares.with_precision import quickest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.planning.precision.options import Chosen
+    from trimtab.planning.shares.with_precision import Shared
+
+WORTH = 1.025
+"""Another plan is taken up where it makes the step faster by this factor."""
+
+SPARED = 0.9
+"""Or where it is as fast and does at most this part of the damage."""
+
+_ANEW = "made anew while training: "
+
+
+def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
+    """The plan that fits what was observed, or the same one where nothing is worth changing.
+
+    It chooses among the `choices` of the plan's roles, whose seconds are taken to add up and to grow with samples;
+    what the step takes beyond its slowest rank's computation is taken to stay. A new plan must make the step faster
+    by a factor of `WORTH`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size, mode, budget
+    and bits stay.
+
+    Args:
+        observed: measured compute seconds of a step, waiting and communication left out, by role. Roles that
+            are not named count as predicted. Every rank passes the same numbers, so all get the same plan.
+
+    Raises:
+        TrimtabError: a role that the plan does not have, or a time that is none.
+    """
+    for name, seconds in observed.items():
+        if name not in plan.roles:
+            raise TrimtabError(f"replan: the plan has no role {name!r}; it has {', '.join(plan.roles)}")
+        if not 0 < seconds < float("inf"):
+            raise TrimtabError(f"replan: {name} cannot have computed for {seconds} seconds")
+    trades = Recalled(plan, observed)
+    present = _Job(plan, trades, _layout(plan), {name: chosen_of(role) for name, role in plan.roles.items()})
+    try:
+        found = _free(plan, trades) if plan.batch == "free" else _fixed(plan, trades, present)
+    except TrimtabError:  # no choice that fits: what runs does
+        return plan
+    if found.same_as(present):
+        return plan
+    as_fast = found.step_s <= present.step_s * (1 + 1e-3)
+    faster = present.step_s >= WORTH * found.step_s
+    if not faster and not (as_fast and found.damage <= SPARED * present.damage):
+        return plan
+    return found.plan(observed)
+
+
+class _Job:
+    """A job that could be run from now on."""
+
+    def __init__(self, plan: Plan, trades: Recalled, job: Layout, chosen: Mapping[str, Chosen]) -> None:
+        self.old, self.trades, self.job, self.chosen = plan, trades, job, chosen
+        before = max(role.compute_s - role.after_s for role in plan.roles.values())
+        exposed = max(0.0, plan.predicted.step_s - before)
+        meet = {
+            name: trades.meet_s(device, job.samples[name], chosen[name])
+            for name, device in job.devices.items()
+        }
+        self.step_s = max(meet.values()) + exposed
+        self.after = {name: trades.roles[d].after_s * trades.slower[d] for name, d in job.devices.items()}
+        self.compute = {name: seconds + self.after[name] for name, seconds in meet.items()}
+        self.damage = fsum(
+            job.counts[name] * damage_of(trades.menu(device, job.samples[name]).options, chosen[name])
+            for name, device in job.devices.items()
+        )
+
+    def same_as(self, other: _Job) -> bool:
+        return self._said() == other._said()
+
+    def _said(self) -> list[tuple[int, Chosen, int]]:
+        return [(self.job.samples[name], lowered(self.chosen[name]), count) for name, count in self.job.ranks]
+
+    def plan(self, observed: Mapping[str, float]) -> Plan:
+        old = self.old
+        drift = ", ".join(
+            f"{name} took {seconds / old.roles[name].compute_s:.3g} times what was predicted"
+            for name, seconds in observed.items()
+            if old.roles[name].compute_s > 0
+        )
+        kept = tuple(reason for reason in old.reasons if not reason.startswith(_ANEW))
+        return replace(
+            old,
+            roles={name: self._role(name) for name in self.job.devices},
+            ranks=self.job.ranks,
+            predicted=replace(
+                old.predicted, step_s=self.step_s, plain_step_s=self._plain_s(), damage=self.damage
+            ),
+            reasons=(*kept, f"{_ANEW}{drift}"),
+        )
+
+    def _role(self, name: str) -> Role:
+        device, samples, chosen = self.job.devices[name], self.job.samples[name], self.chosen[name]
+        old, trades = self.trades.roles[device], self.trades
+        options = trades.menu(device, samples).options
+        return replace(
+            old,
+            samples=samples,
+            precisions=lowered(chosen),
+            compute_s=self.compute[name],
+            fixed_s=min(old.fixed_s * trades.slower[device], self.compute[name]),
+            after_s=min(self.after[name], self.compute[name]),
+            peak_bytes=max(0, trades.peak(device, samples, chosen)),
+            choices={
+                operator: {
+                    o.precision: Choice(
+                        seconds=o.seconds,
+                        damage=o.damage,
+                        memory=o.memory - memory_of(options, {operator: chosen[operator]}),
+                    )
+                    for o in several
+                }
+                for operator, several in options.items()
+            },
+        )
+
+    def _plain_s(self) -> float:
+        """Plain DDP as it would be now: its slowest rank in place of the one that was predicted."""
+        devices = _devices(self.old)
+        shares = even(devices, self.old.batch_size)
+        before = Recalled(self.old, {})
+        slowest = [
+            max(known.menu(device, own[0]).own_s for device, own in shares.items())
+            for known in (before, self.trades)
+        ]
+        return max(0.0, self.old.predicted.plain_step_s - slowest[0]) + slowest[1]
+
+
+def _free(plan: Plan, trades: Recalled) -> _Job:
+    devices = _devices(plan)
+    counts = {device: devices.count(device) for device in dict.fromkeys(devices)}
+
+    def job(shared: Shared) -> _Job:
+        made = layout(devices, shared.samples)
+        chosen = {
+            role: trades.chosen(device, made.samples[role], shared.seconds)
+            for role, device in made.devices.items()
+        }
+        return _Job(plan, trades, made, chosen)
+
+    lowering = job(quickest(trades, counts, plan.batch_size, budget=plan.budget))
+    if not lowering.damage:
+        return lowering
+    try:
+        sharing = job(quickest(trades, counts, plan.batch_size, budget=0.0))
+    except TrimtabError:  # memory leaves no choice but to lower
+        return lowering
+    return sharing if sharing.step_s < GAIN * lowering.step_s else lowering
+
+
+def _fixed(plan: Plan, trades: Recalled, present: _Job) -> _Job:
+    job = present.job
+    menus = {name: trades.menu(device, job.samples[name]) for name, device in job.devices.items()}
+    fastest = min(menu.own_s for menu in menus.values())
+    roles = {
+        name: Lowerable(
+            damages={o: {c.precision: c.damage for c in several} for o, several in menu.options.items()},
+            ranks=job.counts[name],
+            memory_bytes=trades.limits[job.devices[name]],
+        )
+        for name, menu in menus.items()
+        if menu.own_s > SLOWER * fastest or not trades.fits(job.devices[name], job.samples[name], {})
+    }
+    own = {name: own_only(menu.options) for name, menu in menus.items()}
+    plain = _Job(plan, trades, job, own)
+    if not roles:
+        return plain
+    others = max((menu.own_s for name, menu in menus.items() if name not in roles), default=0.0)
+    pace = AdditivePace(
+        {name: menus[name].options for name in roles},
+        base_s={name: menus[name].base_s for name in roles},
+        base_bytes={
+            name: trades.peak(job.devices[name], job.samples[name], own[name])
+            - memory_of(menus[name].options, own[name])
+            for name in roles
+        },
+        least_s=others,
+    )
+    lowering = _Job(plan, trades, job, {**own, **allocate(pace, roles, others_s=others, ahead=AHEAD).chosen})
+    fits = all(trades.fits(job.devices[name], job.samples[name], {}) for name in roles)
+    return plain if fits and plain.step_s < GAIN * lowering.step_s else lowering
+
+
+def _devices(plan: Plan) -> list[str]:
+    """The device class of every rank."""
+    return [plan.roles[name].device for name, count in plan.ranks for _ in range(count)]
+
+
+def _layout(plan: Plan) -> Layout:
+    return Layout(
+        devices={name: role.device for name, role in plan.roles.items()},
+        samples={name: role.samples for name, role in plan.roles.items()},
+        ranks=plan.ranks,
+    )

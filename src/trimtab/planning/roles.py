@@ -1,0 +1,106 @@
+"""From shares by device class to roles, and from roles to the job that is replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.planning.precision.options import lowered
+from trimtab.predict.pace import ReplayPace, RoleSetting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trimtab.cluster import Cluster
+    from trimtab.planning.precision.options import Chosen
+    from trimtab.predict.pace import Offers
+    from trimtab.workload import Workload
+
+Ranks = tuple[tuple[str, int], ...]
+"""Roles in rank order, each with how many ranks in a row have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which role every rank has, and what the roles are."""
+
+    devices: dict[str, str]
+    """By role: its device class."""
+
+    samples: dict[str, int]
+    ranks: Ranks
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for role, count in self.ranks:
+            found[role] = found.get(role, 0) + count
+        return found
+
+    def of(self, device: str) -> list[str]:
+        return [role for role, own in self.devices.items() if own == device]
+
+
+def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Roles for shares: one for each device class, two where its ranks differ by a sample.
+
+    Args:
+        devices: the device class of every rank, in rank order.
+        samples: by device class, of each of its ranks.
+    """
+    left = {device: list(own) for device, own in samples.items()}
+    names: dict[tuple[str, int], str] = {}
+    taken = set(samples)
+    for device, own in samples.items():
+        for count in sorted(set(own), reverse=True):
+            name = device if len(set(own)) == 1 else f"{device[:24]}_x{count}"
+            while name in taken and name != device:
+                name += "_"
+            taken.add(name)
+            names[device, count] = name
+    ranks: list[tuple[str, int]] = []
+    for device in devices:
+        name = names[device, left[device].pop(0)]
+        if ranks and ranks[-1][0] == name:
+            ranks[-1] = (name, ranks[-1][1] + 1)
+        else:
+            ranks.append((name, 1))
+    assert not any(left.values()), "every rank has a share"
+    return Layout(
+        devices={name: device for (device, _), name in names.items()},
+        samples={name: count for (_, count), name in names.items()},
+        ranks=tuple(ranks),
+    )
+
+
+def even(devices: Iterable[str], total: int) -> dict[str, tuple[int, ...]]:
+    """Shares that differ by a sample at most, the larger ones on the first ranks."""
+    order = list(devices)
+    each, more = divmod(total, len(order))
+    samples: dict[str, tuple[int, ...]] = {}
+    for rank, device in enumerate(order):
+        samples[device] = (*samples.get(device, ()), each + (rank < more))
+    return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}
+
+
+def pace_of(
+    offers: Offers, cluster: Cluster, job: Layout, chosen: Mapping[str, Chosen], bits: int | None
+) -> ReplayPace:
+    """The job, replayable."""
+    roles = {
+        name: RoleSetting(device=device, samples=job.samples[name], precisions=lowered(chosen.get(name, {})))
+        for name, device in job.devices.items()
+    }
+    return ReplayPace(offers, cluster, roles, job.ranks, bits=bits)
+
+
+def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:
+    """Operators in the same place of repeated blocks, by the names that set them."""
+    found = []
+    for block in workload.blocks:
+        for place in range(block.length):
+            names = [workload.operators[start + place].setting for start in block.starts]
+            group = tuple(name for name in names if name is not None)
+            if len(group) == len(names) > 1 and len(set(group)) == len(group):
+                found.append(group)
+    return tuple(dict.fromkeys(found))

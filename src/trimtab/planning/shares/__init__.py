@@ -1,0 +1,1 @@
+"""How many samples of the global batch each data-parallel rank takes."""

@@ -1,0 +1,140 @@
+"""How many samples of a global batch each data-parallel rank should take. Pure functions.
+
+The ranks meet once a step, when the gradients are averaged, so a step lasts as long as its slowest rank.
+The best shares make all of them end together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.tensor.shares import water_fill
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjust:
+    """When shares follow what was measured: soon after a rank's speed changed, not after every flutter."""
+
+    window: int = 5
+    """Steps whose median counts as one measurement."""
+
+    gain: float = 1.025
+    """Move samples when the slowest rank would then be faster by this factor. Moving costs nothing and changes
+    no result; this only keeps noise from moving samples back and forth."""
+
+    dwell: int = 2
+    """Windows to watch the present shares before a small gain counts: their median says more than one does."""
+
+    urgent: float = 1.2
+    """A gain of this factor counts at once: some rank runs at another speed than before."""
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.dwell < 1 or not 1 < self.gain <= self.urgent:
+            raise TrimtabError(
+                f"batch shares: {self}: window and dwell are at least 1, gain above 1 and at most urgent"
+            )
+
+
+def share_batch(
+    total: int,
+    per_sample: Sequence[float],
+    *,
+    fixed: Sequence[float] | None = None,
+    most: Sequence[int | None] | None = None,
+    least: int = 1,
+) -> tuple[int, ...]:
+    """Whole shares of `total` samples that minimise max(fixed + per_sample * share) over the ranks.
+
+    Args:
+        per_sample: for each rank the seconds a sample takes there.
+        fixed: for each rank the seconds a step takes there besides.
+        most: for each rank the samples it has memory for; None for no limit.
+        least: what every rank gets, as far as there are samples. A rank without samples would not save
+            time: it takes part in the average all the same, and for that computes a sample that counts
+            for nothing.
+    """
+    ranks = len(per_sample)
+    fixed = [0.0] * ranks if fixed is None else list(fixed)
+    most = [None] * ranks if most is None else list(most)
+    if ranks == 0 or len(fixed) != ranks or len(most) != ranks or total < 0 or least < 0:
+        raise TrimtabError(
+            f"batch shares: {total} samples, at least {least} each, cannot be shared among ranks with times "
+            f"{list(per_sample)}, fixed times {fixed} and limits {most}; give each list one entry for each rank"
+        )
+    finite = float("inf")
+    if not all(0 < time < finite for time in per_sample) or not all(0 <= time < finite for time in fixed):
+        raise TrimtabError(
+            f"batch shares: times of a sample must be above 0 and fixed times at least 0, all finite; got "
+            f"{list(per_sample)} and {fixed}"
+        )
+    room = [total if limit is None else min(limit, total) for limit in most]
+    base = min(least, total // ranks)
+    if sum(room) < total or min(room) < base:
+        raise TrimtabError(
+            f"batch shares: a batch of {total} samples, at least {base} for each rank, does not fit: the ranks have "
+            f"room for {', '.join(map(str, room))}; lower the batch size, accumulate over more batches, or use "
+            "more ranks or memory"
+        )
+    above = water_fill(
+        total - base * ranks,
+        per_sample,
+        fixed=[before + time * base for before, time in zip(fixed, per_sample, strict=True)],
+        most=[limit - base for limit in room],
+    )
+    return tuple(base + count for count in above.counts)
+
+
+def shrink(total: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Shares of a smaller batch, the last of an epoch, in proportion to `shares`; none is larger than there."""
+    assert total <= sum(shares), "a batch can only be shrunk"
+    # A rank that always sits out has no speed to go by; it is called only when all others are full.
+    each = [1 / max(share, 1e-9) for share in shares]
+    return share_batch(total, each, most=list(shares), least=min(1, *shares))
+
+
+def rebalance(
+    shares: Sequence[int],
+    windows: Sequence[Sequence[float]],
+    rule: Adjust,
+    *,
+    most: Sequence[int | None] | None = None,
+    least: int = 1,
+) -> tuple[int, ...] | None:
+    """Better shares than the present ones, or None when these should stay.
+
+    Time is taken to be proportional to samples. Where a part of it is fixed, the next shares go in the
+    right direction but not far enough, and the step after that goes on from there: with
+    t = fixed + per_sample * n the quotient of two ranks' times comes closer to 1 each time and never
+    crosses it, so nothing oscillates and no fixed part has to be known.
+
+    Args:
+        windows: for each window since the shares last changed, each rank's own seconds for a step, without
+            any waiting for others. Every rank passes the same numbers, so all decide alike.
+    """
+    assert windows
+    assert all(len(window) == len(shares) for window in windows)
+    chosen = _better(shares, windows[-1], most, least)
+    if chosen is not None and chosen[1] >= rule.urgent:
+        return chosen[0]
+    if len(windows) < rule.dwell:
+        return None
+    typical = [median(times) for times in zip(*windows[-rule.dwell :], strict=True)]
+    chosen = _better(shares, typical, most, least)
+    return chosen[0] if chosen is not None and chosen[1] >= rule.gain else None
+
+
+def _better(
+    shares: Sequence[int], seconds: Sequence[float], most: Sequence[int | None] | None, least: int
+) -> tuple[tuple[int, ...], float] | None:
+    """The shares these times ask for, and how much faster they would make the slowest rank."""
+    each = [time / max(share, 1) for time, share in zip(seconds, shares, strict=True)]
+    new = share_batch(sum(shares), each, most=most, least=least)
+    if new == tuple(shares):
+        return None
+    return new, max(seconds) / max(time * count for time, count in zip(each, new, strict=True))

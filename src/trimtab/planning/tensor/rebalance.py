@@ -1,0 +1,314 @@
+"""What to do about slow tensor-parallel ranks while a job runs. Pure functions, the same on every rank.
+
+A step waits for its slowest rank. Of a slow rank's work, part can be given to others for good (*own*: weights
+and optimiser state move once), part can be computed by others for a while (*lease*: weights and gradients move
+in every step), and part can be left out (*resize*, the only one that changes the training). All shares are parts of
+all work of the model's units; all times are seconds of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Mode = Literal["home", "own", "lease"]
+
+_FINENESS = 1024
+"""Shares are found in steps of one part in so many."""
+
+_LEAST = 1 / 64
+"""A rank that takes part keeps so much of the work: without any, its speed could not be measured."""
+
+_PRUNED_STEPS = 10
+"""Ways tried between pruning nothing and as much as is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """When and how a job is rebalanced."""
+
+    gamma_max: float = 0.0
+    """The most of a rank's work that may be left out; 0 keeps training exact."""
+
+    price: float = 1.5
+    """What leaving out a small part p of all work must gain: steps shorter by more than this many times p."""
+
+    window: int = 8
+    """Steps of one measurement."""
+
+    threshold: float = 1.1
+    """Longest over shortest time of the ranks, from which on they count as uneven."""
+
+    patience: int = 2
+    """Windows in a row that must be uneven; also the fewest between two changes."""
+
+    review: int = 6
+    """Windows after which a lease or a resize is looked at again, even if the ranks are even."""
+
+    margin: float = 0.04
+    """What a change must gain at least, as a part of the step."""
+
+    horizon: int = 100
+    """Steps that an unevenness is expected to last when nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank was measured to do."""
+
+    blocks: float
+    """Seconds in its units."""
+
+    rest: float
+    """Seconds of its own besides, waits left out."""
+
+    share: float
+    """The part of all work that it computes."""
+
+    pruned: float = 0.0
+    """The part of that which it leaves out."""
+
+    home: float | None = None
+    """The part of all work that it owns; None if that is what it computes."""
+
+    most: float = 1.0
+    """The largest part that its memory allows it to own."""
+
+    @property
+    def whole(self) -> float:
+        """Seconds that all work would take here: what was measured, whatever the assignment was."""
+        return self.blocks / (self.share * (1 - self.pruned))
+
+    @property
+    def owned(self) -> float:
+        return self.share if self.home is None else self.home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds it takes to move a part of all work: fixed + slope * part."""
+
+    fixed: float
+    slope: float
+
+    def __call__(self, part: float) -> float:
+        return self.fixed + self.slope * part if part > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What migration costs here; None where a way is closed."""
+
+    own: Cost | None
+    """Once."""
+
+    lease: Cost | None
+    """In every step, what computing does not hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What every rank shall do."""
+
+    mode: Mode
+    """How work gets from owners to others: not at all, for good, or step by step."""
+
+    shares: tuple[float, ...]
+    """The part of all work that each rank shall compute."""
+
+    pruned: tuple[float, ...]
+    """The part of that which it shall leave out."""
+
+    actions: tuple[str, ...]
+    """For each rank: nothing, resize, lease, own, both, or helps."""
+
+    before: float
+    """Seconds of the slowest rank now."""
+
+    predicted: float
+    """Seconds of the slowest rank afterwards, with what a lease adds."""
+
+    once: float = 0.0
+    """Seconds that the change itself takes."""
+
+
+def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
+    """Whether the ranks' own times, window by window since the last change, call for a decision.
+
+    They do when some rank was slow in each of the last windows: one bad window is noise.
+    """
+    last = windows[-rules.patience :]
+    if len(last) < rules.patience or not all(min(times) > 0 for times in last):
+        return False
+    slow = [{i for i, time in enumerate(times) if time > rules.threshold * min(times)} for times in last]
+    return bool(set.intersection(*slow))
+
+
+def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
+    """How many more steps an unevenness will last that has lasted so long, after others of known length.
+
+    As long as earlier ones, if there were any and it is not older than they became; else as long again as it has
+    lasted, as is fair for what may end at any time.
+    """
+    if past and lasted < (typical := median(past)):
+        return max(rules.window, round(typical - lasted))
+    return max(rules.window, lasted) if past else max(rules.horizon, lasted)
+
+
+def decide(
+    ranks: Sequence[Rank], costs: Costs, rules: Rules, *, steps: int, returns: bool = False
+) -> Decision:
+    """The best of: leave all as it is; resize slow ranks; move work from the slowest ones and resize the rest.
+
+    Args:
+        steps: how long the present speeds are expected to last; a move must pay in that time.
+        returns: whether work that moves will have to move back, because earlier ones did.
+    """
+    now = _judged(
+        ranks,
+        [rank.share for rank in ranks],
+        [rank.pruned for rank in ranks],
+        "lease" if any(abs(rank.share - rank.owned) > 0 for rank in ranks) else "home",
+        costs,
+        steps,
+        returns,
+    )
+    best, least = None, (1 - rules.margin) * _worth(now, ranks, rules, steps)
+    for shares, pruned, mode in _ways(ranks, rules):
+        if (mode == "own" and costs.own is None) or (mode == "lease" and costs.lease is None):
+            continue
+        candidate = _judged(ranks, shares, pruned, mode, costs, steps, returns)
+        worth = _worth(candidate, ranks, rules, steps)
+        if worth < least:
+            best, least = candidate, worth
+    return best or now
+
+
+def changes(decision: Decision, ranks: Sequence[Rank]) -> bool:
+    """Whether a decision asks for anything that is not so already."""
+    return any(
+        abs(share - rank.share) > 0 or abs(pruned - rank.pruned) > 0
+        for share, pruned, rank in zip(decision.shares, decision.pruned, ranks, strict=True)
+    )
+
+
+def counts_for(units: Mapping[str, int], shares: Sequence[float]) -> dict[str, tuple[int, ...]]:
+    """Units of every block for each rank, in proportion to its share."""
+    return share_blocks({name: BlockSize(units=each, unit_bytes=1) for name, each in units.items()}, shares)
+
+
+def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[float], Mode]]:
+    """Shares, parts left out and mode of everything worth trying."""
+    owned = [rank.owned for rank in ranks]
+    alone = [rank.rest + rank.whole * rank.owned for rank in ranks]
+    fastest = min(rank.whole for rank in ranks)
+    slow = [i for i, rank in enumerate(ranks) if rank.whole > rules.threshold * fastest]
+    slow.sort(key=lambda i: alone[i], reverse=True)
+    others = [i for i in range(len(ranks)) if i not in slow]
+    reference = max((alone[i] for i in others), default=0.0)
+    ways: list[tuple[list[float], list[float], Mode]] = [
+        (owned, [0.0] * len(ranks), "home"),
+        (owned, _resized(ranks, owned, slow, reference, rules), "home"),
+    ]
+    for migrating in range(len(slow) if not others else 1, len(slow) + 1):
+        resizing = slow[migrating:]
+        pool = [i for i in range(len(ranks)) if i not in resizing]
+        for step in range(_PRUNED_STEPS + 1 if rules.gamma_max else 1):
+            gamma = min(rules.gamma_max, rules.gamma_max * step / _PRUNED_STEPS)
+            pruned = [gamma if i in slow[:migrating] else 0.0 for i in range(len(ranks))]
+            shares, level = _filled(ranks, owned, pool, pruned)
+            for i, part in enumerate(_resized(ranks, owned, resizing, level, rules)):
+                pruned[i] = max(pruned[i], part)
+            ways += [(shares, list(pruned), "own"), (shares, list(pruned), "lease")]
+    if not slow:  # equal speeds: back to equal work
+        shares, _ = _filled(ranks, owned, list(range(len(ranks))), [0.0] * len(ranks))
+        ways += [(shares, [0.0] * len(ranks), "own"), (shares, [0.0] * len(ranks), "lease")]
+    return ways
+
+
+def _resized(
+    ranks: Sequence[Rank], owned: Sequence[float], which: Sequence[int], level: float, rules: Rules
+) -> list[float]:
+    """What these ranks leave out to be done at `level`, as far as that is allowed."""
+    pruned = [0.0] * len(ranks)
+    for i in which:
+        full = ranks[i].whole * owned[i]
+        pruned[i] = min(rules.gamma_max, max(0.0, (ranks[i].rest + full - level) / full)) if full > 0 else 0.0
+    return pruned
+
+
+def _filled(
+    ranks: Sequence[Rank], owned: Sequence[float], pool: Sequence[int], pruned: Sequence[float]
+) -> tuple[list[float], float]:
+    """Work of the pool shared so that its last rank ends first, and when that is."""
+    total = round(sum(owned[i] for i in pool) * _FINENESS)
+    fill = water_fill(
+        total,
+        [ranks[i].whole * (1 - pruned[i]) / _FINENESS for i in pool],
+        fixed=[ranks[i].rest for i in pool],
+        most=[max(round(owned[i] * _FINENESS), int(ranks[i].most * _FINENESS)) for i in pool],
+    )
+    shares = list(owned)
+    for i, count in zip(pool, fill.counts, strict=True):
+        shares[i] = max(_LEAST, count / _FINENESS)
+    excess = sum(shares) - sum(owned)
+    largest = max(pool, key=lambda i: shares[i])
+    shares[largest] -= excess
+    return shares, fill.time
+
+
+def _judged(
+    ranks: Sequence[Rank],
+    shares: Sequence[float],
+    pruned: Sequence[float],
+    mode: Mode,
+    costs: Costs,
+    steps: int,
+    returns: bool,
+) -> Decision:
+    moved = sum(max(0.0, share - rank.owned) for share, rank in zip(shares, ranks, strict=True))
+    time = max(
+        rank.rest + rank.whole * share * (1 - part)
+        for rank, share, part in zip(ranks, shares, pruned, strict=True)
+    )
+    once = 0.0
+    if mode == "own" and costs.own is not None:
+        once = costs.own(moved) * (2 if returns else 1)
+    elif mode == "lease" and costs.lease is not None:
+        time += costs.lease(moved)
+    actions = []
+    for rank, share, part in zip(ranks, shares, pruned, strict=True):
+        gave, took = rank.owned - share > 1 / _FINENESS, share - rank.owned > 1 / _FINENESS
+        actions.append(
+            "both"
+            if gave and part
+            else mode
+            if gave
+            else "resize"
+            if part
+            else "helps"
+            if took
+            else "nothing"
+        )
+    return Decision(
+        mode=mode,
+        shares=tuple(shares),
+        pruned=tuple(pruned),
+        actions=tuple(actions),
+        before=max(rank.rest + rank.blocks for rank in ranks),
+        predicted=time,
+        once=once,
+    )
+
+
+def _worth(decision: Decision, ranks: Sequence[Rank], rules: Rules, steps: int) -> float:
+    """What a step costs under a decision: its time, its part of the move, and the price of what is left out."""
+    left_out = sum(s * p for s, p in zip(decision.shares, decision.pruned, strict=True))
+    # A power: leaving out ever more makes every step shorter, and must never look like progress by that alone.
+    return float((decision.predicted + decision.once / steps) / (1 - left_out) ** rules.price)

@@ -1,0 +1,199 @@
+"""Allocations of forward and backward, in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.predict.operators import low_precision as backend
+from trimtab.predict.operators.costs import plain_precision
+from trimtab.workload.tensor import BYTES
+from trimtab.workload.workload import OUTSIDE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.workload import Operator, Saved, Workload
+
+PASSES_ON = frozenset({"aten.add.Tensor", "aten.add_.Tensor", "aten.clone.default", "aten.sub.Tensor"})
+"""Operators whose backward hands the gradient on as it is, without a tensor of its own."""
+
+
+class _Gradient:
+    """A gradient on its way; several operators' results may have the same."""
+
+    __slots__ = ("holders", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.holders = nbytes, 1
+
+
+class StepMemory:
+    """Follows one step; `run` once, then read."""
+
+    def __init__(
+        self, workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, rounding: int
+    ) -> None:
+        self.workload, self.kind, self.rounding = workload, kind, rounding
+        self.precision: list[str | None] = [None] * len(workload.operators)
+        for name, precision in precisions.items():
+            for index in workload.settings[name]:
+                if precision != plain_precision(workload.operators[index]):
+                    self.precision[index] = precision
+        self.saved = [self._kept(operator) for operator in workload.operators]
+        self.own = [self._own(operator) for operator in workload.operators]
+        self.live = 0
+        self.forward_peak = self.backward_peak = self.activations = 0
+        self.forward_at = self.backward_at = ""
+
+    def run(self) -> None:
+        first_saver: dict[int, int] = {}
+        for index, kept in enumerate(self.saved):
+            for saved in kept:
+                first_saver.setdefault(saved.storage, index)
+        sizes = self._forward(first_saver)
+        self.activations = self.live
+        self._backward(first_saver, sizes)
+
+    # Forward
+
+    def _forward(self, first_saver: dict[int, int]) -> dict[int, int]:
+        """Returns the size of every storage that outlives it."""
+        last_use: dict[int, int] = {}
+        for operator in self.workload.operators:
+            for storage in (*operator.output_storages, *operator.input_storages):
+                last_use[storage] = operator.index
+        ending: dict[int, list[int]] = {}
+        for storage, index in last_use.items():
+            ending.setdefault(index, []).append(storage)
+        sizes: dict[int, int] = {}
+        for operator in self.workload.operators:
+            index = operator.index
+            for storage, tensor in zip(operator.output_storages, operator.outputs, strict=True):
+                if storage not in sizes:
+                    sizes[storage] = self._rounded(tensor.nbytes)
+                    self.live += sizes[storage]
+            for saved in self.saved[index]:
+                if saved.producer == index and saved.storage not in sizes:
+                    sizes[saved.storage] = self._rounded(saved.tensor.nbytes)
+                    self.live += sizes[saved.storage]
+            self.live += self.own[index]
+            self._see_forward(self.live + self._workspace(operator, "forward"), operator)
+            for storage in ending.get(index, ()):
+                if storage in sizes and storage not in first_saver:
+                    self.live -= sizes.pop(storage)
+        return sizes
+
+    def _see_forward(self, now: int, operator: Operator) -> None:
+        if now > self.forward_peak:
+            self.forward_peak, self.forward_at = now, operator.name
+
+    # Backward
+
+    def _backward(self, first_saver: dict[int, int], sizes: dict[int, int]) -> None:
+        ending: dict[int, list[int]] = {}
+        for storage, index in first_saver.items():
+            ending.setdefault(index, []).append(storage)
+        arrived: dict[int, _Gradient] = {}
+        trained: set[str] = set()
+        trainable = {p.name: p.tensor for p in self.workload.parameters if p.trainable}
+        for operator in reversed(self.workload.operators):
+            index = operator.index
+            gradient = arrived.pop(index, None)
+            if operator.differentiable:
+                passing = self._parameter_gradients(operator, trainable, trained)
+                passing += self._input_gradients(operator, gradient, arrived)
+                passing += self._workspace(operator, "backward")
+                if self.live + passing > self.backward_peak:
+                    self.backward_peak, self.backward_at = self.live + passing, operator.name
+            if gradient is not None:
+                self._release(gradient)
+            self.live -= self.own[index]
+            for storage in ending.get(index, ()):
+                self.live -= sizes.pop(storage, 0)
+
+    def _parameter_gradients(
+        self, operator: Operator, trainable: Mapping[str, object], trained: set[str]
+    ) -> int:
+        """Adds those that stay; returns the bytes of those that only pass."""
+        passing = 0
+        for name, tensor in zip(operator.parameters, operator.parameter_tensors, strict=True):
+            if name not in trainable:
+                continue
+            size = self._rounded(tensor.nbytes)
+            if name in trained:
+                passing += size
+            else:
+                trained.add(name)
+                self.live += size
+            if self.precision[operator.index] is None and len(tensor.shape) > 1:
+                half = plain_precision(operator)
+                if operator.kind in ("linear", "conv", "matmul") and half != tensor.dtype:
+                    passing += self._rounded(tensor.numel * BYTES[half])  # before it is cast
+        return passing
+
+    def _input_gradients(
+        self, operator: Operator, gradient: _Gradient | None, arrived: dict[int, _Gradient]
+    ) -> int:
+        """Gradients for whoever made the inputs; returns the bytes of those that only pass."""
+        passing = 0
+        operators = self.workload.operators
+        parts: dict[int, list[int]] = {}
+        for producer, tensor in zip(operator.inputs, operator.input_tensors, strict=True):
+            if producer != OUTSIDE and operators[producer].differentiable and tensor.floating:
+                parts.setdefault(producer, []).append(self._rounded(tensor.nbytes))
+        for producer, pieces in parts.items():
+            whole = self._rounded(operators[producer].outputs[0].nbytes)
+            old = arrived.get(producer)
+            if gradient is not None and operator.target in PASSES_ON and pieces[0] == gradient.nbytes:
+                if old is None:
+                    gradient.holders += 1
+                    arrived[producer] = gradient
+                    continue
+                pieces = []
+            # Views of one result give pieces, which are put together in a tensor of their own.
+            passing += sum(pieces) if len(pieces) > 1 or (pieces and pieces[0] < whole) else 0
+            if old is None:
+                arrived[producer] = _Gradient(whole)
+                self.live += whole
+            elif old.holders == 1:
+                passing += whole if pieces else 0  # added in place
+            else:
+                passing += whole if pieces else 0
+                self._release(old)
+                arrived[producer] = _Gradient(whole)
+                self.live += whole
+        return passing
+
+    def _release(self, gradient: _Gradient) -> None:
+        gradient.holders -= 1
+        if not gradient.holders:
+            self.live -= gradient.nbytes
+
+    # Operators in a precision that was set
+
+    def _kept(self, operator: Operator) -> tuple[Saved, ...]:
+        """What it keeps of others' memory, and of its own beside operands in low precision."""
+        precision = self.precision[operator.index]
+        if precision is None or operator.kind == "embedding":
+            return operator.saved
+        shares = backend.shares_input(operator, precision, operator.dtype)
+        gone = ("weight",) if shares else ("weight", "input", "output")
+        return tuple(saved for saved in operator.saved if saved.role not in gone)
+
+    def _own(self, operator: Operator) -> int:
+        precision = self.precision[operator.index]
+        if precision is None:
+            return 0
+        return self._rounded(backend.saved_bytes(operator, precision, operator.dtype, self.kind))
+
+    def _workspace(self, operator: Operator, phase: Literal["forward", "backward"]) -> int:
+        precision = self.precision[operator.index]
+        if precision is None:
+            return backend.plain_workspace(operator, self.kind)
+        if phase == "forward":
+            return backend.forward_workspace(operator, precision, operator.dtype, self.kind)
+        return backend.backward_workspace(operator, precision, operator.outputs[0].dtype, self.kind)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.rounding) * self.rounding

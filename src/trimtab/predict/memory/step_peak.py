@@ -1,0 +1,152 @@
+"""Will it fit: the memory of one training step, followed allocation by allocation.
+
+Forward keeps what autograd saves, in the precision it is saved in; backward gives it back operator by
+operator while gradients arrive. The peak is wherever their sum is largest: often at the loss, not at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.predict.job import in_one_gather, payloads
+from trimtab.predict.memory.allocations import StepMemory
+from trimtab.workload.tensor import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.workload import Workload
+
+OptimiserName = Literal["sgd", "momentum", "adam", "adam_fused"]
+
+STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adam_fused": 2}
+"""Tensors of a parameter's size that an optimiser keeps for it."""
+
+MIB = 1 << 20
+
+CUBLAS_WORKSPACE = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+"""What cuBLAS takes through torch's allocator for each thread that multiplies: since Hopper, and before."""
+
+RESERVED_BEYOND_ALLOCATED = 0.05
+"""A caching allocator holds this much more than it gave out: pieces too small for what is asked next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimiser: int
+    buckets: int
+    """DDP's own copies of the gradients."""
+
+    codec: int
+    """Payloads of compressed buckets, sent and received."""
+
+    workspace: int
+    """What the library of matrix products holds."""
+
+    activations: int
+    """What autograd holds when forward has ended."""
+
+    peak: int
+    """The most that is allocated at any moment of a step (all but the first, which has less)."""
+
+    phase: Literal["forward", "backward", "optimiser"]
+    operator: str
+    """Where the peak is."""
+
+    @property
+    def reserved(self) -> int:
+        """What a caching allocator has to hold for that: compare this with the device's memory."""
+        return int(self.peak * (1 + RESERVED_BEYOND_ALLOCATED))
+
+
+def memory(
+    workload: Workload,
+    precisions: Mapping[str, str] | None = None,
+    *,
+    kind: DeviceKind = "cpu",
+    optimiser: OptimiserName = "adam",
+    data_parallel: bool = False,
+    bits: int | None = None,
+    world: int = 1,
+    workspace: int | None = None,
+) -> Memory:
+    """The memory of a step.
+
+    Args:
+        precisions: of operators, by the name that sets each (not patterns: see `settings.matched`).
+        optimiser: "adam" is torch's default form, which on a GPU needs the parameters' size once more while
+            it runs; "adam_fused" does not.
+        data_parallel: under DDP, which holds every gradient a second time in its buckets.
+        bits: of compressed gradients, among `world` ranks.
+        workspace: bytes that the library of matrix products holds; where absent, cuBLAS's on Hopper.
+    """
+    rounding = 512 if kind == "cuda" else 64
+    held = _Held(workload, rounding)
+    if workspace is None:
+        # The thread that runs backward has one of its own.
+        workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
+    state = STATES[optimiser] * held.trainable
+    buckets = sum(b.nbytes for b in workload.buckets) if data_parallel else 0
+    codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, bits)) if bits else 0
+    base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
+    step = StepMemory(workload, precisions or {}, kind, rounding)
+    step.run()
+    temporary = _temporary(optimiser, kind, held)
+    moments: list[tuple[int, Literal["forward", "backward", "optimiser"], str]] = [
+        (step.forward_peak, "forward", step.forward_at),
+        (step.backward_peak, "backward", step.backward_at),
+        (held.trainable + temporary, "optimiser", optimiser),
+    ]
+    peak, phase, operator = max(moments, key=lambda moment: moment[0])
+    return Memory(
+        parameters=held.parameters,
+        buffers=held.buffers,
+        gradients=held.trainable,
+        optimiser=state,
+        buckets=buckets,
+        codec=codec,
+        workspace=workspace,
+        activations=step.activations,
+        peak=base + peak,
+        phase=phase,
+        operator=operator,
+    )
+
+
+class _Held:
+    """What lives for the whole step."""
+
+    def __init__(self, workload: Workload, rounding: int) -> None:
+        def rounded(nbytes: int) -> int:
+            return -(-nbytes // rounding) * rounding
+
+        sizes = [(rounded(p.tensor.nbytes), p.trainable) for p in workload.parameters]
+        self.parameters = sum(size for size, _ in sizes)
+        self.trainable = sum(size for size, trainable in sizes if trainable)
+        self.largest = max((size for size, trainable in sizes if trainable), default=0)
+        self.buffers = workload.buffer_bytes
+        self.batch = sum(rounded(t.numel * BYTES[t.dtype]) for t in workload.batch)
+
+
+def _codec_buffers(payload: int, world: int) -> int:
+    """What a reduction holds for one bucket: what it sends, and what it receives."""
+    if in_one_gather(payload, world):
+        return (1 + world) * payload
+    # All chunks but its own, its own from all others, their sum, and everyone's sums.
+    return payload * (3 * world - 1) // world
+
+
+def _temporary(optimiser: OptimiserName, kind: DeviceKind, held: _Held) -> int:
+    """What the optimiser needs while it runs: on a GPU torch's Adam works on all parameters at once."""
+    if optimiser == "adam_fused":
+        return 0
+    if optimiser == "adam":
+        return held.trainable if kind == "cuda" else 2 * held.largest
+    return 0

@@ -1,0 +1,1 @@
+"""What one operator, and the casts around it, take on a device."""

@@ -1,0 +1,219 @@
+"""What a change of precision really costs: the operator itself, the casts around it, and whoever follows it.
+
+`CostMapper` holds every operator's forward and backward time in the precisions of the moment. A change
+re-costs only what it touches, and can be taken back to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING
+
+from trimtab.predict.operators.costs import CostTable, OperatorKey, Times, key_of
+from trimtab.predict.operators.low_precision import DeviceKind, backward_casts, forward_casts, values_of
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
+from trimtab.predict.settings import matched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from trimtab.predict.operators.low_precision import Cast
+    from trimtab.workload import Operator, Workload
+
+State = tuple[str, tuple[str, ...], str]
+"""What an operator's time follows from: its precision, the arriving types, the leaving type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What setting a precision did, and what is needed to take it back."""
+
+    operator: int | str
+    precision: str | None
+    forward_s: float
+    """Difference of the forward pass; negative where it became faster."""
+
+    backward_s: float
+    touched: tuple[int, ...]
+    """Every operator whose time may be another now."""
+
+    before: tuple[tuple[str, tuple[str, ...], str, float, float], ...]
+    """For each of those: precision, arriving and leaving types, forward and backward seconds."""
+
+    @property
+    def delta_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class CostMapper:
+    """Times of a workload's operators on one device class."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        table: CostTable,
+        device: str,
+        *,
+        kind: DeviceKind = "cpu",
+        precisions: Mapping[str, str] | None = None,
+        results: Results = "input",
+        naive: bool = False,
+    ) -> None:
+        """
+        Args:
+            device: the device class, as the table calls it.
+            precisions: by pattern, as `trimtab.set_precision` takes them.
+            results: what operators give; "input" describes `trimtab.precision`.
+            naive: leave out casts and neighbours, as simpler predictors do. For comparison.
+
+        Raises:
+            TrimtabError: naming the first operator, or cast, that was not measured.
+        """
+        self.workload, self.table, self.device, self.kind, self.naive = workload, table, device, kind, naive
+        self.graph = PrecisionGraph(workload, results=results)
+        self._known: dict[tuple[int, State], tuple[float, float]] = {}
+        self._undoable: list[Change] = []
+        if precisions:
+            for name, precision in matched(workload, precisions).items():
+                self.graph.set(name, precision)
+        times = [self._times(index) for index in range(len(workload.operators))]
+        self.forward_s = [forward for forward, _ in times]
+        self.backward_s = [backward for _, backward in times]
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward of all operators, with nothing beside them."""
+        return fsum(self.forward_s) + fsum(self.backward_s)
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """What differs from plain, by the name that sets it."""
+        return {
+            name: self.graph.precision[indices[0]]
+            for name, indices in self.workload.settings.items()
+            if not self.graph.is_plain(indices[0])
+        }
+
+    def change(self, operator: int | str, precision: str | None) -> Change:
+        """Set an operator (with all calls of the same module) to a precision; None for plain.
+
+        Raises:
+            TrimtabError: something was not measured; then nothing has changed.
+        """
+        graph = self.graph
+        saved = {i: graph.precision[i] for i in graph.indices(operator)}
+        before_leaving, before_arriving = list(graph.leaving), list(graph.arriving)
+        touched = graph.set(operator, precision)
+        try:
+            times = [self._times(index) for index in touched]
+        except Exception:
+            for index, old in saved.items():
+                graph.precision[index] = old
+            graph.leaving, graph.arriving = before_leaving, before_arriving
+            raise
+        before = tuple(
+            (
+                saved.get(i, graph.precision[i]),
+                before_arriving[i],
+                before_leaving[i],
+                self.forward_s[i],
+                self.backward_s[i],
+            )
+            for i in touched
+        )
+        forward = fsum(new[0] for new in times) - fsum(self.forward_s[i] for i in touched)
+        backward = fsum(new[1] for new in times) - fsum(self.backward_s[i] for i in touched)
+        for index, (one, two) in zip(touched, times, strict=True):
+            self.forward_s[index], self.backward_s[index] = one, two
+        change = Change(
+            operator=operator,
+            precision=precision,
+            forward_s=forward,
+            backward_s=backward,
+            touched=touched,
+            before=before,
+        )
+        self._undoable.append(change)
+        return change
+
+    def undo(self, change: Change) -> None:
+        """Take back the last change that was not yet taken back: everything is again as it was, to the bit."""
+        assert self._undoable, "there is nothing to take back"
+        assert self._undoable[-1] is change, "changes are taken back in reverse order"
+        self._undoable.pop()
+        graph = self.graph
+        for index, (precision, arriving, leaving, forward, backward) in zip(
+            change.touched, change.before, strict=True
+        ):
+            graph.precision[index], graph.arriving[index], graph.leaving[index] = precision, arriving, leaving
+            self.forward_s[index], self.backward_s[index] = forward, backward
+
+    def keys(self) -> Iterator[OperatorKey]:
+        """The key of every operator in its precision of the moment: what must have been measured."""
+        for operator in self.workload.operators:
+            yield key_of(operator, self.graph.precision[operator.index])
+
+    def _times(self, index: int) -> tuple[float, float]:
+        graph = self.graph
+        state = (graph.precision[index], graph.arriving[index], graph.leaving[index])
+        found = self._known.get((index, state))
+        if found is None:
+            operator = self.workload.operators[index]
+            found = self._known[index, state] = self._costed(operator, state)
+        return found
+
+    def _costed(self, operator: Operator, state: State) -> tuple[float, float]:
+        precision, arriving, leaving = state
+        plain = precision == self.graph.plain[operator.index]
+        usual = tuple(t.dtype for t in operator.input_tensors if t.floating)
+        as_captured = arriving == usual and leaving == self.graph.captured[operator.index]
+        if operator.category == "adjustable" and not plain:
+            return self._set(operator, precision, arriving, leaving, as_captured)
+        if as_captured or self.naive:
+            times = self._measured(operator, key_of(operator))
+            return times.forward_s, times.backward_s
+        if operator.category == "dependent":
+            own = promoted(list(arriving)) or operator.dtype
+            times = self._measured(operator, key_of(operator, dtype=own))
+            wanted: tuple[str, ...] = (own,) * len(arriving)
+        else:
+            times = self._measured(operator, key_of(operator))
+            wanted = usual
+        extra = [
+            (source, target, tensor.numel)
+            for source, target, tensor in zip(arriving, wanted, values_of(operator), strict=True)
+            if source != target
+        ]
+        before = fsum(self._cast(source, target, n) for source, target, n in extra)
+        after = fsum(self._cast(target, source, n) for source, target, n in extra)
+        return times.forward_s + before, times.backward_s + (after if operator.differentiable else 0.0)
+
+    def _set(
+        self, operator: Operator, precision: str, arriving: tuple[str, ...], leaving: str, as_captured: bool
+    ) -> tuple[float, float]:
+        """A precision that was set, taken apart into product and casts where it was measured among other types."""
+        times = self._measured(operator, key_of(operator, precision))
+        if as_captured and not self.naive:
+            return times.forward_s, times.backward_s
+        usual = operator.dtype
+        left = self.graph.captured[operator.index]
+        forward = times.forward_s - self._casts(forward_casts(operator, precision, usual, left))
+        backward = times.backward_s - self._casts(backward_casts(operator, precision, usual, left, self.kind))
+        # A fit may take more than all of a small operator.
+        forward, backward = max(0.0, forward), max(0.0, backward)
+        if self.naive:
+            return forward, backward
+        now = promoted(list(arriving)) or usual
+        forward += self._casts(forward_casts(operator, precision, now, leaving))
+        backward += self._casts(backward_casts(operator, precision, now, leaving, self.kind))
+        return forward, backward
+
+    def _measured(self, operator: Operator, key: OperatorKey) -> Times:
+        return self.table.times(self.device, key, operator.name)
+
+    def _casts(self, casts: Iterable[Cast]) -> float:
+        return fsum(self._cast(*cast) for cast in casts)
+
+    def _cast(self, source: str, target: str, elements: int) -> float:
+        return self.table.cast(self.device, source, target).seconds(elements)

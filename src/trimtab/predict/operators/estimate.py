@@ -1,0 +1,128 @@
+"""Devices that are not at hand: a measured device's times, scaled to what a maker prints of another.
+
+The measured device's own rates are read off its operators: the fastest product in each precision, and the bytes
+that its optimiser moves. The other device is taken to reach a usual part of its datasheet's rates. Products
+go by the rate of their precision, all else by memory bandwidth. It is an estimate, marked as one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trimtab.cluster.catalog import CATALOGUE, KnownDevice, lookup
+from trimtab.cluster.profile import CodecTime, DeviceProfile, Line, OperatorTime, Profile
+from trimtab.errors import TrimtabError
+from trimtab.predict.operators.costs import OperatorKey
+from trimtab.predict.operators.low_precision import passes
+from trimtab.workload.arithmetic import PRODUCTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.cluster import Cluster, Device
+
+REACHED = 0.7
+"""The part of a datasheet's rate that a large product reaches."""
+
+REACHED_BANDWIDTH = 0.85
+ADAM_BYTES = 28
+"""What Adam reads and writes for a parameter: itself, its gradient and two averages, all but the gradient twice."""
+
+
+def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
+    """The profile with an estimate for every device class that was not measured.
+
+    Raises:
+        TrimtabError: a class that is in no catalogue, or nothing measured to scale from.
+    """
+    devices = dict(profile.devices)
+    for name, device in cluster.devices.items():
+        if name not in devices:
+            devices[name] = estimated(name, device, profile.devices)
+    return replace(profile, devices=devices)
+
+
+def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) -> DeviceProfile:
+    """The times of a device class that the catalogue knows, scaled from a measured one."""
+    known = known_as(name, device)
+    if known is None:
+        raise TrimtabError(
+            f"device class {name!r} was not measured, and its `model` ({device.model or 'none'}) is not in the "
+            f"catalogue; run `trimtab probe` on one, or give it a model such as "
+            f"{', '.join(d.model for d in CATALOGUE[:4])}"
+        )
+    for title, profile in measured.items():
+        own = rates(profile)
+        if not profile.estimated and "fp32" in own and profile.optimiser is not None:
+            return _scaled_profile(title, profile, own, known)
+    raise TrimtabError(
+        f"device class {name!r} ({known.model}) can only be estimated from a measured device; run `trimtab probe` "
+        "on one, with a model that has linear layers"
+    )
+
+
+def rates(profile: DeviceProfile) -> dict[str, float]:
+    """Operations a second of the fastest linear layer in each precision."""
+    found: dict[str, float] = {}
+    for text, times in profile.operators.items():
+        key = OperatorKey.parse(text)
+        sizes = re.match(r"(\d+)x(\d+)x(\d+)", key.shape)
+        if key.kind == "linear" and sizes is not None and times.forward_s > 0:
+            rows, inputs, outputs = map(int, sizes.groups())
+            rate = 2 * rows * inputs * outputs / times.forward_s
+            found[key.precision] = max(found.get(key.precision, 0.0), rate)
+    return found
+
+
+def known_as(name: str, device: Device) -> KnownDevice | None:
+    """The catalogue's entry of a device class: by its model, or else by the class's own name."""
+    return lookup(device.model) if device.model else lookup(re.sub(r"[-_]", " ", name).upper())
+
+
+def _scaled_profile(
+    title: str, profile: DeviceProfile, own: Mapping[str, float], known: KnownDevice
+) -> DeviceProfile:
+    assert profile.optimiser is not None
+    bandwidth = ADAM_BYTES / profile.optimiser.a / (known.gb_per_s * 1e9 * REACHED_BANDWIDTH)
+    operators = {}
+    for text, times in profile.operators.items():
+        slower = _factor(OperatorKey.parse(text), own, known, bandwidth)
+        if slower is not None:
+            operators[text] = OperatorTime(
+                forward_s=times.forward_s * slower, backward_s=times.backward_s * slower
+            )
+    return DeviceProfile(
+        called=known.model,
+        operators=operators,
+        casts={direction: _scaled(line, bandwidth) for direction, line in profile.casts.items()},
+        codec={
+            bits: CodecTime(
+                encode=_scaled(codec.encode, bandwidth),
+                decode=_scaled(codec.decode, bandwidth),
+                add=_scaled(codec.add, bandwidth),
+            )
+            for bits, codec in profile.codec.items()
+        },
+        batches=profile.batches,
+        optimiser=_scaled(profile.optimiser, bandwidth),
+        launch_s=profile.launch_s,
+        estimated_from=title,
+    )
+
+
+def _factor(key: OperatorKey, own: Mapping[str, float], known: KnownDevice, bandwidth: float) -> float | None:
+    """How many times longer an operator takes; None for a precision the device does not offer."""
+    if key.kind not in PRODUCTS:
+        return bandwidth
+    ratios = []
+    for name in passes(key.precision):
+        if name not in known.tflops:
+            return None
+        ratios.append(own.get(name, own["fp32"]) / (known.tflops[name] * 1e12 * REACHED))
+    return sum(ratios) / len(ratios)
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    return Line(a=line.a * factor, c=line.c * factor)

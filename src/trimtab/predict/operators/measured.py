@@ -1,0 +1,120 @@
+"""What every operator of a workload takes on a device, from a profile, at any batch size.
+
+Times are known at the batch sizes that were measured; between and beyond two of them they are taken to be
+linear in the number of samples, operator by operator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.predict.operators.cost_mapper import CostMapper
+from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
+from trimtab.predict.settings import matched
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.cluster.profile import DeviceProfile, Profile
+    from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.workload import Workload
+
+
+class Measured:
+    """The times of one model's operators. Asking twice costs nothing."""
+
+    def __init__(self, workload: Workload, profile: Profile) -> None:
+        self.workload, self.profile = workload, profile
+        self._sized: dict[int, Workload] = {workload.batch_size: workload}
+        self._keys: dict[tuple[int, str | None, int], OperatorKey] = {}
+        self._mappers: dict[object, CostMapper] = {}
+
+    def device(self, name: str) -> DeviceProfile:
+        found = self.profile.devices.get(name)
+        if found is None:
+            raise TrimtabError(
+                f"device class {name!r} was not measured, and no datasheet is known for it; run `trimtab probe` on one "
+                f"and merge its file, or give the class a `model` of the catalogue. Measured: "
+                f"{', '.join(self.profile.devices) or 'none'}"
+            )
+        return found
+
+    def at(self, samples: int) -> Workload:
+        """The workload for another number of samples."""
+        if samples not in self._sized:
+            self._sized[samples] = self.workload.at_batch(samples)
+        return self._sized[samples]
+
+    def mapper(
+        self,
+        device: str,
+        kind: DeviceKind,
+        samples: int,
+        precisions: Mapping[str, str] | None = None,
+        *,
+        naive: bool = False,
+    ) -> CostMapper:
+        """The times of all operators, with some set to a precision by pattern.
+
+        Raises:
+            TrimtabError: naming the operator that was not measured.
+        """
+        chosen = matched(self.workload, precisions) if precisions else {}
+        asked = (device, kind, samples, tuple(sorted(chosen.items())), naive)
+        if asked not in self._mappers:
+            table = self.table(device, samples, chosen)
+            self._mappers[asked] = CostMapper(
+                self.at(samples), table, device, kind=kind, precisions=chosen, naive=naive
+            )
+        return self._mappers[asked]
+
+    def table(self, device: str, samples: int, precisions: Mapping[str, str]) -> CostTable:
+        """Costs of every operator: in its precision of `precisions` (by name), or as it is."""
+        profile = self.device(device)
+        operators: dict[str, Times] = {}
+        for operator in self.workload.operators:
+            precision = None if operator.setting is None else precisions.get(operator.setting)
+            key = str(self._key(operator.index, precision, samples))
+            if key not in operators:
+                operators[key] = self._find(device, operator.index, precision, samples)
+        costs = DeviceCosts(operators=operators, casts=profile.casts, estimated=profile.estimated)
+        return CostTable(version=COSTS_VERSION, devices={device: costs})
+
+    def _find(self, device: str, index: int, precision: str | None, samples: int) -> Times:
+        profile = self.device(device)
+        exact = profile.operators.get(str(self._key(index, precision, samples)))
+        if exact is not None:
+            return Times(forward_s=exact.forward_s, backward_s=exact.backward_s)
+        known = []
+        for size in sorted(profile.batches.get(self.workload.model, ())):
+            found = profile.operators.get(str(self._key(index, precision, size)))
+            if found is not None:
+                known.append((size, found))
+        if len(known) < 2:
+            raise self._missing(device, index, precision, samples, [size for size, _ in known])
+        place = min(max(1, bisect_left([size for size, _ in known], samples)), len(known) - 1)
+        (low, a), (high, b) = known[place - 1], known[place]
+        part = (samples - low) / (high - low)
+        return Times(
+            forward_s=max(0.0, a.forward_s + part * (b.forward_s - a.forward_s)),
+            backward_s=max(0.0, a.backward_s + part * (b.backward_s - a.backward_s)),
+        )
+
+    def _key(self, index: int, precision: str | None, samples: int) -> OperatorKey:
+        key = (index, precision, samples)
+        if key not in self._keys:
+            self._keys[key] = key_of(self.at(samples).operators[index], precision)
+        return self._keys[key]
+
+    def _missing(
+        self, device: str, index: int, precision: str | None, samples: int, known: list[int]
+    ) -> TrimtabError:
+        operator = self.workload.operators[index]
+        key = self._key(index, precision, samples)
+        only = f" (only at a batch of {known[0]}: two sizes tell how it grows)" if known else ""
+        return TrimtabError(
+            f"{operator.name}: {key.kind} ({key.shape}) in {key.precision} was not measured on device class "
+            f"{device!r}{only}; run `trimtab probe` there with this model, this precision and batch {samples}"
+        )

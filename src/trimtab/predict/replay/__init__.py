@@ -1,0 +1,1 @@
+"""A training step replayed event by event, and its timeline."""

@@ -1,0 +1,343 @@
+"""One training step of a data-parallel job, replayed event by event.
+
+Every role (ranks that are alike) is simulated once. A role has one device, which its compute stream, its codec
+stages and the transfers under way share as threads share a core: each gets what it asks for as long as
+there is enough, else an equal part. A transfer belongs to all roles at once: it starts when the last one is
+ready and goes on at the pace of the wire, or of the rank that has least left for it. Buckets pass through
+the stages in order, as `trimtab.collectives.pipeline` runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from trimtab.predict.replay.intervals import check, fair, queues, stretches
+from trimtab.predict.replay.timeline import RoleTime, Span, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SMALL = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A piece of a rank's compute stream: one operator in one pass, or a cast before it."""
+
+    name: str
+    seconds: float
+    """On the device, with nothing else running there."""
+
+    phase: Literal["forward", "backward"]
+    launch_s: float = 0.0
+    """What the host takes to start it. A device never runs ahead of its host."""
+
+    buckets: tuple[int, ...] = ()
+    """Gradient buckets that are complete when this ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Ranks that are alike: same device, same share, same precisions."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    """Forward, then backward, in the order of the stream."""
+
+    optimiser_s: float = 0.0
+    """From the last average to the end of the step."""
+
+    local: tuple[tuple[float, ...], ...] = ()
+    """For each bucket, what encoding, reducing and decoding take: one number before each transfer and one
+    after the last."""
+
+    codec_part: float = 1.0
+    """The part of the device that a codec stage can use: one thread of several, or all of a GPU."""
+
+    ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective of one bucket, over all ranks."""
+
+    latency_s: float
+    """Before the bytes flow; costs nobody anything."""
+
+    seconds: float
+    """While they flow, the wire being free and every rank having time for it."""
+
+    drag: tuple[float, ...] = ()
+    """For each role, the part of its device that the transfer takes while it flows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One gradient bucket: the collectives it takes."""
+
+    name: str
+    transfers: tuple[Transfer, ...]
+
+
+class _Task:
+    __slots__ = (
+        "bucket",
+        "cause",
+        "demand",
+        "kind",
+        "left",
+        "name",
+        "phase",
+        "rate",
+        "role",
+        "stage",
+        "start",
+        "ticks",
+    )
+
+    def __init__(
+        self,
+        kind: str,
+        role: int | None,
+        bucket: int,
+        stage: int,
+        left: float,
+        demand: float,
+        phase: str,
+        name: str,
+    ) -> None:
+        self.kind, self.role, self.bucket, self.stage = kind, role, bucket, stage
+        self.left, self.demand, self.phase, self.name = left, demand, phase, name
+        self.rate, self.start = 0.0, 0.0
+        self.cause: int | None = None
+        self.ticks: list[tuple[float, float]] | None = None
+
+
+def replay(roles: Sequence[Role], buckets: Sequence[Bucket]) -> Timeline:
+    """Replay one step.
+
+    Every bucket must be named by a segment of every role, exactly once.
+    """
+    check(roles, buckets)
+    return _Replay(roles, buckets).run()
+
+
+class _Replay:
+    def __init__(self, roles: Sequence[Role], buckets: Sequence[Bucket]) -> None:
+        self.roles, self.buckets = roles, buckets
+        self.runs = [stretches(role) for role in roles]
+        self.at = [0] * len(roles)
+        self.now = 0.0
+        self.active: list[_Task] = []
+        self.spans: list[Span] = []
+        # Each stage is served in order: by a thread of every role for its local work, on a group for its
+        # transfers. So a stage of a bucket waits for its input and for the bucket before it in that stage.
+        self.next_local, behind_local = queues([len(bucket.transfers) + 1 for bucket in buckets])
+        self.next_transfer, behind_transfer = queues([len(bucket.transfers) for bucket in buckets])
+        self.local_needs = [[[1 + after for after in bucket] for bucket in behind_local] for _ in roles]
+        self.transfer_needs = [[len(roles) + after for after in bucket] for bucket in behind_transfer]
+        self.unfinished = [len(buckets)] * len(roles)
+        self.computed = [0.0] * len(roles)
+        self.waited_from = [0.0] * len(roles)
+        self.waited = [0.0] * len(roles)
+        self.ended = [0.0] * len(roles)
+
+    def run(self) -> Timeline:
+        for role in range(len(self.roles)):
+            self._next_run(role, None)
+        while self.active:
+            self._set_rates()
+            step = min(task.left / task.rate if task.left > 0 else 0.0 for task in self.active)
+            self.now += step
+            done: list[_Task] = []
+            going: list[_Task] = []
+            for task in self.active:
+                task.left -= step * task.rate
+                (done if task.left <= _SMALL else going).append(task)
+            self.active = going
+            for task in done:
+                self._finish(task)
+        times = tuple(
+            RoleTime(
+                name=role.name,
+                ranks=role.ranks,
+                compute_s=self.computed[r],
+                own_s=sum(run[0] for run in self.runs[r]) + role.optimiser_s,
+                wait_s=self.waited[r],
+                end_s=self.ended[r],
+            )
+            for r, role in enumerate(self.roles)
+        )
+        return Timeline(step_s=self.now, roles=times, spans=tuple(self.spans))
+
+    def _set_rates(self) -> None:
+        """Share every device among what runs on it, and the wire among the transfers."""
+        by_role: list[list[_Task]] = [[] for _ in self.roles]
+        flows: list[_Task] = []
+        for task in self.active:
+            if task.kind == "flow":
+                flows.append(task)
+            elif task.kind == "latency":
+                task.rate = 1.0
+            else:
+                assert task.role is not None
+                by_role[task.role].append(task)
+        wire = 1.0 / len(flows) if flows else 1.0
+        for flow in flows:
+            flow.rate = wire
+        for role, tasks in enumerate(by_role):
+            drags = [self._drag(flow, role) for flow in flows]
+            if not drags and len(tasks) == 1:
+                tasks[0].rate = 1.0
+                continue
+            demands = [task.demand for task in tasks] + [drag * wire for drag in drags]
+            given = fair(demands)
+            for task, part in zip(tasks, given, strict=False):
+                task.rate = part / task.demand
+            for flow, drag, part in zip(flows, drags, given[len(tasks) :], strict=True):
+                if drag > 0:
+                    flow.rate = min(flow.rate, part / drag)
+        for task in self.active:
+            if task.kind == "compute":
+                _tick(task, self.now)
+
+    def _drag(self, flow: _Task, role: int) -> float:
+        drag = self.buckets[flow.bucket].transfers[flow.stage].drag
+        return drag[role] if drag else 0.0
+
+    def _start(self, task: _Task, cause: int | None) -> None:
+        task.start, task.cause = self.now, cause
+        self.active.append(task)
+
+    def _next_run(self, role: int, cause: int | None) -> None:
+        """Start the next stretch of a role's compute stream, or let it wait for the averages."""
+        index = self.at[role]
+        runs = self.runs[role]
+        if index < len(runs):
+            seconds, _, phase = runs[index]
+            task = _Task("compute", role, index, 0, seconds, 1.0, phase, phase)
+            self._start(task, cause)
+        elif index == len(runs):
+            self.waited_from[role] = self.now
+            if self.unfinished[role] == 0:
+                self._optimise(role, cause)
+
+    def _optimise(self, role: int, cause: int | None) -> None:
+        self.waited[role] = self.now - self.waited_from[role]
+        task = _Task(
+            "compute",
+            role,
+            len(self.runs[role]),
+            0,
+            self.roles[role].optimiser_s,
+            1.0,
+            "optimiser",
+            "optimiser",
+        )
+        self._start(task, cause)
+
+    def _finish(self, task: _Task) -> None:
+        if task.kind == "latency":
+            self._flow(task)
+            return
+        lane = {"compute": "compute", "local": "codec", "flow": "wire"}[task.kind]
+        index = len(self.spans)
+        self.spans.append(
+            Span(
+                role=task.role,
+                lane=lane,  # type: ignore[arg-type]
+                phase=task.phase,
+                name=task.name,
+                start=task.start,
+                end=self.now,
+                stage=task.stage,
+                cause=task.cause,
+                ticks=tuple(task.ticks or ()),
+            )
+        )
+        if task.kind == "compute":
+            self._after_compute(task, index)
+        elif task.kind == "local":
+            self._after_local(task, index)
+        else:
+            self._after_flow(task, index)
+
+    def _after_compute(self, task: _Task, index: int) -> None:
+        role = task.role
+        assert role is not None
+        self.computed[role] += self.now - task.start
+        if task.phase == "optimiser":
+            self.ended[role] = self.now
+            return
+        ready = self.runs[role][task.bucket][1]
+        self.at[role] += 1
+        for bucket in ready:
+            self._local_may_start(role, bucket, 0, index)
+        self._next_run(role, index)
+
+    def _local_may_start(self, role: int, bucket: int, stage: int, cause: int) -> None:
+        needs = self.local_needs[role][bucket]
+        needs[stage] -= 1
+        if needs[stage]:
+            return
+        local = self.roles[role].local
+        seconds = local[bucket][stage] if local else 0.0
+        task = _Task(
+            "local",
+            role,
+            bucket,
+            stage,
+            seconds,
+            self.roles[role].codec_part,
+            "codec",
+            self.buckets[bucket].name,
+        )
+        if seconds > 0:
+            self._start(task, cause)
+        else:
+            task.cause = cause
+            self._after_local(task, cause)
+
+    def _after_local(self, task: _Task, index: int) -> None:
+        role, bucket, stage = task.role, task.bucket, task.stage
+        assert role is not None
+        following = self.next_local[bucket][stage]
+        if following is not None:
+            self._local_may_start(role, following, stage, index)
+        if stage < len(self.buckets[bucket].transfers):
+            self._transfer_may_start(bucket, stage, index)
+        else:
+            self.unfinished[role] -= 1
+            if self.unfinished[role] == 0 and self.at[role] == len(self.runs[role]):
+                self._optimise(role, index)
+
+    def _transfer_may_start(self, bucket: int, stage: int, cause: int) -> None:
+        needs = self.transfer_needs[bucket]
+        needs[stage] -= 1
+        if needs[stage]:
+            return
+        transfer = self.buckets[bucket].transfers[stage]
+        task = _Task(
+            "latency", None, bucket, stage, transfer.latency_s, 1.0, "wire", self.buckets[bucket].name
+        )
+        self._start(task, cause)
+
+    def _flow(self, task: _Task) -> None:
+        seconds = self.buckets[task.bucket].transfers[task.stage].seconds
+        task.kind, task.left = "flow", seconds
+        self.active.append(task)
+
+    def _after_flow(self, task: _Task, index: int) -> None:
+        bucket, stage = task.bucket, task.stage
+        following = self.next_transfer[bucket][stage]
+        if following is not None:
+            self._transfer_may_start(following, stage, index)
+        for role in range(len(self.roles)):
+            self._local_may_start(role, bucket, stage + 1, index)
+
+
+def _tick(task: _Task, now: float) -> None:
+    if task.ticks is None:
+        task.ticks = []
+    task.ticks.append((now, task.left))

@@ -1,0 +1,85 @@
+"""A replayed step in the Chrome trace format: open it at ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.predict.replay.replay import Role
+    from trimtab.predict.replay.timeline import Timeline
+
+WIRE = 0
+"""The process that stands for the link; roles count from 1."""
+
+
+def trace(timeline: Timeline, roles: Sequence[Role] = ()) -> dict[str, Any]:
+    """The trace as a tree for JSON. With the roles that were replayed, compute lanes show every operator."""
+    events: list[dict[str, Any]] = [_name("process_name", WIRE, 0, "link")]
+    for index, role in enumerate(timeline.roles):
+        ranks = f" x {role.ranks}" if role.ranks > 1 else ""
+        events.append(_name("process_name", index + 1, 0, f"{role.name}{ranks}"))
+        events.append(_name("thread_name", index + 1, 0, "compute"))
+    named: set[tuple[int, int]] = set()
+    for span in timeline.spans:
+        process = WIRE if span.role is None else span.role + 1
+        thread = 0 if span.lane == "compute" else 1 + span.stage
+        if span.lane != "compute" and (process, thread) not in named:
+            named.add((process, thread))
+            events.append(_name("thread_name", process, thread, f"{span.lane}, stage {span.stage}"))
+        events.append(_event(span.name, span.phase, process, thread, span.start, span.end))
+    for index, replayed in enumerate(roles):
+        events += _operators(index, replayed, timeline)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(path: str | Path, timeline: Timeline, roles: Sequence[Role] = ()) -> None:
+    """Write the trace to a file."""
+    Path(path).write_text(json.dumps(trace(timeline, roles)), encoding="utf-8")
+
+
+def _operators(index: int, role: Role, timeline: Timeline) -> list[dict[str, Any]]:
+    """Operators inside the stretches of a compute lane, at the speed each stretch had then."""
+    lane = [s for s in timeline.spans if s.role == index and s.lane == "compute" and s.phase != "optimiser"]
+    work, times = [0.0], [0.0]
+    for span in lane:
+        before = work[-1]
+        whole = span.ticks[0][1] if span.ticks else 0.0
+        for moment, left in (*span.ticks, (span.end, 0.0)):
+            work.append(before + whole - left)
+            times.append(moment)
+    events, done = [], 0.0
+    for segment in role.segments:
+        if segment.seconds > 0:
+            start, end = _at(done, work, times), _at(done + segment.seconds, work, times)
+            events.append(_event(segment.name, segment.phase, index + 1, 0, start, end))
+        done += segment.seconds
+    return events
+
+
+def _at(done: float, work: list[float], times: list[float]) -> float:
+    """When so much work was done."""
+    place = min(max(1, bisect_right(work, done)), len(work) - 1)
+    low, high = work[place - 1], work[place]
+    part = min(1.0, (done - low) / (high - low)) if high > low else 0.0
+    return times[place - 1] + part * (times[place] - times[place - 1])
+
+
+def _event(name: str, category: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "ts": round(start * 1e6, 3),
+        "dur": round((end - start) * 1e6, 3),
+    }
+
+
+def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,1 +1,0 @@
-"""What happened, for people to read."""

@@ -1,1 +1,0 @@
-"""Where the head and the hands meet: measuring, deciding, applying."""

@@ -1,0 +1,180 @@
+"""Turning a model on every rank into one whose units are spread over the ranks, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.sharding.block import Block, Elastic, UnitTensor, attach, find_elastic, grown
+from trimtab.sharding.dropout import key_dropout
+from trimtab.sharding.find import Found, features, find_blocks, is_transposed
+from trimtab.sharding.kinds import Mlp
+from trimtab.sharding.layout import UnitAxis
+from trimtab.sharding.projection import InProjection, OutProjection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from trimtab.sharding.group import TensorGroup
+    from trimtab.sharding.kinds import Kind
+    from trimtab.sharding.table import Table
+
+
+def convert(
+    model: nn.Module,
+    group: TensorGroup,
+    share: Callable[[Mapping[str, tuple[int, int]]], Mapping[str, Table]],
+    *,
+    kinds: Mapping[type[nn.Module], Kind | Sequence[Kind]],
+    replicate: Sequence[str],
+    headroom: float,
+    seed: int,
+    replica: int,
+) -> Elastic:
+    """Keep this rank's units of every block; `share` gives the tables of all from their units and the bytes of one.
+
+    Everything is checked before anything is changed. The parameters of rank 0 count.
+    """
+    if find_elastic(model) is not None:
+        raise TrimtabError("tensor_parallel: this model is tensor-parallel already; convert it once")
+    found = find_blocks(model, kinds, replicate)
+    _refuse_shared(model, found)
+    elastic = Elastic(group=group, seed=seed, replica=replica, headroom=headroom)
+    sizes = [_sizes(each) for each in found]
+    for each, (units, *_) in zip(found, sizes, strict=True):
+        if units < group.size:
+            raise TrimtabError(
+                f"tensor_parallel: {each.name} ({type(each.parent).__name__}) has {units} units for "
+                f"{group.size} ranks; use at most {units} ranks, or leave it on every rank with "
+                f"replicate=[{each.path!r}]"
+            )
+    tables = share(
+        {
+            each.name: (units, _parameter_bytes(each, widths) // units)
+            for each, (units, _, widths) in zip(found, sizes, strict=True)
+        }
+    )
+    _broadcast(model, group)
+    for each, (units, heads, widths) in zip(found, sizes, strict=True):
+        elastic.blocks[each.name] = _spread(each, units, heads, widths, tables[each.name], elastic)
+    key_dropout(model, elastic, {each.name: each for each in found})
+    attach(model, elastic)
+    return elastic
+
+
+def _sizes(found: Found) -> tuple[int, int, dict[str, tuple[int, ...]]]:
+    """Units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
+    parent, kind = found.parent, found.kind
+    if isinstance(kind, Mlp):
+        units = features(parent.get_submodule(kind.out))[0]
+        return units, 0, dict.fromkeys((*kind.ins, kind.out), (1,))
+    dim = int(getattr(parent, kind.head_dim))
+    heads = features(parent.get_submodule(kind.out))[0] // dim
+    if kind.qkv is not None:
+        return heads, 1, {kind.qkv: (dim, dim, dim), kind.out: (dim,)}
+    assert kind.query is not None
+    assert kind.key is not None
+    assert kind.value is not None
+    units = features(parent.get_submodule(kind.key))[1] // dim
+    together = heads // units
+    wide, narrow = (together * dim,), (dim,)
+    return units, together, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
+
+
+def _parameter_bytes(found: Found, projections: Iterable[str]) -> int:
+    return sum(found.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
+
+
+def _spread(
+    found: Found, units: int, heads: int, widths: dict[str, tuple[int, ...]], table: Table, elastic: Elastic
+) -> Block:
+    kind, group = found.kind, elastic.group
+    attribute = None if isinstance(kind, Mlp) else kind.local_width
+    block = Block(
+        name=found.name,
+        units=units,
+        heads_per_unit=heads,
+        parent=found.parent,
+        local_widths={attribute: widths[kind.out][0]} if attribute else {},
+        group=group,
+        elastic=elastic,
+        table=table,
+        room=tuple(elastic.capacity(count) for count in table.counts),
+    )
+    owned = torch.as_tensor(table.slots[group.rank])
+    for name, parts in widths.items():
+        full = found.parent.get_submodule(name)
+        into = name != kind.out
+        outputs_axis = 1 if is_transposed(full) else 0
+        weight_axis = UnitAxis(units=units, axis=outputs_axis if into else 1 - outputs_axis, parts=parts)
+        bias_axis = UnitAxis(units=units, axis=0, parts=parts)
+        weight, bias = full.weight, full.bias
+        assert isinstance(weight, nn.Parameter)
+        assert bias is None or isinstance(bias, nn.Parameter)
+        stored = _stored(weight, weight_axis, owned, elastic)
+        stored_bias = bias if bias is None or not into else _stored(bias, bias_axis, owned, elastic)
+        new: nn.Module
+        new = (
+            InProjection(block, stored, stored_bias, parts)
+            if into
+            else OutProjection(block, stored, bias, sum(parts))
+        )
+        new.train(full.training)
+        path = f"{found.path}.{name}".lstrip(".")
+        shape = tuple(weight.shape)
+        block.tensors.append(
+            UnitTensor(
+                name=f"{path}.weight", module=new, attribute="weight", axis=weight_axis, full_shape=shape
+            )
+        )
+        if into and bias is not None:
+            block.tensors.append(
+                UnitTensor(
+                    name=f"{path}.bias",
+                    module=new,
+                    attribute="bias",
+                    axis=bias_axis,
+                    full_shape=tuple(bias.shape),
+                )
+            )
+        holder, _, leaf = name.rpartition(".")
+        setattr(found.parent.get_submodule(holder), leaf, new)
+    block.adopt(table)
+    return block
+
+
+def _stored(full: nn.Parameter, axis: UnitAxis, owned: Tensor, elastic: Elastic) -> nn.Parameter:
+    rows = elastic.capacity(len(owned)) * axis.width
+    return nn.Parameter(grown(axis.select(full.data, owned), rows), requires_grad=full.requires_grad)
+
+
+def _refuse_shared(model: nn.Module, found: list[Found]) -> None:
+    """A matrix that another module uses too cannot be cut by units."""
+    seen: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        seen.setdefault(id(parameter), []).append(name)
+    for each in found:
+        for name in _sizes(each)[2]:
+            for parameter in each.parent.get_submodule(name).parameters():
+                if len(seen[id(parameter)]) > 1:
+                    raise TrimtabError(
+                        f"tensor_parallel: {' and '.join(seen[id(parameter)])} are one tensor, which cannot be "
+                        f"spread by units; leave it on every rank with replicate=[{each.path!r}]"
+                    )
+
+
+def _broadcast(model: nn.Module, group: TensorGroup) -> None:
+    """Rank 0's parameters and buffers to all, as DistributedDataParallel does: ranks may have begun apart."""
+    if group.size == 1:
+        return
+    source = dist.get_global_rank(group.process_group, 0)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, source, group=group.process_group)
+            if whole is not tensor:
+                tensor.copy_(whole)

@@ -1,0 +1,181 @@
+"""Dropout whose random numbers belong to units, not to ranks.
+
+A mask depends on (seed, data-parallel replica, module, how often it was called, unit, element): so it
+is the same for every assignment of units and on any number of ranks, and what is replicated is masked
+alike everywhere. The bits are those of the codec (`trimtab.random_bits`). It costs about 25
+elementwise integer operations on each value, and attention with dropout is computed with its weights
+written out, not fused; none of it happens outside training, or with p = 0.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trimtab.errors import TrimtabError
+from trimtab.random_bits import block_keys, stream, uniform16
+from trimtab.sharding.find import attention_dropout
+from trimtab.sharding.kinds import Attention
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.sharding.block import Block, Elastic
+    from trimtab.sharding.find import Found
+
+_LEVELS = 1 << 16
+
+
+class KeyedDropout(nn.Module):
+    """Takes the place of an `nn.Dropout`: inside a block masks by unit, elsewhere alike on every rank."""
+
+    def __init__(self, p: float, name: str, elastic: Elastic) -> None:
+        super().__init__()
+        self.p = p
+        self.name = name
+        self.elastic = elastic
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        self.calls += _counts()
+        block = self.elastic.inside
+        if block is None:
+            return x * _mask(x.shape, self.p, self.elastic, self.name, self.calls, None, x)
+        return _drop_units(x, self.p, block, self.name, self.calls)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class _KeyedAttention(nn.Module):
+    """Mixed into an attention module: its forward pass, with the dropout of attention weights by unit."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        block, kind = self.__dict__["_trimtab_block"]
+        if not self.training or attention_dropout(self, kind) == 0:
+            return super().forward(*args, **kwargs)
+        block.calls += _counts()
+        with _DropUnits(block):
+            return super().forward(*args, **kwargs)
+
+
+class _DropUnits(TorchFunctionMode):
+    """While it lasts, functional dropout inside the block is by unit."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self._block = block
+        self._drawn = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._block.elastic.inside is self._block:
+            if func is F.dropout:
+                return self._dropout(*args, **kwargs)
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return x
+        self._drawn += 1
+        return _drop_units(x, p, self._block, f"{self._block.name}#{self._drawn}", self._block.calls)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        scores = query @ key.transpose(-2, -1) * (scale or 1 / math.sqrt(query.shape[-1]))
+        if is_causal:
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~allowed, -math.inf)
+        if attn_mask is not None:
+            blocked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if blocked else scores + attn_mask
+        weights = self._dropout(scores.softmax(-1), dropout_p)
+        return weights @ value
+
+
+def key_dropout(model: nn.Module, elastic: Elastic, found: Mapping[str, Found]) -> None:
+    """Key every dropout of a model, in place."""
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Dropout):
+                keyed = KeyedDropout(child.p, f"{path}.{name}", elastic).train(child.training)
+                setattr(module, name, keyed)
+    for name, each in found.items():
+        if isinstance(each.kind, Attention) and each.kind.dropout:
+            kind = type(each.parent)
+            elastic.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
+            each.parent.__dict__["_trimtab_block"] = (elastic.blocks[name], each.kind)
+            # As torch's fully_shard does it: still an instance of its class, with one method more.
+            each.parent.__class__ = type(f"Elastic{kind.__name__}", (_KeyedAttention, kind), {})
+
+
+def _counts() -> int:
+    """1 in a forward pass; 0 when activation checkpointing repeats one, which must give the same masks."""
+    return 0 if torch._C._current_graph_task_id() != -1 else 1
+
+
+def _drop_units(x: Tensor, p: float, block: Block, name: str, calls: int) -> Tensor:
+    heads, count = block.heads_per_unit, max(1, block.computing)
+    owned = torch.as_tensor(block.computed or [0], device=x.device)
+    if heads and x.ndim == 4 and x.shape[1] == count * heads:
+        ids = (owned.unsqueeze(1) * heads + torch.arange(heads, device=x.device)).flatten()
+        axis = 1
+    elif not heads and x.shape[-1] == count:
+        ids, axis = owned, x.ndim - 1
+    else:
+        raise TrimtabError(
+            f"tensor_parallel: dropout inside {block.name} on a tensor of shape {tuple(x.shape)}, in which its "
+            f"{count} units of this rank cannot be told apart; drop out after the block instead"
+        )
+    return x * _mask(x.shape, p, block.elastic, name, calls, (axis, ids, block.units * max(1, heads)), x)
+
+
+def _mask(
+    shape: torch.Size,
+    p: float,
+    elastic: Elastic,
+    name: str,
+    calls: int,
+    keyed: tuple[int, Tensor, int] | None,
+    like: Tensor,
+) -> Tensor:
+    """0 for what is dropped, 1 / (1 - p) for what is kept; `keyed` is (axis, ids along it, how many there are)."""
+    dropped = round(p * _LEVELS)
+    if dropped == _LEVELS:
+        return like.new_zeros(shape)
+    axis, ids, total = keyed or (0, torch.zeros(1, dtype=torch.int64, device=like.device), 1)
+    keys = block_keys(
+        stream(elastic.seed, calls, elastic.replica, 0), zlib.crc32(name.encode()), 0, total, like.device
+    )
+    bits = uniform16(keys[ids], math.prod(shape) // len(ids))
+    kept = (bits >= dropped).to(like.dtype) * (_LEVELS / (_LEVELS - dropped))
+    if keyed is None:
+        return kept.view(shape)
+    rest = [*shape[:axis], *shape[axis + 1 :]]
+    return kept.view(len(ids), *rest).movedim(0, axis)

@@ -1,0 +1,72 @@
+"""The two kinds of projection of a block, holding only this rank's units.
+
+They take the place of `nn.Linear` or `Conv1D` under the same name, so the module around them keeps
+its own forward pass and its parameters keep their names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimtab.sharding.group import leave
+
+if TYPE_CHECKING:
+    from trimtab.sharding.block import Block
+
+
+class InProjection(nn.Module):
+    """From the replicated input to this rank's units: each unit's rows, in slot order."""
+
+    def __init__(self, block: Block, weight: nn.Parameter, bias: nn.Parameter | None, parts: tuple[int, ...]):
+        super().__init__()
+        self.block = block
+        self.weight = weight
+        self.bias = bias
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = sum(self.parts)
+        x = self.block.enter(x, self.training)
+        units = self.block.computing
+        bias = None if self.bias is None else self.block.stored(self.bias, into=True)
+        y = F.linear(x, self.block.stored(self.weight, into=True), bias)
+        if units == 0:
+            # Attention cannot count heads from nothing: give it one of zeros, which `OutProjection` drops.
+            return F.pad(y, (0, width))
+        if len(self.parts) > 1:
+            # Stored unit by unit, wanted part by part: all queries, all keys, all values.
+            pieces = y.unflatten(-1, (units, width)).split(self.parts, dim=-1)
+            y = torch.cat([piece.flatten(-2) for piece in pieces], dim=-1)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"units={self.block.count} of {self.block.units}, parts={self.parts}"
+
+
+class OutProjection(nn.Module):
+    """From this rank's units to the sum over all units of all ranks; the bias is added once, after it."""
+
+    def __init__(self, block: Block, weight: nn.Parameter, bias: nn.Parameter | None, width: int):
+        super().__init__()
+        self.block = block
+        self.weight = weight
+        self.bias = bias
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.block.computing == 0:
+            x = x[..., :0]
+        if self.training and self.block.activity is not None:
+            self.block.activity.see_hidden(x)
+        if self.block.running is not None:
+            x = self.block.running.hidden(x)
+        y = leave(x @ self.block.stored(self.weight, into=False), self.block.group)
+        self.block.left()
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"units={self.block.count} of {self.block.units}, width={self.width}"

@@ -1,0 +1,152 @@
+"""The default of `trimtab.compress`: measures, decides, explains; and the log of layers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.faults import Throttle
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+
+import trimtab
+from trimtab.api.compress import compression_of
+from trimtab.codec import Block
+from trimtab.measure.exchange import measure_exchange
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.pool import Pool
+
+
+def default_on_this_link(width: int = 256) -> tuple[str, bool]:
+    ddp = trimtab.compress(Ddp(nn.Linear(width, width)))
+    ddp(torch.randn(4, width)).square().mean().backward()
+    return trimtab.explain(ddp), compression_of(ddp) is not None
+
+
+def test_one_rank_has_nothing_to_compress(ranks: Pool) -> None:
+    assert ranks(1, default_on_this_link, allow_groups=True) == [
+        ("one rank: there is nothing to send, so nothing to compress", False)
+    ]
+
+
+def test_a_slow_link_is_compressed_and_explained(ranks: Pool) -> None:
+    slow = Throttle(bytes_per_s=20e6)
+    for words, compressed in ranks(2, default_on_this_link, faults=[slow], allow_groups=True):
+        assert compressed
+        assert "the link is the bottleneck" in words
+
+
+def test_a_model_of_small_parameters_is_left_alone(ranks: Pool) -> None:
+    slow = Throttle(bytes_per_s=20e6)
+    for words, compressed in ranks(2, default_on_this_link, 16, faults=[slow], allow_groups=True):
+        assert not compressed
+        assert "no parameter is large enough" in words
+
+
+def test_every_rank_decides_alike(ranks: Pool) -> None:
+    decisions = ranks(3, default_on_this_link, allow_groups=True)
+    assert len({compressed for _, compressed in decisions}) == 1
+    assert len({words for words, _ in decisions}) == 1
+
+
+def in_two_levels() -> tuple[str, list[float]]:
+    """What compress says on two hosts of two ranks, and the reduced gradients."""
+    import gc
+    import os
+
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        torch.manual_seed(0)
+        ddp = trimtab.compress(Ddp(nn.Linear(256, 256)), Block(bits=4))
+    finally:
+        del os.environ["GROUP_RANK"]
+    ddp(torch.full((4, 256), dist.get_rank() + 1.0)).square().mean().backward()
+    gradients = [float(p.grad.double().norm()) for p in ddp.parameters() if p.grad is not None]
+    said = trimtab.explain(ddp)
+    dist.barrier()
+    del ddp
+    gc.collect()
+    return said, gradients
+
+
+def test_hosts_of_several_ranks_are_gone_through_in_two_levels(ranks: Pool) -> None:
+    answers = ranks(4, in_two_levels, faults=[Throttle(2e7)], allow_groups=True)
+    assert answers == [answers[0]] * 4
+    assert "2 hosts of 2 ranks" in answers[0][0]
+
+
+def measured() -> tuple[float, float]:
+    assert dist.group.WORLD is not None
+    exchange = measure_exchange(Block(), (dist.group.WORLD,) * 2, torch.device("cpu"))
+    return exchange.plain_s, exchange.compressed_s
+
+
+def test_the_figures_are_the_same_on_every_rank(ranks: Pool) -> None:
+    first, second = ranks(2, measured)
+    assert first == second
+    assert min(first) > 0
+
+
+def logged(path: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = trimtab.compress(
+        Ddp(model), Block(bits=4), overrides={"1.weight": Block(bits=8)}, log=path, log_every=2
+    )
+    for _ in range(3):
+        ddp(torch.randn(4, 64)).square().mean().backward()
+
+
+def test_the_layer_log_tells_bits_bytes_and_error(ranks: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "layers.jsonl"
+    ranks(2, logged, str(path), allow_groups=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["step"] for line in lines} == {0, 2}
+    last = {line["name"]: line for line in lines if line["step"] == 2}
+    assert last["0.weight"]["bits"] == 4
+    assert last["0.weight"]["bytes"] == 4 * 8 + 64 * 64 // 2
+    assert 0.01 < last["0.weight"]["relative_error"] < 0.3
+    assert last["1.weight"]["relative_error"] < last["0.weight"]["relative_error"] / 4
+    assert last["0.bias"] == {"step": 2, "name": "0.bias", "bits": 0, "bytes": 256, "relative_error": 0.0}
+
+
+def threads_of(count: int) -> int:
+    import gc
+    import threading
+
+    before = set(threading.enumerate())  # an earlier test of this process may have left some
+    for _ in range(count):
+        ddp = trimtab.compress(Ddp(nn.Linear(64, 64)), Block())
+        ddp(torch.randn(4, 64)).sum().backward()
+        del ddp
+        gc.collect()
+    return sum(thread.name.startswith("trimtab-stage") for thread in set(threading.enumerate()) - before)
+
+
+def test_threads_end_with_their_module(ranks: Pool) -> None:
+    assert ranks(2, threads_of, 3, allow_groups=True) == [0, 0]
+
+
+def memory_beyond_payload() -> tuple[int, int, int]:
+    """Bytes of every tensor the compression keeps, of one bucket, and of the gradients."""
+    ddp = trimtab.compress(Ddp(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))), Block(bits=4))
+    ddp(torch.randn(4, 512)).sum().backward()
+    compression = compression_of(ddp)
+    assert compression is not None
+    kept = 0
+    for reduction, _ in compression._reductions.values():
+        kept += sum(value.nbytes for value in vars(reduction).values() if isinstance(value, torch.Tensor))
+    return kept, len(compression._reductions), sum(p.numel() * 4 for p in ddp.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_only_compressed_buffers_are_kept(ranks: Pool, world: int) -> None:
+    """The documented bound: no extra copy of a bucket, and payloads for (world + 1) of them at most."""
+    for kept, _, gradients in ranks(world, memory_beyond_payload, allow_groups=True):
+        assert kept <= (world + 1) * gradients * (4 / 32) * 1.1

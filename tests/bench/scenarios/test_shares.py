@@ -1,0 +1,40 @@
+"""The bench of batch shares: methods that train alike agree, the canary does not, and reactions are read rightly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trimtab.bench.scenarios.shares.shares import CANARY, METHODS, on_rank, reaction
+
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
+
+SPEC = {"device": "cpu", "speeds": (1.0, 0.4), "warmup": 0, "repeats": 1, "block": 3}
+
+
+def measured(model: str) -> list[dict[str, Any]]:
+    return on_rank({**SPEC, "model": model}, lambda done, total: None)
+
+
+@pytest.mark.parametrize("model", ["gpt", "digits"])
+def test_methods_train_alike_and_the_canary_does_not(ranks: Pool, model: str) -> None:
+    rows = {row["method"]: row for row in ranks(2, measured, model)[0]}
+    assert set(rows) == {*METHODS["cpu"], CANARY}
+    for method in METHODS["cpu"]:
+        assert rows[method]["samples_per_s"] > 0
+        assert rows[method]["fraction_of_ideal"] > 0
+    exact = rows["ddp"]["final_loss"]
+    assert rows["shares"]["final_loss"] == pytest.approx(exact, abs=1e-5)
+    assert not abs(rows[CANARY]["final_loss"] - exact) < 2e-5
+    first, second = map(int, rows[CANARY]["shares"].split("/"))
+    assert first > 2 * second
+
+
+def test_reactions() -> None:
+    taken = [0.5] * 24 + [0.4] * 5 + [0.3] * 31 + [0.4] * 8 + [0.5] * 32
+    found = reaction(taken, 20, 60)
+    assert found["reaction_steps"] == 9
+    assert found["recovery_steps"] == 8
+    assert found["contention_share_during"] == pytest.approx(0.3)

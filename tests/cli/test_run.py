@@ -1,0 +1,120 @@
+"""`trimtab run`: torchrun's flags, an unchanged script, compression by its bootstrap."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trimtab.cli.run import BOOTSTRAP, torchrun_command
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+ddp = DistributedDataParallel(torch.nn.Linear(128, 128))
+if "--own-hook" in sys.argv:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    ddp.register_comm_hook(None, fp16_compress_hook)
+if "--own-compress" in sys.argv:
+    import trimtab
+    from trimtab.codec import Block
+    trimtab.compress(ddp, Block(bits=1, block=128 * 128))
+if "--fail" in sys.argv and dist.get_rank() == 1:
+    raise KeyError("the script's own mistake")
+torch.manual_seed(dist.get_rank())
+ddp(torch.randn(4, 128)).square().mean().backward()
+gradient = ddp.module.weight.grad
+if dist.get_rank() == 0:
+    values = len(set(gradient.flatten().tolist()))
+    print(json.dumps({"argv": sys.argv, "name": __name__, "values": values, "file": __file__}))
+dist.barrier()  # ranks that leave apart now and then abort at exit
+dist.destroy_process_group()
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_an_unchanged_script_runs_as_main_and_is_explained(script: Path) -> None:
+    done = run(str(script), "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["argv"] == [str(script), "--lr", "0.1"]
+    assert said["name"] == "__main__"
+    assert said["file"] == str(script)
+    explained = [line for line in done.stderr.splitlines() if line.startswith("trimtab: ")]
+    assert len(explained) == 1, "one line per run, from rank 0"
+    assert "bottleneck" in explained[0]
+
+
+def test_a_script_with_a_hook_of_its_own_gets_its_way(script: Path) -> None:
+    done = run(str(script), "--own-hook")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_that_calls_compress_itself_gets_its_way(script: Path) -> None:
+    done = run(str(script), "--own-compress")
+    assert done.returncode == 0, done.stderr
+    # One block of one bit from each of two ranks: each value is one of four sums.
+    assert json.loads(done.stdout)["values"] <= 4
+
+
+def test_disabled_is_plain_torchrun(script: Path) -> None:
+    done = run(str(script), TRIMTAB_DISABLE="1")
+    assert done.returncode == 0, done.stderr
+    assert "trimtab:" not in done.stderr
+
+
+def test_a_failing_rank_shows_its_own_traceback(script: Path) -> None:
+    done = run(str(script), "--fail")
+    assert done.returncode != 0
+    assert "the script's own mistake" in done.stderr
+
+
+def test_the_script_starts_where_torchrun_says_its_flags_end() -> None:
+    command = torchrun_command(["--nproc-per-node", "2", "--standalone", "train.py", "--nproc-per-node", "9"])
+    assert command[1:] == [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("-m", BOOTSTRAP, "train.py", "--nproc-per-node", "9"),
+    ]
+    module = torchrun_command(["--nnodes=1", "-m", "package.train", "-m", "x"])
+    assert module[1:] == [
+        *("-m", "torch.distributed.run", "--nnodes=1"),
+        *("-m", BOOTSTRAP, "-m", "package.train", "-m", "x"),
+    ]
+
+
+def test_no_script_is_a_mistake_in_words() -> None:
+    with pytest.raises(TrimtabError, match="no script"):
+        torchrun_command([])
+    with pytest.raises(TrimtabError, match="no script"):
+        torchrun_command(["--nproc-per-node", "2"])
+    with pytest.raises(TrimtabError, match="--no-python"):
+        torchrun_command(["--no-python", "train.sh"])

@@ -1,0 +1,188 @@
+"""Another plan while the job runs: all ranks take it up between the same two steps, and only when pace changed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tests.control.plans.plan_cases import WIDTH, corpus, net, plan_for, role
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+
+import trimtab
+from trimtab.api.set_precision import precisions_of, set_precision
+from trimtab.codec import Block
+from trimtab.control.plans.active_plan import InForce, in_force_of, put_in_force
+from trimtab.control.plans.follower import Follow, Follower
+from trimtab.environment import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.pool import Pool
+
+    from trimtab.planning.plan import Plan, Role
+
+QUICK = Follow(look=4, calibrate=2, patience=2, threshold=2.0)
+AT_FIRST = 0.015
+"""Seconds that a forward pass takes on either rank."""
+
+
+class Slowed(nn.Module):
+    """Takes as long as it is told, on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seconds = AT_FIRST
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        y: torch.Tensor = self.model(x)
+        return y
+
+
+def lower_all(plan: Plan, observed: Mapping[str, float]) -> Plan:
+    """What a planner could do: the role that became slower is lowered, and has fewer samples."""
+    drift = {name: observed[name] / of.compute_s for name, of in plan.roles.items()}
+    assert drift["slow"] > 2 * drift["fast"]
+    roles = {"fast": role("A", 6), "slow": role("B", 2, **{"model.up": "int8", "model.middle": "int8"})}
+    return replace(plan, roles=roles, reasons=("slow has 2 operators in int8",))
+
+
+def fails(plan: Plan, observed: Mapping[str, float]) -> Plan:
+    raise ZeroDivisionError("no plan today")
+
+
+def job(settings: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 becomes four times slower at step 10 of 40; rank 0's prediction is wrong by a factor of 50."""
+    torch.manual_seed(0)
+    model = Slowed(net())
+    rank = dist.get_rank()
+    roles = {"fast": replace(role("A", 5), compute_s=0.5), "slow": role("B", 3, **{"model.up": "bf16"})}
+    plan = plan_for(model, roles=roles, batch="free")
+    in_force = InForce(plan)
+    ddp = Ddp(model)
+    if settings.get("bits"):
+        trimtab.compress(ddp, Block(bits=4))
+    put_in_force(model, in_force)
+
+    def switch(new: Plan) -> None:
+        set_precision(model, new.roles[new.role_of(rank)].precisions)
+
+    switch(plan)
+    follower = Follower(ddp, in_force, QUICK, switch=switch, anew=settings.get("anew", lower_all))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    data = trimtab.loader(corpus(8 * 40), 8, plan=ddp, adjust=None)
+    lowered, dealt = [], []
+    for step, (batch,) in enumerate(data):
+        if step == settings.get("slow_at", 10) and rank == 1:
+            model.seconds = 4 * AT_FIRST
+        loss = (ddp(batch) - batch).square().mean()
+        lowered.append(len(precisions_of(model)))
+        dealt.append(len(batch))
+        data.weigh(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    follower.close()
+    return {
+        "lowered": lowered,
+        "dealt": dealt,
+        "history": [(switch.step, switch.before, switch.after) for switch in in_force.history],
+        "explained": trimtab.explain(ddp),
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+    }
+
+
+def test_all_ranks_take_up_another_plan_at_one_step(ranks: Pool) -> None:
+    fast, slow = ranks(2, job, {})
+    assert fast["history"] == slow["history"]
+    assert len(fast["history"]) == 1, "a wrong prediction is no change, and a change is answered once"
+    at = fast["history"][0][0]
+    assert at > 10
+    assert fast["lowered"] == [0] * 40
+    assert slow["lowered"] == [1] * at + [2] * (40 - at)
+    assert fast["dealt"] == [5] * (at + 1) + [6] * (39 - at), "the batch of that step was dealt out already"
+    assert slow["dealt"] == [3] * (at + 1) + [2] * (39 - at)
+    assert "slow has 2 operators in int8" in slow["explained"]
+    assert torch.equal(fast["parameters"], slow["parameters"])
+
+
+def test_with_compressed_gradients(ranks: Pool) -> None:
+    fast, slow = ranks(2, job, {"bits": 4}, allow_groups=True)
+    assert fast["history"] == slow["history"]
+    assert len(fast["history"]) == 1
+    assert torch.equal(fast["parameters"], slow["parameters"])
+
+
+def test_a_steady_job_keeps_its_plan(ranks: Pool) -> None:
+    for one in ranks(2, job, {"slow_at": None}):
+        assert one["history"] == []
+
+
+def test_a_planner_that_fails_does_not_end_the_job(ranks: Pool) -> None:
+    for one in ranks(2, job, {"anew": fails}):
+        assert one["history"] == []
+        assert one["dealt"] in ([5] * 40, [3] * 40)
+
+
+def under_a_planned_job(batch: str) -> dict[str, Any]:
+    """As a user has it: `apply` alone, batches of the script's own, rank 1 slower from step 10 on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger().addHandler(handler)
+    torch.manual_seed(0)
+    model = Slowed(net())
+    shares = (4, 4) if batch == "fixed" else (5, 3)
+    roles = {
+        "fast": inside(role("A", shares[0])),
+        "slow": inside(role("B", shares[1], **{"model.up": "bf16"})),
+    }
+    ddp = trimtab.apply(Ddp(model), plan_for(model, roles=roles, batch=batch), follow=QUICK)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(40):
+        if step == 10 and dist.get_rank() == 1:
+            model.seconds = 4 * AT_FIRST
+        ddp(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logger().removeHandler(handler)
+    in_force = in_force_of(model)
+    assert in_force is not None
+    return {
+        "lowered": {name: str(precision) for name, precision in precisions_of(model).items()},
+        "planned": in_force.plan.roles["slow"].precisions,
+        "hash": in_force.plan.hash,
+        "switches": len(in_force.history),
+        "said": said,
+    }
+
+
+def inside(of: Role) -> Role:
+    return replace(of, choices={f"model.{name}": several for name, several in of.choices.items()})
+
+
+def test_apply_plans_anew_with_the_plans_own_choices(ranks: Pool) -> None:
+    fast, slow = ranks(2, under_a_planned_job, "fixed")
+    assert fast["switches"] == slow["switches"] == 1
+    assert fast["hash"] == slow["hash"]
+    assert fast["lowered"] == {}
+    assert (
+        slow["lowered"]
+        == slow["planned"]
+        == dict.fromkeys(("model.up", "model.middle", "model.down"), "int8")
+    )
+    assert any("slow takes" in line for line in fast["said"])
+
+
+def test_shares_that_the_script_does_not_use_are_said_and_not_planned_with(ranks: Pool) -> None:
+    fast, slow = ranks(2, under_a_planned_job, "free")
+    assert fast["switches"] == slow["switches"] == 0
+    unused = "the plan shares a batch out as 5/3, and this script shares it out itself"
+    assert sum(line.startswith(unused) for line in fast["said"]) == 1
+    assert slow["said"] == []

@@ -1,0 +1,144 @@
+"""Damage that follows a model while it trains, and what a calibration is made of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.measure.damage.test_indicators import loss, make
+from tests.measure.damage.test_recorder import Twice, hooks, ids
+from torch import nn
+
+from trimtab.api.set_precision import set_precision
+from trimtab.errors import TrimtabError
+from trimtab.measure.damage.calibrate import Refresh, calibrate
+from trimtab.measure.damage.dry_run import Trial
+from trimtab.measure.damage.indicators import damage
+
+
+def test_it_starts_with_the_damage_of_the_batches() -> None:
+    model, batches = make()
+    refresh = Refresh(model, batches, loss, precisions=["bf16", "int8"])
+    assert refresh.damage == damage(model, batches, loss, precisions=["bf16", "int8"])
+
+
+def test_a_step_that_is_looked_at_moves_it_and_others_cost_nothing() -> None:
+    model, batches = make()
+    refresh = Refresh(model, batches, loss, precisions=["bf16", "int8"], memory=0.5)
+    before = refresh.damage
+    error = {precision: sources["w"].error for precision, sources in refresh.sources["up"].items()}
+    loss(model(*batches[0])).backward()
+    assert refresh.damage == before
+    assert hooks(model) == 0
+    # One weight of each row far above the others makes int8's steps there coarse, and hardly touches bf16.
+    with torch.no_grad():
+        model.up.weight[:, 0] = 8 * model.up.weight.abs().max()
+    plain = torch.autograd.grad(_deterministic(model, batches[0][0]), list(model.parameters()))
+    model.zero_grad()
+    with refresh.step():
+        _deterministic(model, batches[0][0]).backward()
+    assert hooks(model) == 0
+    for parameter, grad in zip(model.parameters(), plain, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, grad)  # looking changes nothing
+    after = refresh.damage
+    assert refresh.sources["up"]["int8"]["w"].error > 2 * error["int8"]
+    assert refresh.sources["up"]["bf16"]["w"].error < 1.5 * error["bf16"]
+    assert after["up"]["int8"] > before["up"]["int8"]
+    assert after["conv1"]["int8"] == pytest.approx(before["conv1"]["int8"], rel=0.5)
+
+
+def _deterministic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)
+    return loss(model(x))
+
+
+def test_it_forgets_slowly() -> None:
+    model, batches = make()
+    quick, slow = (Refresh(model, batches, loss, precisions=["int8"], memory=memory) for memory in (0.0, 0.9))
+    start = quick.damage["conv1"]["int8"]
+    far = batches[0][0] ** 5  # a few large values among small ones
+    for refresh in (quick, slow):
+        for _ in range(2):
+            with refresh.step():
+                _deterministic(model, far).backward()
+    moved, crept = (abs(refresh.damage["conv1"]["int8"] - start) for refresh in (quick, slow))
+    assert 0 < crept < 0.3 * moved
+
+
+def test_operators_that_are_lowered_already_are_followed_too() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    refresh = Refresh(model, [(ids(),)], precisions=["bf16", "int8"], memory=0.0)
+    before = refresh.damage
+    set_precision(model, {"shared": "bf16", "mix/attention": "bf16", "head": "int8"})
+    with refresh.step():
+        model(ids()).backward()
+    for name, by in refresh.damage.items():
+        for precision, value in by.items():
+            assert value == pytest.approx(before[name][precision], rel=0.5), (name, precision)
+
+
+def test_a_step_that_is_not_finite_is_passed_over() -> None:
+    model, batches = make()
+    refresh = Refresh(model, batches, loss, precisions=["bf16", "int8"], memory=0.0)
+    before = refresh.damage
+    with refresh.step():
+        loss(model(batches[0][0] * torch.nan)).backward()
+    assert refresh.damage == before
+    with pytest.raises(KeyError), refresh.step():
+        raise KeyError
+    assert hooks(model) == 0
+    assert refresh.damage == before
+
+
+def test_a_memory_that_is_no_weight_is_refused() -> None:
+    model, batches = make()
+    with pytest.raises(TrimtabError, match="memory is at least 0 and less than 1; got 1"):
+        Refresh(model, batches, loss, precisions=["int8"], memory=1.0)
+
+
+def test_sources_follow_what_the_operators_round() -> None:
+    model, batches = make()
+    with Trial(model, batches, loss, 0) as trial:
+        sources = calibrate(trial, ["bf16", "int8", "fp32"])
+    # The first layer's input has no gradient, one layer has no bias; int8 rounds the gradient for each product.
+    assert set(sources["conv1"]["int8"]) == {"x", "w", "gy for w"}
+    assert set(sources["conv2"]["int8"]) == {"x", "w", "gy for x", "gy for w"}
+    assert set(sources["conv2"]["bf16"]) == {"x", "w", "y", "gx", "gw", "gy"}
+    assert set(sources["up"]["bf16"]) == {"x", "w", "b", "y", "gx", "gw", "gy"}
+    assert set(sources["up"]) == {"bf16", "int8"}
+    for by in sources.values():
+        for source in by["bf16"].values():
+            assert 0 < source.error < 2.0**-16  # half of the last of 8 bits, squared
+            assert math.isfinite(source.gain)
+            assert source.gain > 0
+
+
+def test_gains_are_exact_where_the_loss_is_quadratic() -> None:
+    # y = w x, loss = ½ Σ y²: the gradient is w x xᵀ, and an error e of w changes it by e x xᵀ.
+    torch.manual_seed(0)
+    model = nn.Linear(8, 64, bias=False)
+    x = torch.randn(16, 8)
+    with Trial(model, [(x,)], lambda y: 0.5 * y.square().sum(), 0) as trial:
+        found = calibrate(trial, ["int8"], probes=8)[""]["int8"]["w"]
+    w = model.weight.detach()
+    outer = x.t() @ x
+    # Every element has about the same error here; what it does is the mean of ‖row of x xᵀ‖².
+    expected = w.square().sum() * outer.square().sum() / 8 / (w @ outer).square().sum()
+    assert found.gain == pytest.approx(float(expected), rel=0.15)
+
+
+def test_corners_of_relu_do_not_upset_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    x = torch.randn(256, 16)
+    target = x[:, :4].square()
+    found, truth = (
+        damage(model, [(x,)], lambda y: F.mse_loss(y, target), precisions=["int8"], indicator=indicator)
+        for indicator in ("variance", "measured")
+    )
+    for name in found:
+        assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name

@@ -1,0 +1,123 @@
+"""What is seen of a model's operators is what autograd computes, and nothing stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.measure.damage.recorder import Watch
+
+
+class Twice(nn.Module):
+    """A layer called twice, an activation in place, a weight used by two operators, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.mix = Attention()
+        self.shared = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.mix(self.tokens(ids))
+        x = F.silu(self.shared(x), inplace=True)
+        x = self.shared(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.unsqueeze(1)
+        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)
+        return F.scaled_dot_product_attention(y, y, value=y, attn_mask=mask).squeeze(1)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_every_call_is_seen_with_its_own_gradients() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    plain = torch.autograd.grad(model(ids()), list(model.shared.parameters()))
+    with Watch(model) as watch:
+        model(ids()).backward()
+    assert [seen.name for seen in watch.calls] == ["tokens", "mix/attention", "shared", "shared", "head"]
+    first, second = watch.calls[2:4]
+    weight = torch.zeros_like(plain[0])
+    for seen in (first, second):
+        assert seen.result_grad is not None
+        assert seen.operand_grads[0] is not None
+        torch.testing.assert_close(seen.operand_grads[0], seen.result_grad @ model.shared.weight)
+        # As it was before the activation changed it in place.
+        torch.testing.assert_close(seen.result, F.linear(seen.operands[0], seen.weight, seen.bias))  # type: ignore[arg-type]
+        weight += seen.result_grad.flatten(0, 1).t() @ seen.operands[0].flatten(0, 1)
+    torch.testing.assert_close(weight, plain[0])
+    assert model.shared.weight.grad is not None
+    torch.testing.assert_close(model.shared.weight.grad, plain[0])
+    attention = watch.calls[1]
+    assert len(attention.operands) == 3  # the mask is none
+    # One tensor three times: the gradients of the three uses are told apart, and add up.
+    total = sum(g for g in attention.operand_grads if g is not None)
+    assert isinstance(total, torch.Tensor)
+    torch.testing.assert_close(total.squeeze(1), watch.calls[0].result_grad)
+    assert hooks(model) == 0
+
+
+def test_a_gradient_that_training_does_not_need_is_given_when_asked_for() -> None:
+    model = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    with Watch(model) as watch:
+        model(x).sum().backward()
+    assert watch.calls[0].operand_grads == [None]
+    with Watch(model, every=True) as watch:
+        loss = model(x).sum()
+        torch.autograd.grad(loss, [*model.parameters(), *watch.leaves])
+    (grad,) = watch.calls[0].operand_grads
+    assert grad is not None
+    torch.testing.assert_close(grad, model.weight.sum(0).expand(2, 4))
+    assert watch.calls[0].wanted == [False]
+
+
+def test_recomputation_is_not_seen_as_another_call() -> None:
+    layer = nn.Linear(4, 4)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(lambda y: self.layer(y).relu(), x, use_reentrant=False)
+
+    model = Checkpointed()
+    for every in (False, True):
+        with Watch(model, every=every) as watch:
+            torch.autograd.grad(model(torch.randn(2, 4)).sum(), [*model.parameters(), *watch.leaves])
+        (seen,) = watch.calls
+        assert seen.result_grad is not None
+
+
+def test_hooks_go_when_the_model_fails() -> None:
+    model = Twice()
+    with pytest.raises(IndexError), Watch(model):
+        model(torch.full((1, 2), 99))
+    assert hooks(model) == 0
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model = Twice()
+    with torch.no_grad(), Watch(model) as watch:
+        model(ids())
+    assert watch.calls == []

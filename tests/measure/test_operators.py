@@ -1,0 +1,158 @@
+"""Timing real steps: what is timed adds up, and is put where it was spent."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.measure.probes import CPU, group_of_one, tiny
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.cluster.profile import DeviceProfile
+from trimtab.measure.capture.capture import capture
+from trimtab.measure.operators import (
+    StepClock,
+    StepTimes,
+    anchored,
+    operator_times,
+    with_steps,
+    without_communication,
+)
+from trimtab.predict.operators.costs import key_of
+
+if TYPE_CHECKING:
+    from trimtab.measure.operators import Timed
+
+
+class Sleeper(nn.Module):
+    """Takes a known time forward and another backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Sleep.apply(x)  # type: ignore[no-untyped-call]
+        return slept
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if not torch._subclasses.fake_tensor.is_fake(x):
+            time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.04)
+        return g
+
+
+def test_the_intervals_of_a_step_make_up_the_step() -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    clock = StepClock(model, workload, CPU)
+    start = time.perf_counter()
+    taken = clock.step(lambda: model(*batch), lambda: None)
+    whole = time.perf_counter() - start
+    assert 0 < taken.total <= whole
+    # Every operator is there: nothing has cost nothing.
+    assert all(seconds > 0 for seconds in taken.forward)
+    assert all(
+        seconds > 0 for o, seconds in zip(workload.operators, taken.backward, strict=True) if o.differentiable
+    )
+
+
+def test_time_is_put_where_it_was_spent() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Sleeper(), nn.Linear(4, 4))
+    batch = torch.randn(2, 4)
+    workload = capture(model, (batch,), loss=lambda y: y.sum())
+    taken = StepClock(model, workload, CPU).step(lambda: model(batch).sum(), lambda: time.sleep(0.03))
+    linear = [o.index for o in workload.operators if o.kind == "linear"]
+    between = range(linear[0] + 1, linear[1])
+    assert sum(taken.forward[i] for i in between) >= 0.02
+    assert sum(taken.backward[i] for i in between) >= 0.04
+    assert taken.optimiser >= 0.03
+    assert max(taken.forward[i] for i in linear) < 0.02
+
+
+def test_waiting_for_the_others_is_nobodys_time() -> None:
+    model, batch = tiny()
+    clock = StepClock(model, capture(model, batch), CPU)
+    start = time.perf_counter()
+    taken = clock.step(lambda: model(*batch), lambda: None, ready=lambda: time.sleep(0.05))
+    assert taken.total <= time.perf_counter() - start - 0.05
+
+
+def test_a_step_timed_as_a_whole_has_nothing_inside_it() -> None:
+    model, batch = tiny()
+    seen = []
+
+    def loss() -> torch.Tensor:
+        seen.append(any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()))
+        found: torch.Tensor = model(*batch)
+        return found
+
+    clock = StepClock(model, capture(model, batch), CPU)
+    whole = clock.step(loss, lambda: time.sleep(0.01), whole=True)
+    assert seen == [False]
+    assert min(sum(whole.forward), sum(whole.backward)) > 0
+    assert whole.optimiser >= 0.01
+
+
+def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
+    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimiser=5.0)
+    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimiser=4.0)
+    found = anchored(step, whole)
+    assert found.forward == pytest.approx((0.5, 1.5))
+    assert found.backward == pytest.approx((1.5, 4.5))
+    assert found.optimiser == 4.0
+    assert found.total == pytest.approx(whole.total)
+
+
+def test_hooks_are_gone_after_the_step() -> None:
+    model, batch = tiny()
+    StepClock(model, capture(model, batch), CPU).step(lambda: model(*batch), lambda: None)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_operators_with_one_key_have_one_time() -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    taken = [StepClock(model, workload, CPU).step(lambda: model(*batch), lambda: None) for _ in range(2)]
+    found = operator_times(workload, taken, {"blocks.0.qkv": "int8"})
+    keys = {str(key_of(o)) for o in workload.operators}
+    assert keys < found.keys()
+    assert len(found) == len(keys) + 1
+
+
+def test_ddp_without_communication_leaves_gradients_as_they_are() -> None:
+    model, batch = tiny()
+    with group_of_one():
+        ddp = DistributedDataParallel(model)
+        without_communication(ddp)
+        ddp(*batch).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        model(*batch).backward()
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_plain_steps_know_best_what_nobody_set(plain_first: bool) -> None:
+    model, batch = tiny()
+    workload = capture(model, batch)
+    count = len(workload.operators)
+    low = dict.fromkeys((n for n in workload.settings if n.endswith("qkv")), "int8")
+    slow, fast = (StepTimes(forward=(s,) * count, backward=(s,) * count, optimiser=s) for s in (2.0, 1.0))
+    plain: Timed = (2, {}, [slow])
+    lowered: Timed = (2, low, [fast])
+    timed = [plain, lowered] if plain_first else [lowered, plain]
+    found = with_steps(DeviceProfile(called="x"), workload, timed)
+    for operator in workload.operators:
+        assert found.operators[str(key_of(operator))].forward_s == 2.0
+        if operator.setting in low:
+            assert found.operators[str(key_of(operator, "int8"))].forward_s == 1.0
+    assert found.optimiser is not None
+    assert found.optimiser.a * sum(p.numel() for p in model.parameters()) == pytest.approx(1.5)

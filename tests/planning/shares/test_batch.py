@@ -1,0 +1,123 @@
+"""Batch shares: the best there are, within memory, and steady where nothing changes."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.shares.batch import Adjust, rebalance, share_batch, shrink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TIME = st.floats(0.01, 10.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_other_shares_end_earlier(data: st.DataObject) -> None:
+    ranks, total = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 9))
+    per_sample = data.draw(st.lists(TIME, min_size=ranks, max_size=ranks))
+    fixed = data.draw(st.lists(st.floats(0, 10), min_size=ranks, max_size=ranks))
+    most = data.draw(st.lists(st.none() | st.integers(0, 9), min_size=ranks, max_size=ranks))
+    least = data.draw(st.integers(0, 2))
+    base = min(least, total // ranks)
+
+    def time(counts: Sequence[int]) -> float:
+        return max(o + t * n for o, t, n in zip(fixed, per_sample, counts, strict=True))
+
+    rooms = [range(base, (total if limit is None else min(total, limit)) + 1) for limit in most]
+    feasible = [counts for counts in product(*rooms) if sum(counts) == total]
+    if not feasible:
+        with pytest.raises(TrimtabError, match="does not fit"):
+            share_batch(total, per_sample, fixed=fixed, most=most, least=least)
+        return
+    found = share_batch(total, per_sample, fixed=fixed, most=most, least=least)
+    assert found in feasible
+    assert time(found) <= min(map(time, feasible)) * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.floats(0, 1))
+def test_a_smaller_batch_asks_nobody_for_more(shares: list[int], part: float) -> None:
+    total = int(sum(shares) * part)
+    smaller = shrink(total, shares)
+    assert sum(smaller) == total
+    assert all(a <= b for a, b in zip(smaller, shares, strict=True))
+
+
+def test_shares_follow_speed() -> None:
+    assert share_batch(28, [1, 2.5]) == (20, 8)
+    assert share_batch(21, [1, 1 / 0.7, 1 / 0.4]) == (10, 7, 4)
+    assert share_batch(28, [1, 2.5], most=[12, None]) == (12, 16)
+    assert share_batch(4, [1, 1000]) == (3, 1)
+    assert share_batch(1, [1000, 1]) == (0, 1)
+
+
+def run(
+    pace: Callable[[int, int, int], float], ranks: int, total: int, windows: int, rule: Adjust
+) -> list[tuple[int, ...]]:
+    """The shares of each window, where rank r takes pace(window, r, samples) seconds for a step."""
+    shares = share_batch(total, [1.0] * ranks)
+    history: list[tuple[int, ...]] = []
+    seen: list[list[float]] = []
+    for window in range(windows):
+        history.append(shares)
+        seen.append([pace(window, rank, n) for rank, n in enumerate(shares)])
+        if (new := rebalance(shares, seen, rule)) is not None:
+            shares, seen = new, []
+    return history
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 40), st.floats(0.5, 5)), min_size=2, max_size=4))
+def test_reaches_equal_times_whatever_is_fixed(model: list[tuple[float, float]]) -> None:
+    """And then stays: within what moving a sample, or the rule's gain, would change."""
+    rule, total = Adjust(), 64
+    history = run(lambda _, r, n: model[r][0] + model[r][1] * n, len(model), total, 60, rule)
+    assert history[-1] == history[-10]
+    times = [o + t * n for (o, t), n in zip(model, history[-1], strict=True)]
+    best = share_batch(total, [t for _, t in model], fixed=[o for o, _ in model])
+    floor = max(o + t * n for (o, t), n in zip(model, best, strict=True))
+    # Moving a sample must count for more than `gain`, so one more than the best may remain on a rank.
+    assert max(times) <= floor * rule.gain + 2 * max(t for _, t in model)
+
+
+def test_a_slowed_rank_loses_work_and_gets_it_back() -> None:
+    def pace(window: int, rank: int, n: int) -> float:
+        slow = rank == 1 and 10 <= window < 30
+        return 3 + n * (2.5 if slow else 1.0)
+
+    history = run(pace, 2, 32, 50, Adjust())
+    assert history[9] == (16, 16)
+    assert history[12] in [(22, 10), (23, 9)]
+    assert abs(history[29][1] - 9) <= 1
+    assert history[33][1] >= 14
+    assert abs(history[49][1] - 16) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.floats(0.99, 1.01), min_size=3, max_size=3), min_size=40, max_size=40))
+def test_noise_moves_nothing(noise: list[list[float]]) -> None:
+    history = run(lambda w, r, n: n * noise[w][r], 3, 96, 40, Adjust())
+    assert set(history) == {(32, 32, 32)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((8, []), "one entry for each rank"),
+        ((8, [1.0, 0.0]), "above 0"),
+        ((8, [1.0, float("inf")]), "finite"),
+    ],
+)
+def test_refuses_what_makes_no_sense(arguments: tuple[int, list[float]], said: str) -> None:
+    with pytest.raises(TrimtabError, match=said):
+        share_batch(*arguments)
+    with pytest.raises(TrimtabError, match="gain above 1"):
+        Adjust(gain=0.9)

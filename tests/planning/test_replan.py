@@ -1,0 +1,120 @@
+"""Plans made anew from their own choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planning.planning import BETWEEN, FAST, SLOW, planned, three, uneven
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.replan import SPARED, WORTH, replan
+
+if TYPE_CHECKING:
+    from trimtab.planning.plan import Plan
+
+
+def observed(plan: Plan, **times: float) -> dict[str, float]:
+    return {name: plan.roles[name].compute_s * factor for name, factor in times.items()}
+
+
+@pytest.mark.parametrize("batch", ["fixed", "free"])
+@pytest.mark.parametrize("slower", [1.0, 1.3, 3.0])
+def test_what_goes_as_predicted_is_not_changed(batch: str, slower: float) -> None:
+    plan = planned(uneven(slower), 12, batch=batch)
+    assert replan(plan, {}) is plan
+    assert replan(plan, observed(plan, **dict.fromkeys(plan.roles, 1.0))) is plan
+    assert replan(plan, observed(plan, **dict.fromkeys(plan.roles, 1.7))) is plan, "all alike slower"
+
+
+def test_free_shares_follow_a_rank_that_became_slower() -> None:
+    plan = planned(uneven(1.0), 12, budget=0.0)
+    assert plan.shares == (6, 6)
+    new = replan(plan, observed(plan, slow=2.0))
+    assert new.shares == (8, 4)
+    assert (new.model, new.ranks, new.batch, new.budget, new.bits) == (
+        plan.model,
+        plan.ranks,
+        plan.batch,
+        plan.budget,
+        plan.bits,
+    )
+    assert new.batch_size == plan.batch_size
+    assert new.hash != plan.hash
+    assert new.reasons[-1] == "made anew while training: slow took 2 times what was predicted"
+    assert replan(new, {}) is new
+    # And back again, when it recovers.
+    back = replan(new, observed(new, slow=0.5))
+    assert back.shares == plan.shares
+    assert len(back.reasons) == len(new.reasons)
+
+
+def test_fixed_shares_stay_and_precision_follows() -> None:
+    plan = planned(uneven(1.04), batch="fixed")
+    slower = replan(plan, observed(plan, slow=1.2))
+    assert slower.shares == plan.shares
+    assert len(slower.roles[SLOW].precisions) > len(plan.roles[SLOW].precisions)
+    assert slower.roles[FAST].precisions == {}
+    faster = replan(plan, observed(plan, slow=0.96))
+    assert faster.roles[SLOW].precisions == {}
+    assert faster.predicted.damage == 0
+    # Now the other one is the slow one.
+    other = replan(faster, observed(faster, fast=1.5))
+    assert other.roles[FAST].precisions
+    assert other.roles[SLOW].precisions == {}
+
+
+def test_a_new_plan_is_worth_it() -> None:
+    plan = planned(uneven(2.0), 24)
+    for factor in (0.5, 0.9, 0.97, 1.03, 1.1, 1.6, 3.0):
+        new = replan(plan, observed(plan, slow=factor))
+        if new is plan:
+            continue
+        before = max(role.compute_s * (factor if name == SLOW else 1.0) for name, role in plan.roles.items())
+        after = max(role.compute_s for role in new.roles.values())
+        assert after < before / 1.01 or new.predicted.damage <= SPARED * plan.predicted.damage
+    assert replan(plan, observed(plan, slow=1.005)) is plan
+    assert WORTH > 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.dictionaries(st.sampled_from(["one", "two", "three"]), st.floats(0.3, 3.0)))
+def test_whatever_is_observed_the_batch_and_the_budget_hold(factors: dict[str, float]) -> None:
+    plan = _of_three()
+    times = {name: role.compute_s * factors.get(role.device, 1.0) for name, role in plan.roles.items()}
+    new = replan(plan, times)
+    assert sum(new.shares) == 23
+    assert min(new.shares) >= 1
+    assert new.predicted.damage <= plan.budget
+    assert [new.roles[new.role_of(r)].device for r in range(6)] == [
+        plan.roles[plan.role_of(r)].device for r in range(6)
+    ]
+    assert replan(plan, dict(reversed(times.items()))).hash == new.hash
+
+
+def _of_three(made: list[Plan] = []) -> Plan:  # noqa: B006  # made once
+    if not made:
+        made.append(planned(three(one=2, two=3, three=1), 23, budget=1e-3))
+    return made[0]
+
+
+def test_memory_bounds_what_a_rank_is_given() -> None:
+    plan = planned(uneven(1.0, slow=BETWEEN), 28, budget=0.0)
+    new = replan(plan, observed(plan, fast=3.0))
+    role = new.roles[SLOW]
+    assert role.memory_bytes is not None
+    assert role.peak_bytes <= role.memory_bytes
+    free = replace(plan, roles={n: replace(r, memory_bytes=None) for n, r in plan.roles.items()})
+    assert replan(free, observed(free, fast=3.0)).shares[1] > new.shares[1]
+
+
+def test_what_was_not_observed_is_refused() -> None:
+    plan = planned(uneven(1.3), batch="fixed")
+    with pytest.raises(TrimtabError, match="no role 'gpu'; it has fast, slow"):
+        replan(plan, {"gpu": 1.0})
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(TrimtabError, match="slow cannot have computed for"):
+            replan(plan, {SLOW: bad})

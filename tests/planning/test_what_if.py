@@ -1,0 +1,221 @@
+"""`trimtab simulate`: what if, in words and figures, and every mistake by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
+
+from trimtab.cli.simulate import command
+from trimtab.cluster import Device, Host, save_cluster
+from trimtab.errors import TrimtabError
+from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
+from trimtab.planning.what_if import (
+    added,
+    even,
+    faster_links,
+    planned,
+    simulate,
+    what_ifs,
+    without,
+    workload_of,
+)
+from trimtab.predict.step import JobSetting, RankSetting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_each_change_is_made_by_itself() -> None:
+    found = what_ifs(
+        cluster(), workload(), even(cluster(), 2), remove=["b"], add=["2xT4"], link_factor=10.0, bits=4
+    )
+    given, alone, more, faster, fewer = found
+    assert [o.name for o in found] == [
+        "as given",
+        "without b",
+        "with 2xT4",
+        "links 10 times as fast",
+        "gradients in 4 bits",
+    ]
+    assert alone.cluster.world_size == 1
+    assert more.cluster.world_size == 4
+    assert more.estimated == ("T4",)
+    assert not given.estimated
+    assert faster.timeline.step_s < given.timeline.step_s
+    assert fewer.setting.bits == 4
+    assert more.samples == 8
+
+
+def test_cost_counts_every_rank() -> None:
+    given = simulate(cluster(), workload())
+    assert given.cost_per_million is not None
+    assert given.cost_per_million == pytest.approx(1.5 / 3600 / given.samples_per_s * 1e6)
+    unpriced = replace(cluster(), devices={**cluster().devices, SLOW: Device(kind="cpu", speed=0.5)})
+    assert simulate(unpriced, workload()).cost_per_million is None
+
+
+def test_a_rank_is_taken_from_the_right_host() -> None:
+    many = replace(
+        cluster(), hosts=(Host(name="a", devices={FAST: 2, SLOW: 1}, link="lan", count=2), cluster().hosts[1])
+    )
+    less = without(many, SLOW)
+    assert less.world_size == many.world_size - 1
+    assert sum(rank.device == SLOW for rank in less.ranks()) == 2
+    assert without(many, "b").hosts == many.hosts[:1]
+    with pytest.raises(TrimtabError, match="no host or device class 'c'; there are a, b, fast, slow"):
+        without(many, "c")
+    with pytest.raises(TrimtabError, match="cluster is empty"):
+        without(replace(cluster(), hosts=cluster().hosts[:1]), "a")
+
+
+def test_what_is_added_is_known() -> None:
+    assert added(cluster(), f"3x{FAST}").world_size == 5
+    card = added(cluster(), "A100")
+    assert card.devices["A100"].memory_gib == 40
+    assert card.hosts[-1].link == "lan"
+    for text, words in (("2xWarp", "neither a device class"), ("two T4", "write 2xT4")):
+        with pytest.raises(TrimtabError, match=words):
+            added(cluster(), text)
+
+
+def test_links_cannot_be_slower_than_nothing() -> None:
+    with pytest.raises(TrimtabError, match="0 times as fast"):
+        faster_links(cluster(), 0.0)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    small = replace(
+        cluster(), devices={**cluster().devices, SLOW: Device(kind="cpu", speed=0.5, memory_gib=1e-4)}
+    )
+    assert "slow has 0.0001 GiB and needs" in simulate(small, workload()).words()
+    assert "GiB" not in simulate(cluster(), workload()).words()
+
+
+def test_a_cluster_without_measurements_says_how_to_get_them() -> None:
+    with pytest.raises(TrimtabError, match="holds no measurements; run `trimtab probe"):
+        simulate(replace(cluster(), profile=None), workload())
+    old = replace(cluster(), profile=replace(profile(), trimtab="0.0.1"))
+    with pytest.raises(TrimtabError, match=r"measured with trimtab 0\.0\.1"):
+        simulate(old, workload())
+
+
+def plan(**roles: Role) -> Plan:
+    return Plan(
+        version=PLAN_VERSION,
+        trimtab="0",
+        model="m",
+        batch="free",
+        bits=4,
+        roles=roles,
+        ranks=tuple((name, 1) for name in roles),
+        predicted=Predicted(step_s=1.0, plain_step_s=1.0, damage=0.0, uniform_damage=0.0),
+    )
+
+
+def role(device: str, samples: int, **precisions: str) -> Role:
+    return Role(device=device, samples=samples, precisions=precisions, compute_s=1.0, peak_bytes=0)
+
+
+def test_a_plan_speaks_of_roles() -> None:
+    given, setting = planned(plan(most=role(FAST, 3), least=role(SLOW, 1, head="int8")), cluster())
+    assert setting.bits == 4
+    assert setting.ranks["most"].samples == 3
+    assert setting.ranks["least"].precisions == {"head": "int8"}
+    found = simulate(given, workload(), setting)
+    assert [r.name for r in found.timeline.roles] == ["most", "least"]
+    by_class = JobSetting(
+        ranks={
+            FAST: RankSetting(samples=3, precisions={}),
+            SLOW: RankSetting(samples=1, precisions={"head": "int8"}),
+        },
+        bits=4,
+    )
+    assert found.timeline.step_s == simulate(cluster(), workload(), by_class).timeline.step_s
+
+
+def test_a_plan_for_another_cluster_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="for 1 ranks, and the cluster has 2"):
+        planned(plan(most=role(FAST, 3)), cluster())
+    with pytest.raises(TrimtabError, match="rank 0 is of device class 'fast' in the cluster and of 'slow'"):
+        planned(plan(most=role(SLOW, 3), least=role(FAST, 1)), cluster())
+
+
+def test_models_are_captured_without_being_made() -> None:
+    found = workload_of("gpt", samples=3)
+    assert found.batch_size == 3
+    assert found.buckets
+
+
+def test_a_model_that_looks_at_values_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peeking.py").write_text(
+        "import torch\nfrom tests.measure.capture.models import Peeks\n\n"
+        "def make():\n    return Peeks(), torch.zeros(2, 8), lambda y: y.sum()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TrimtabError, match=r"peeking:make.*looks at values.*--real"):
+        workload_of("peeking:make")
+    assert workload_of("peeking:make", real=True).operators
+
+
+@pytest.mark.parametrize(("samples", "far"), [(12, False), (40, True)])
+def test_batches_far_from_those_probed_are_said_once(
+    samples: int,
+    far: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "far_model.py").write_text(
+        "from tests.measure.capture.models import MODELS, batch_for\n\n"
+        "def make():\n    return MODELS['gpt'](), batch_for('gpt', 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    save_cluster(cluster(), tmp_path / "c.json")
+    changes = {"link_factor": 2.0, "bits": 4}
+    command(
+        tmp_path / "c.json",
+        "far_model:make",
+        None,
+        samples,
+        None,
+        changes,
+        real=False,
+        trace=None,
+        as_json=True,
+    )
+    said = capsys.readouterr()
+    assert said.err.count("trimtab probe --batch 20,40,60") == far
+    assert all((o["out_of_reach"] is not None) == far for o in json.loads(said.out)["outcomes"])
+
+
+def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from tests.measure.capture.models import MODELS, batch_for\n\n"
+        "def make():\n"
+        "    batch = batch_for('gpt', 2)\n"
+        "    return MODELS['gpt'](), batch if isinstance(batch, tuple) else (batch,)\n"
+    )
+    save_cluster(cluster(), tmp_path / "c.json")
+    words = [sys.executable, "-m", "trimtab.cli", "simulate", "--model", "own_model:make", "--batch", "2"]
+    done = subprocess.run(
+        [*words, "--cluster", str(tmp_path / "c.json"), "--bits", "4", "--json", "--trace", "t.json"],
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": str(__import__("pathlib").Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert [o["what"] for o in outcomes] == ["as given", "gradients in 4 bits"]
+    assert outcomes[0]["bottleneck"].startswith("as given: ")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.predict.tables import DEVICE, table_of, workload_of
+
+from trimtab.errors import TrimtabError
+from trimtab.predict.operators.cost_mapper import CostMapper
+from trimtab.predict.operators.costs import CostTable, DeviceCosts, key_of
+from trimtab.predict.operators.low_precision import backward_casts, forward_casts
+from trimtab.predict.settings import settable
+
+NAMES = ("gpt", "conv")
+
+
+def mapper_of(name: str, autocast: str | None = None, **options: Any) -> CostMapper:
+    return CostMapper(workload_of(name, autocast), table_of(name, autocast), DEVICE, **options)
+
+
+def snapshot(mapper: CostMapper) -> tuple[Any, ...]:
+    graph = mapper.graph
+    return (
+        list(graph.precision), list(graph.leaving), list(graph.arriving), list(mapper.forward_s),
+        list(mapper.backward_s), mapper.total_s,
+    )  # fmt: skip
+
+
+def afresh(mapper: CostMapper) -> CostMapper:
+    """All costs again, from the precisions alone."""
+    return CostMapper(
+        mapper.workload, mapper.table, DEVICE, results=mapper.graph.results, naive=mapper.naive,
+        precisions=mapper.precisions,
+    )  # fmt: skip
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[str, str | None, Any, bool, list[tuple[str, str | None, bool]]]:
+    name = draw(st.sampled_from(NAMES))
+    autocast = draw(st.sampled_from((None, "bf16")))
+    workload = workload_of(name, autocast)
+    steps = []
+    for setting in draw(st.lists(st.sampled_from(sorted(workload.settings)), min_size=1, max_size=12)):
+        kind = workload.operators[workload.settings[setting][0]].kind
+        precision = draw(st.sampled_from((None, *settable(kind))))
+        steps.append((setting, precision, draw(st.booleans())))
+    return name, autocast, draw(st.sampled_from(("input", "own"))), draw(st.booleans()), steps
+
+
+@settings(max_examples=40)
+@given(sequences())
+def test_changes_agree_with_costing_all_anew_and_can_be_taken_back(case: Any) -> None:
+    name, autocast, results, naive, steps = case
+    mapper = mapper_of(name, autocast, results=results, naive=naive)
+    for setting, precision, keep in steps:
+        before = snapshot(mapper)
+        change = mapper.change(setting, precision)
+        assert change.delta_s == pytest.approx(mapper.total_s - before[-1], abs=1e-12)
+        if not keep:
+            mapper.undo(change)  # a rejected trial leaves nothing behind
+            assert snapshot(mapper) == before
+    assert snapshot(mapper) == snapshot(afresh(mapper))
+
+
+def test_many_changes_are_taken_back_in_reverse() -> None:
+    mapper = mapper_of("gpt")
+    before = snapshot(mapper)
+    changes = [mapper.change(name, "bf16") for name in mapper.workload.settings]
+    with pytest.raises(AssertionError, match="reverse order"):
+        mapper.undo(changes[0])
+    for change in reversed(changes):
+        mapper.undo(change)
+    assert snapshot(mapper) == before
+
+
+def test_under_our_operators_no_neighbour_changes() -> None:
+    mapper = mapper_of("gpt")
+    up = mapper.workload.by_name["blocks.0.up"]
+    change = mapper.change("blocks.0.up", "int8")
+    assert change.touched == (up.index,)
+    measured = table_of("gpt").times(DEVICE, key_of(up, "int8"), up.name)
+    assert (mapper.forward_s[up.index], mapper.backward_s[up.index]) == (
+        measured.forward_s,
+        measured.backward_s,
+    )
+
+
+def test_a_half_that_stays_half_is_followed_to_whoever_is_fixed() -> None:
+    mapper = mapper_of("gpt", results="own")
+    operators, table = mapper.workload.by_name, mapper.table
+    up, gelu, down = (operators[f"blocks.0{n}"] for n in (".up", "/gelu", ".down"))
+    change = mapper.change("blocks.0.up", "bf16")
+    assert change.touched == (up.index, gelu.index, down.index)
+    assert mapper.graph.computes_in(gelu.index) == "bf16"
+    followed = table.times(DEVICE, key_of(gelu, dtype="bf16"), gelu.name)
+    assert mapper.forward_s[gelu.index] == followed.forward_s
+    n = down.input_tensors[0].numel
+    plain = table.times(DEVICE, key_of(down), down.name)
+    there, back = table.cast(DEVICE, "bf16", "fp32"), table.cast(DEVICE, "fp32", "bf16")
+    assert mapper.forward_s[down.index] == pytest.approx(plain.forward_s + there.seconds(n), rel=1e-12)
+    assert mapper.backward_s[down.index] == pytest.approx(plain.backward_s + back.seconds(n), rel=1e-12)
+    # Its own result is no longer cast back, so it is cheaper by that cast than it was measured.
+    alone = table.times(DEVICE, key_of(up, "bf16"), up.name)
+    saved = there.seconds(up.outputs[0].numel)
+    assert mapper.forward_s[up.index] == pytest.approx(alone.forward_s - saved, rel=1e-12)
+    second = mapper.change("blocks.0.down", "bf16")
+    add = operators["blocks.0/add.1"]
+    assert add.index in second.touched
+    # One input of the sum is still fp32: it promotes, and what follows it is as before.
+    assert mapper.graph.leaving[add.index] == "fp32"
+    assert max(second.touched) == add.index
+
+
+def test_unlike_halves_meet_in_fp32() -> None:
+    from trimtab.predict.operators.precision_graph import promoted
+
+    assert promoted(["bf16", "fp16"]) == "fp32"
+    assert promoted(["bf16", "bf16"]) == "bf16"
+    assert promoted(["fp16", "fp32", "bf16"]) == "fp32"
+    assert promoted([]) is None
+
+
+def test_naive_leaves_out_casts() -> None:
+    full, naive = mapper_of("gpt"), mapper_of("gpt", naive=True)
+    assert full.total_s == naive.total_s
+    up = full.workload.by_name["blocks.0.up"]
+    one, two = full.change("blocks.0.up", "bf16"), naive.change("blocks.0.up", "bf16")
+    casts = [*forward_casts(up, "bf16", "fp32", "fp32"), *backward_casts(up, "bf16", "fp32", "fp32", "cpu")]
+    seconds = sum(full.table.cast(DEVICE, source, to).seconds(n) for source, to, n in casts)
+    assert seconds > 0
+    assert one.delta_s - two.delta_s == pytest.approx(seconds, rel=1e-9)
+
+
+def test_all_calls_of_a_module_change_together() -> None:
+    mapper = mapper_of("gpt2")
+    tied = mapper.workload.settings["model.lm_head"]
+    change = mapper.change(tied[0], "bf16")
+    assert set(tied) <= set(change.touched)
+    assert mapper.precisions == {"model.lm_head": "bf16"}
+
+
+@pytest.mark.parametrize("gone", ["bf16", None])
+def test_what_was_not_measured_is_named_and_changes_nothing(gone: str | None) -> None:
+    workload, table = workload_of("gpt"), table_of("gpt")
+    up = workload.by_name["blocks.0.up"]
+    key = str(key_of(up, gone))
+    costs = table.devices[DEVICE]
+    rest = {k: v for k, v in costs.operators.items() if k != key}
+    poorer = CostTable(version=1, devices={DEVICE: DeviceCosts(operators=rest, casts=costs.casts)})
+    message = (
+        r"blocks\.0\.up: linear \(.*\) in .* was not measured on device class 'here'; run `trimtab probe`"
+    )
+    if gone is None:
+        with pytest.raises(TrimtabError, match=message):
+            CostMapper(workload, poorer, DEVICE)
+        return
+    mapper = CostMapper(workload, poorer, DEVICE)
+    before = snapshot(mapper)
+    with pytest.raises(TrimtabError, match=message):
+        mapper.change("blocks.0.up", gone)
+    assert snapshot(mapper) == before
+    mapper.undo(mapper.change("blocks.0.up", "int8"))
+    assert snapshot(mapper) == before
+
+
+def test_a_missing_cast_and_a_missing_device_are_named() -> None:
+    workload, costs = workload_of("gpt"), table_of("gpt").devices[DEVICE]
+    uncast = CostTable(version=1, devices={DEVICE: replace(costs, casts={})})
+    mapper = CostMapper(workload, uncast, DEVICE, naive=True)
+    with pytest.raises(TrimtabError, match=r"the cast fp32 to bf16 was not measured.*trimtab probe"):
+        mapper.change("blocks.0.up", "bf16")
+    with pytest.raises(
+        TrimtabError, match=r"no costs were measured for device class 'there'; there are here"
+    ):
+        CostMapper(workload, uncast, "there")
+
+
+def test_only_what_can_be_set_is_set() -> None:
+    mapper = mapper_of("gpt")
+    gelu = mapper.workload.by_name["blocks.0/gelu"].index
+    with pytest.raises(TrimtabError, match=r"blocks\.0/gelu: its precision cannot be set; it is dependent"):
+        mapper.change(gelu, "bf16")
+    with pytest.raises(TrimtabError, match="'nobody' is no operator of Gpt; there are tokens"):
+        mapper.change("nobody", "bf16")
