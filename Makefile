@@ -26,10 +26,11 @@ demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)  ## ruff, mypy strict, and a table of file sizes
+check: $(STAMP)  ## ruff, mypy strict, the boundaries between folders, and a table of file sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet --noconftest tests/test_architecture.py
 	$(BIN)/python tools/file_sizes.py
 
 format: $(STAMP)  ## let ruff rewrite what it can
