@@ -17,9 +17,9 @@ from torch import nn
 
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.result import Result
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import offers
-from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
     outside = torch.cuda.memory_allocated() - workspace
     model, batch = MODELS[name]()
     model = model.to(CUDA).train()
-    workload = capture(model, batch, autocast=autocast, device="cuda")
+    workload = capture_workload(model, batch, autocast=autocast, device="cuda")
     precisions = matched(workload, patterns) if patterns else {}
     set_precision(model, patterns)
-    predicted = memory(
+    predicted = step_memory(
         workload,
         precisions,
         kind="cuda",

@@ -15,7 +15,7 @@ from trimtab.cluster.profile import LOCAL, CodecTime, CollectiveTime, DeviceProf
 from trimtab.doors.ddp import stage_groups
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.device import ROUNDS, WARMUP, DeviceProbe, samples_at
 from trimtab.measure.job import LINK_ROUNDS, REDUCTION_ROUNDS, probe_job
 from trimtab.measure.lockstep import StepTrainer
@@ -168,7 +168,7 @@ def reduce_buckets() -> tuple[float, int]:
     model, batch = tiny()
     world = dist.group.WORLD
     assert world is not None
-    trial = ReductionProbe(capture(model, batch), 4, CPU, stage_groups(world, CPU))
+    trial = ReductionProbe(capture_workload(model, batch), 4, CPU, stage_groups(world, CPU))
     before = torch.cat([flat for _, flat in trial._row]).abs().sum()
     for _, flat in trial._row:
         flat.fill_(1.0)
@@ -198,7 +198,7 @@ def explained(seconds: float) -> Profile:
 
 def beyond() -> tuple[float, float, float, float]:
     model, batch = tiny()
-    workload = capture(model, batch)
+    workload = capture_workload(model, batch)
     trial = Unhidden(workload, (4,), Placement(per_host=(1, 1)), CPU, most=1)
     trial.round()
     names = ("cpu", "cpu")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.operators import (
     StepClock,
     StepTimes,
@@ -50,7 +50,7 @@ class _Sleep(torch.autograd.Function):
 
 def test_the_intervals_of_a_step_make_up_the_step() -> None:
     model, batch = tiny()
-    workload = capture(model, batch)
+    workload = capture_workload(model, batch)
     clock = StepClock(model, workload, CPU)
     start = time.perf_counter()
     taken = clock.step(lambda: model(*batch), lambda: None)
@@ -66,7 +66,7 @@ def test_the_intervals_of_a_step_make_up_the_step() -> None:
 def test_time_is_put_where_it_was_spent() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Sleeper(), nn.Linear(4, 4))
     batch = torch.randn(2, 4)
-    workload = capture(model, (batch,), loss=lambda y: y.sum())
+    workload = capture_workload(model, (batch,), loss=lambda y: y.sum())
     taken = StepClock(model, workload, CPU).step(lambda: model(batch).sum(), lambda: time.sleep(0.03))
     linear = [o.index for o in workload.operators if o.kind == "linear"]
     between = range(linear[0] + 1, linear[1])
@@ -78,7 +78,7 @@ def test_time_is_put_where_it_was_spent() -> None:
 
 def test_waiting_for_the_others_is_nobodys_time() -> None:
     model, batch = tiny()
-    clock = StepClock(model, capture(model, batch), CPU)
+    clock = StepClock(model, capture_workload(model, batch), CPU)
     start = time.perf_counter()
     taken = clock.step(lambda: model(*batch), lambda: None, ready=lambda: time.sleep(0.05))
     assert taken.total <= time.perf_counter() - start - 0.05
@@ -93,7 +93,7 @@ def test_a_step_timed_as_a_whole_has_nothing_inside_it() -> None:
         found: torch.Tensor = model(*batch)
         return found
 
-    clock = StepClock(model, capture(model, batch), CPU)
+    clock = StepClock(model, capture_workload(model, batch), CPU)
     whole = clock.step(loss, lambda: time.sleep(0.01), whole=True)
     assert seen == [False]
     assert min(sum(whole.forward), sum(whole.backward)) > 0
@@ -112,13 +112,13 @@ def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
 
 def test_hooks_are_gone_after_the_step() -> None:
     model, batch = tiny()
-    StepClock(model, capture(model, batch), CPU).step(lambda: model(*batch), lambda: None)
+    StepClock(model, capture_workload(model, batch), CPU).step(lambda: model(*batch), lambda: None)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_operators_with_one_key_have_one_time() -> None:
     model, batch = tiny()
-    workload = capture(model, batch)
+    workload = capture_workload(model, batch)
     taken = [StepClock(model, workload, CPU).step(lambda: model(*batch), lambda: None) for _ in range(2)]
     found = operator_times(workload, taken, {"blocks.0.qkv": "int8"})
     keys = {str(key_of(o)) for o in workload.operators}
@@ -142,7 +142,7 @@ def test_ddp_without_communication_leaves_gradients_as_they_are() -> None:
 @pytest.mark.parametrize("plain_first", [True, False])
 def test_plain_steps_know_best_what_nobody_set(plain_first: bool) -> None:
     model, batch = tiny()
-    workload = capture(model, batch)
+    workload = capture_workload(model, batch)
     count = len(workload.operators)
     low = dict.fromkeys((n for n in workload.settings if n.endswith("qkv")), "int8")
     slow, fast = (StepTimes(forward=(s,) * count, backward=(s,) * count, optimiser=s) for s in (2.0, 1.0))

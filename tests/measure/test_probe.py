@@ -15,7 +15,7 @@ from trimtab.cli.probe import rows
 from trimtab.cluster import load_cluster, save_cluster
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.casts import cast
 from trimtab.measure.codec import CodecProbe, line
 from trimtab.measure.device import (
@@ -162,8 +162,10 @@ def test_the_model_is_as_it_was_after_probing(tmp_path: Path) -> None:
 def test_fingerprints_tell_models_apart() -> None:
     one, two = tiny()[0], Gpt(width=48, layers=2, heads=2, context=16)
     batch = tiny()[1]
-    assert fingerprint(capture(one, batch)) == fingerprint(capture(tiny()[0], batch).at_batch(5))
-    assert fingerprint(capture(one, batch)) != fingerprint(capture(two, batch))
+    assert fingerprint(capture_workload(one, batch)) == fingerprint(
+        capture_workload(tiny()[0], batch).at_batch(5)
+    )
+    assert fingerprint(capture_workload(one, batch)) != fingerprint(capture_workload(two, batch))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trimtab.cluster.profile import (
     OperatorTime,
     Profile,
 )
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.predict.operators.costs import key_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def workload() -> Workload:
     """A GPT of the benches, on no device."""
     with torch.device("meta"):
         model = MODELS["gpt"]()
-    return capture(model, batch_for("gpt", 2))
+    return capture_workload(model, batch_for("gpt", 2))
 
 
 def device_profile(slower: float = 1.0, *, called: str = "device") -> DeviceProfile:

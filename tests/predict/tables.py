@@ -10,7 +10,7 @@ import torch
 from tests.measure.capture.models import MODELS, batch_for
 
 from trimtab.cluster.profile import Line
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
 from trimtab.predict.settings import settable
 
@@ -25,7 +25,7 @@ TYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 def workload_of(name: str, autocast: str | None = None) -> Workload:
     with torch.device("meta"):
         model = MODELS[name]()
-    return capture(model, batch_for(name, 2), autocast=autocast)
+    return capture_workload(model, batch_for(name, 2), autocast=autocast)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from tests.measure.capture.models import MODELS, batch_for
 from torch import nn
 
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def captured(name: str) -> Workload:
     with torch.device("meta"):
-        return capture(MODELS[name](), batch_for(name, 2))
+        return capture_workload(MODELS[name](), batch_for(name, 2))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_layers_are_one_block(name: str, modules: str) -> None:
 def test_layers_that_differ_are_not_alike() -> None:
     def blocks(*middles: nn.Module) -> list[tuple[str, ...]]:
         layers = [nn.Sequential(middle, nn.ReLU()) for middle in middles]
-        workload = capture(nn.Sequential(*layers, nn.Linear(8, 4)), torch.zeros(2, 8))
+        workload = capture_workload(nn.Sequential(*layers, nn.Linear(8, 4)), torch.zeros(2, 8))
         return [block.modules for block in workload.blocks]
 
     assert blocks(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)) == [("0", "1", "2")]

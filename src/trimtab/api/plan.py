@@ -15,8 +15,8 @@ from trimtab.cluster import Cluster, load_cluster
 from trimtab.cluster.profile import check_profile
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.capture import capture
-from trimtab.measure.damage.indicators import damage as damage_of
+from trimtab.measure.capture.capture import capture_workload
+from trimtab.measure.damage.indicators import gradient_damage as damage_of
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
@@ -98,7 +98,9 @@ def plan(
     kinds: set[Literal["cpu", "cuda"]] = {given.devices[name].kind for name in rank_counts(given)}
     here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
     job = _job(model, batches, loss, here)
-    workload = capture(job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds))
+    workload = capture_workload(
+        job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds)
+    )
     measured = Measured(workload, profile)
     for name in rank_counts(given):  # what was not measured is said before the long work
         measured.table(name, batch_size // given.world_size, {})

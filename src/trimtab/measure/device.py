@@ -20,7 +20,7 @@ import trimtab
 from trimtab.emulate.job import MARK
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
 from trimtab.measure.lockstep import StepTrainer
@@ -106,7 +106,7 @@ class DeviceProbe:
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
         self._task, self._device, self._cache = task, device, cache
-        self.workload: Workload = capture(
+        self.workload: Workload = capture_workload(
             task.spec.model, task.spec.batch, loss=task.spec.loss, autocast=task.autocast
         )
         _refuse_unoffered(task.precisions, device)

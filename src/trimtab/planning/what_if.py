@@ -13,7 +13,7 @@ import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import Profile, check_profile
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.models.spec import load_model
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import with_estimates
@@ -108,7 +108,7 @@ def workload_of(
     """
     spec = load_model(model, torch.device("cpu" if real else "meta"), samples=samples)
     try:
-        return capture(
+        return capture_workload(
             spec.model,
             spec.batch,
             loss=spec.loss,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.predict.job import segments
-from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
 from trimtab.predict.operators.measured import Measured
@@ -163,7 +163,9 @@ def needed_bytes(
     workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, bits: int | None
 ) -> int:
     """What a device must have for a step: on a GPU also what its caching allocator wastes."""
-    found = memory(workload, precisions or None, kind=kind, data_parallel=world > 1, bits=bits, world=world)
+    found = step_memory(
+        workload, precisions or None, kind=kind, data_parallel=world > 1, bits=bits, world=world
+    )
     return found.reserved if kind == "cuda" else found.peak
 
 

@@ -9,7 +9,7 @@ from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 from trimtab.predict.job import CodecSpeed, bits_of, compressed_buckets, plain_buckets, segments, with_local
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
-from trimtab.predict.memory.step_peak import Memory, memory
+from trimtab.predict.memory.step_peak import Memory, step_memory
 from trimtab.predict.replay.replay import Bucket, Role, Segment, replay
 from trimtab.predict.settings import matched
 
@@ -100,7 +100,7 @@ def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) ->
     found = {}
     for name in counts:
         own = _own(setting, name, counts)
-        found[name] = memory(
+        found[name] = step_memory(
             measured.at(own.samples),
             matched(measured.workload, own.precisions) if own.precisions else None,
             kind=cluster.devices[name].kind,

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.operators import ATTENTION, operators
 from trimtab.workload import OUTSIDE, Workload, load_workload, save_workload
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def captured(name: str, size: int = 2, **options: Any) -> Workload:
     with torch.device("meta"):
         model = MODELS[name]()
-    return capture(model, batch_for(name, size), **options)
+    return capture_workload(model, batch_for(name, size), **options)
 
 
 def saved_by_autograd(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> int:
@@ -60,7 +60,7 @@ def test_what_is_captured_is_what_runs(name: str) -> None:
     model, batch = MODELS[name](), batch_for(name, 3)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     random = torch.random.get_rng_state()
-    workload = capture(model, batch)
+    workload = capture_workload(model, batch)
     assert torch.equal(random, torch.random.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -83,7 +83,7 @@ def test_what_is_captured_is_what_runs(name: str) -> None:
 def test_names_are_those_of_set_precision(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
-    workload = capture(model, batch_for(name, 2))
+    workload = capture_workload(model, batch_for(name, 2))
     modules = {
         s: workload.operators[i[0]].kind for s, i in workload.settings.items() if not s.endswith(ATTENTION)
     }
@@ -144,7 +144,7 @@ def test_an_operator_in_place_becomes_the_maker() -> None:
             y: torch.Tensor = self.two(F.relu(self.one(x), inplace=True))
             return y
 
-    workload = capture(InPlace(), torch.zeros(2, 4))
+    workload = capture_workload(InPlace(), torch.zeros(2, 4))
     assert [o.name for o in workload.operators] == ["one", "relu", "two"]
     assert workload.by_name["two"].inputs == (workload.by_name["relu"].index,)
 
@@ -169,7 +169,7 @@ def test_one_module_called_twice_is_two_operators_under_one_setting() -> None:
             y: torch.Tensor = self.layer(self.layer(x))
             return y
 
-    workload = capture(Twice(), torch.zeros(2, 4))
+    workload = capture_workload(Twice(), torch.zeros(2, 4))
     assert workload.settings == {"layer": (0, 1)}
     assert [o.name for o in workload.operators] == ["layer", "layer.1"]
 
@@ -186,7 +186,7 @@ def test_autocast_shows_in_types_and_in_what_is_saved() -> None:
 def test_frozen_parameters_have_no_bucket_and_no_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)
-    workload = capture(model, torch.zeros(2, 4))
+    workload = capture_workload(model, torch.zeros(2, 4))
     assert [o.differentiable for o in workload.operators] == [False, True]
     assert workload.operators[0].backward_flops == 0
     assert [b.parameters for b in workload.buckets] == [("1.bias", "1.weight")]
@@ -194,15 +194,15 @@ def test_frozen_parameters_have_no_bucket_and_no_backward() -> None:
 
 
 def test_a_loss_may_follow_the_model() -> None:
-    workload = capture(nn.Linear(4, 2), torch.zeros(3, 4), loss=lambda y: y.square().mean())
+    workload = capture_workload(nn.Linear(4, 2), torch.zeros(3, 4), loss=lambda y: y.square().mean())
     assert [o.kind for o in workload.operators[1:]] == ["activation", "reduce"]
 
 
 def test_a_model_that_looks_at_values_is_refused_by_name_and_runs_for_real() -> None:
     model, x = Peeks(), torch.ones(2, 8)
     with pytest.raises(TrimtabError, match=r"Peeks did not run on tensors without values.*real=True"):
-        capture(model, x)
-    workload = capture(model, x, real=True)
+        capture_workload(model, x)
+    workload = capture_workload(model, x, real=True)
     assert "one" in workload.settings
     assert "two" not in workload.settings
     with pytest.raises(TrimtabError, match="capture it again with a batch of 4"):
@@ -213,7 +213,7 @@ def test_a_real_run_changes_nothing_either() -> None:
     torch.manual_seed(0)
     model, batch = MODELS["conv"](), batch_for("conv", 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    real, fake = capture(model, batch, real=True), capture(model, batch)
+    real, fake = capture_workload(model, batch, real=True), capture_workload(model, batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [o.target for o in real.operators] == [o.target for o in fake.operators]
     assert saved_by_workload(real) == saved_by_workload(fake)
@@ -223,17 +223,17 @@ def test_bad_input_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     set_precision(model, {"0": "bf16"})
     with pytest.raises(TrimtabError, match=r"set_precision has set 0.*capture it first"):
-        capture(model, torch.zeros(2, 4))
+        capture_workload(model, torch.zeros(2, 4))
     set_precision(model, {})
     with pytest.raises(TrimtabError, match="holds no tensor with an axis"):
-        capture(model, {"x": 3})
+        capture_workload(model, {"x": 3})
     with pytest.raises(TrimtabError, match="autocast is 'bf16' or 'fp16'"):
-        capture(model, torch.zeros(2, 4), autocast="int8")
+        capture_workload(model, torch.zeros(2, 4), autocast="int8")
     with pytest.raises(TrimtabError, match="did not run"):
-        capture(model, torch.zeros(2, 5))
+        capture_workload(model, torch.zeros(2, 5))
     if not torch.cuda.is_available():
         with pytest.raises(TrimtabError, match="sees no CUDA device"):
-            capture(model, torch.zeros(2, 4), device="cuda")
+            capture_workload(model, torch.zeros(2, 4), device="cuda")
 
 
 def test_a_large_model_needs_no_memory() -> None:
@@ -241,7 +241,7 @@ def test_a_large_model_needs_no_memory() -> None:
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(use_cache=False, num_hidden_layers=4))
-    workload = capture(Loss(model), (torch.zeros(1, 2048, dtype=torch.long),) * 2)
+    workload = capture_workload(Loss(model), (torch.zeros(1, 2048, dtype=torch.long),) * 2)
     assert sum(p.tensor.nbytes for p in workload.parameters) > 4e9
     (block,) = workload.blocks
     assert block.modules == tuple(f"model.model.layers.{i}" for i in range(4))

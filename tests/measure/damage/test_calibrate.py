@@ -15,13 +15,13 @@ from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.calibrate import Refresh, calibrate
 from trimtab.measure.damage.dry_run import Trial
-from trimtab.measure.damage.indicators import damage
+from trimtab.measure.damage.indicators import gradient_damage
 
 
 def test_it_starts_with_the_damage_of_the_batches() -> None:
     model, batches = make()
     refresh = Refresh(model, batches, loss, precisions=["bf16", "int8"])
-    assert refresh.damage == damage(model, batches, loss, precisions=["bf16", "int8"])
+    assert refresh.damage == gradient_damage(model, batches, loss, precisions=["bf16", "int8"])
 
 
 def test_a_step_that_is_looked_at_moves_it_and_others_cost_nothing() -> None:
@@ -137,7 +137,9 @@ def test_corners_of_relu_do_not_upset_it() -> None:
     x = torch.randn(256, 16)
     target = x[:, :4].square()
     found, truth = (
-        damage(model, [(x,)], lambda y: F.mse_loss(y, target), precisions=["int8"], indicator=indicator)
+        gradient_damage(
+            model, [(x,)], lambda y: F.mse_loss(y, target), precisions=["int8"], indicator=indicator
+        )
         for indicator in ("variance", "measured")
     )
     for name in found:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.api.set_precision import precisions_of, set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.dry_run import Trial
-from trimtab.measure.damage.indicators import INDICATORS, damage, measure
+from trimtab.measure.damage.indicators import INDICATORS, gradient_damage, measure
 from trimtab.precision import Precision
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def loss(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_what_is_computed_is_what_is_measured(precision: str) -> None:
     model, batches = make()
-    found = damage(model, batches, loss, precisions=[precision])
-    truth = damage(model, batches, loss, precisions=[precision], indicator="measured")
+    found = gradient_damage(model, batches, loss, precisions=[precision])
+    truth = gradient_damage(model, batches, loss, precisions=[precision], indicator="measured")
     assert list(found) == list(truth)
     for name, by in truth.items():
         # Rounding to nearest is one draw and no mean.
@@ -77,8 +77,8 @@ def test_transposed_tied_repeated_and_unused_operators() -> None:
     model = Twice()
     batches = [(ids(),), (ids().flip(0),)]
     precisions = ["fp32", "bf16", "int8"]
-    found = damage(model, batches, precisions=precisions)
-    truth = damage(model, batches, precisions=precisions, indicator="measured")
+    found = gradient_damage(model, batches, precisions=precisions)
+    truth = gradient_damage(model, batches, precisions=precisions, indicator="measured")
     assert set(found) == set(truth) == {"tokens", "mix/attention", "shared", "head", "unused"}
     assert found["unused"] == truth["unused"] == {"fp32": 0, "bf16": 0, "int8": 0}
     assert set(found["tokens"]) == set(found["mix/attention"]) == {"fp32", "bf16"}
@@ -95,15 +95,15 @@ def test_a_transformers_model_with_transposed_weights() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     batch = {"input_ids": torch.randint(31, (2, 8)), "labels": torch.randint(31, (2, 8))}
-    found = damage(model, [batch], precisions=["int8"])
-    truth = damage(model, [batch], precisions=["int8"], indicator="measured")
+    found = gradient_damage(model, [batch], precisions=["int8"])
+    truth = gradient_damage(model, [batch], precisions=["int8"], indicator="measured")
     for name in ("transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj", "lm_head"):
         assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name
 
 
 def test_damages_of_operators_add_up() -> None:
     model, batches = make()
-    found = damage(model, batches, loss, precisions=["int8"])
+    found = gradient_damage(model, batches, loss, precisions=["int8"])
     names = ["conv1", "conv2", "up"]
     together = []
     with Trial(model, batches, loss, 0) as trial:
@@ -112,7 +112,7 @@ def test_damages_of_operators_add_up() -> None:
             set_precision(model, dict.fromkeys(names, "int8"), seed=seed)
             error = sum(float((g - plain[n]).square().sum()) for n, g in trial.gradient(0)[1].items())
             together.append(error / sum(float(g.square().sum()) for g in plain.values()))
-    alone = damage(model, batches[:1], loss, precisions=["int8"])
+    alone = gradient_damage(model, batches[:1], loss, precisions=["int8"])
     assert sum(together) / 24 == pytest.approx(sum(alone[name]["int8"] for name in names), rel=0.5)
     assert sum(found[name]["int8"] for name in names) > 0
 
@@ -158,16 +158,18 @@ def test_the_model_is_left_exactly_as_it_was(indicator: str, training: bool) -> 
     model.register_forward_pre_hook(lambda *_: None)
     set_precision(model, {"up": "int8", "conv*": "bf16"})
     before = _state(model)
-    found = damage(model, batches, loss, precisions=["bf16", "int8"], indicator=indicator)
+    found = gradient_damage(model, batches, loss, precisions=["bf16", "int8"], indicator=indicator)
     _assert_same(model, before)
     assert precisions_of(model)["up"] == Precision.of("int8")
     # Found in the model's own precision, whatever it is lowered to at the moment, and the same again.
-    again = damage(set_precision(model, {}), batches, loss, precisions=["bf16", "int8"], indicator=indicator)
+    again = gradient_damage(
+        set_precision(model, {}), batches, loss, precisions=["bf16", "int8"], indicator=indicator
+    )
     assert again == found
     # Nothing but an error leaves early, and that leaves nothing either.
     before = _state(model)
     with pytest.raises(ZeroDivisionError):
-        damage(model, batches, lambda _: 1 / 0, precisions=["int8"], indicator=indicator)  # type: ignore[arg-type, return-value]
+        gradient_damage(model, batches, lambda _: 1 / 0, precisions=["int8"], indicator=indicator)  # type: ignore[arg-type, return-value]
     _assert_same(model, before)
 
 
@@ -185,17 +187,17 @@ def test_batches_without_a_finite_gradient_are_passed_over(indicator: str) -> No
     model, batches = make()
     model.eval()
     bad = (torch.full_like(batches[0][0], torch.nan),)
-    both = damage(model, [batches[0], bad], loss, precisions=["int8"], indicator=indicator)
+    both = gradient_damage(model, [batches[0], bad], loss, precisions=["int8"], indicator=indicator)
     assert all(math.isfinite(by["int8"]) and by["int8"] > 0 for by in both.values())
     with pytest.raises(TrimtabError, match="zero or not finite"):
-        damage(model, [bad], loss, precisions=["int8"], indicator=indicator)
+        gradient_damage(model, [bad], loss, precisions=["int8"], indicator=indicator)
 
 
 @pytest.mark.parametrize("indicator", ["variance", "measured"])
 def test_beyond_a_precisions_range_damage_is_infinite(indicator: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    found = damage(
+    found = gradient_damage(
         model,
         [(torch.randn(3, 4) * 1e6,)],
         torch.Tensor.mean,
@@ -209,8 +211,8 @@ def test_beyond_a_precisions_range_damage_is_infinite(indicator: str) -> None:
 @pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_it_does_not_depend_on_the_size_of_the_loss(size: float) -> None:
     model, batches = make()
-    plain = damage(model, batches, loss, precisions=["bf16", "int8"])
-    scaled = damage(model, batches, lambda y: loss(y) * size, precisions=["bf16", "int8"])
+    plain = gradient_damage(model, batches, loss, precisions=["bf16", "int8"])
+    scaled = gradient_damage(model, batches, lambda y: loss(y) * size, precisions=["bf16", "int8"])
     for name, by in plain.items():
         for precision, value in by.items():
             assert scaled[name][precision] == pytest.approx(value, rel=0.05)
@@ -219,24 +221,24 @@ def test_it_does_not_depend_on_the_size_of_the_loss(size: float) -> None:
 def test_under_autocast_its_type_is_the_operators_own() -> None:
     model, batches = make()
     with torch.autocast("cpu", torch.bfloat16):
-        found = damage(model, batches, loss, precisions=["bf16", "int8"])
+        found = gradient_damage(model, batches, loss, precisions=["bf16", "int8"])
     assert found["up"]["bf16"] == 0 < found["up"]["int8"]
     half = copy.deepcopy(model).bfloat16()
     batch = (batches[0][0].bfloat16(),)
-    found = damage(half, [batch], lambda y: loss(y.float()), precisions=["fp32", "bf16", "int8"])
-    reference = damage(model, batches[:1], loss, precisions=["int8"])
+    found = gradient_damage(half, [batch], lambda y: loss(y.float()), precisions=["fp32", "bf16", "int8"])
+    reference = gradient_damage(model, batches[:1], loss, precisions=["int8"])
     assert found["up"]["fp32"] == found["up"]["bf16"] == 0
     assert 0.1 < found["up"]["int8"] / reference["up"]["int8"] < 10
 
 
 def test_precisions_that_this_device_lacks_can_be_computed_but_not_measured() -> None:
     model, batches = make()
-    found = damage(model, batches, loss, precisions=["tf32", "fp16", "bf16", "fp8"])
+    found = gradient_damage(model, batches, loss, precisions=["tf32", "fp16", "bf16", "fp8"])
     for by in found.values():
         assert 0 < by["tf32"] < by["fp16"] * 2
         assert by["fp16"] < by["bf16"] < by["fp8"]
     with pytest.raises(TrimtabError, match="does not offer fp8"):
-        damage(model, batches, loss, precisions=["fp8"], indicator="measured")
+        gradient_damage(model, batches, loss, precisions=["fp8"], indicator="measured")
     assert hooks(model) == 0
 
 
@@ -245,8 +247,8 @@ def test_operators_before_the_first_that_learns() -> None:
     model.eval()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("down"))
-    found = damage(model, batches, loss, precisions=["int8"])
-    truth = damage(model, batches, loss, precisions=["int8"], indicator="measured")
+    found = gradient_damage(model, batches, loss, precisions=["int8"])
+    truth = gradient_damage(model, batches, loss, precisions=["int8"], indicator="measured")
     for name in ("conv1", "up", "down"):  # those that do not learn still disturb the one that does
         assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name
 
@@ -262,7 +264,7 @@ def test_curvature_where_the_loss_is_quadratic() -> None:
     # loss = ½ ‖x wᵀ‖²: the second derivatives by each row of w are xᵀ x.
     torch.manual_seed(0)
     model, x = nn.Linear(16, 64, bias=False), torch.randn(256, 16)
-    found = damage(
+    found = gradient_damage(
         model, [(x,)], lambda y: 0.5 * y.square().sum(), precisions=["bf16"], indicator="curvature"
     )
     error = (model.weight.detach().bfloat16().float() - model.weight.detach()).square().sum()
@@ -272,14 +274,14 @@ def test_curvature_where_the_loss_is_quadratic() -> None:
 def test_depth_grows_with_the_noise_of_the_operands() -> None:
     model, batches = make()
     model.eval()
-    before = damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
+    before = gradient_damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
     with torch.no_grad():
         model.up.weight[0, 0] = 100 * model.up.weight.abs().max()  # coarser steps for all of it
-    after = damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
+    after = gradient_damage(model, batches, loss, precisions=["bf16", "int8"], indicator="depth")
     assert after["up"]["int8"] / before["up"]["int8"] > 1.2
-    assert damage(model, batches, loss, precisions=["int8"], indicator="random", seed=1) != damage(
-        model, batches, loss, precisions=["int8"], indicator="random", seed=2
-    )
+    assert gradient_damage(
+        model, batches, loss, precisions=["int8"], indicator="random", seed=1
+    ) != gradient_damage(model, batches, loss, precisions=["int8"], indicator="random", seed=2)
 
 
 class Restless(nn.Module):
@@ -319,12 +321,12 @@ def test_mistakes_are_explained(change: dict[str, Any], message: str) -> None:
         **change,
     }
     with pytest.raises(TrimtabError, match=message):
-        damage(given.pop("model"), given.pop("batches"), given.pop("loss"), **given)
+        gradient_damage(given.pop("model"), given.pop("batches"), given.pop("loss"), **given)
 
 
 def test_a_model_that_chooses_its_way_by_the_values_is_refused() -> None:
     with pytest.raises(TrimtabError, match="layer is given other shapes when the weights move a little"):
-        damage(Restless(), [(torch.randn(9, 4),)], precisions=["int8"])
+        gradient_damage(Restless(), [(torch.randn(9, 4),)], precisions=["int8"])
 
 
 def _alone() -> tuple[float, float]:
@@ -332,7 +334,7 @@ def _alone() -> tuple[float, float]:
     ddp = DistributedDataParallel(model)
     found = 0.0
     if dist.get_rank() == 0:  # the other rank is not asked: nothing may wait for it
-        found = damage(ddp, batches, loss, precisions=["int8"])["up"]["int8"]
+        found = gradient_damage(ddp, batches, loss, precisions=["int8"])["up"]["int8"]
     loss(ddp(*batches[0])).backward()
     assert model.up.weight.grad is not None
     return found, float(model.up.weight.grad.square().sum())
@@ -342,7 +344,7 @@ def test_one_rank_alone_under_ddp(ranks: Pool) -> None:
     model, batches = make()
     results = ranks(2, _alone)
     assert results[0][0] == pytest.approx(
-        damage(model, batches, loss, precisions=["int8"])["up"]["int8"], rel=0.2
+        gradient_damage(model, batches, loss, precisions=["int8"])["up"]["int8"], rel=0.2
     )
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
 
@@ -350,9 +352,9 @@ def test_one_rank_alone_under_ddp(ranks: Pool) -> None:
 @requires(cuda=1)
 def test_batches_on_another_device() -> None:
     model, batches = make()
-    here = damage(model, batches, loss, precisions=["int8"])
+    here = gradient_damage(model, batches, loss, precisions=["int8"])
     model.cuda()
-    there = damage(
+    there = gradient_damage(
         model, batches, lambda y: F.cross_entropy(y, (torch.arange(len(y)) % 5).cuda()), precisions=["int8"]
     )
     for name, by in here.items():

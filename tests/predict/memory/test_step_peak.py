@@ -16,9 +16,9 @@ import trimtab
 from trimtab.api.compress import compression_of
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
-from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.settings import matched
 
 
@@ -79,20 +79,22 @@ def test_peak_is_what_the_allocator_saw(name: str, autocast: str | None, pattern
     torch.manual_seed(0)
     # A batch large enough for activations to count beside parameters.
     model, batch = MODELS[name](), batch_for(name, 16)
-    workload = capture(model, batch, autocast=autocast)
+    workload = capture_workload(model, batch, autocast=autocast)
     precisions = matched(workload, patterns) if patterns else {}
-    predicted = memory(workload, precisions)
+    predicted = step_memory(workload, precisions)
     set_precision(model, patterns)
     assert predicted.peak == pytest.approx(measured(model, batch, autocast), rel=0.05)
 
 
 def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:
     workload = workload_of("gpt")
-    plain = memory(workload)
-    halves, codes = (memory(workload, matched(workload, {"blocks.*": name})) for name in ("bf16", "int8"))
+    plain = step_memory(workload)
+    halves, codes = (
+        step_memory(workload, matched(workload, {"blocks.*": name})) for name in ("bf16", "int8")
+    )
     assert codes.activations < halves.activations < plain.activations
     assert plain.parameters == codes.parameters
-    grown = memory(workload.at_batch(8))
+    grown = step_memory(workload.at_batch(8))
     assert grown.activations == pytest.approx(4 * plain.activations, rel=0.05)
     assert (grown.parameters, grown.optimiser) == (plain.parameters, plain.optimiser)
 
@@ -100,24 +102,24 @@ def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:
 def test_what_lives_for_the_whole_step_is_listed() -> None:
     workload = workload_of("gpt")
     numel = sum(p.tensor.numel for p in workload.parameters)
-    alone = memory(workload, optimiser="sgd")
+    alone = step_memory(workload, optimiser="sgd")
     assert alone.parameters == alone.gradients == 4 * numel
     assert (alone.optimiser, alone.buckets, alone.codec, alone.workspace) == (0, 0, 0, 0)
-    together = memory(workload, optimiser="adam", data_parallel=True, bits=4, world=3)
+    together = step_memory(workload, optimiser="adam", data_parallel=True, bits=4, world=3)
     assert together.optimiser == 8 * numel
     assert together.buckets == 4 * numel
     assert numel // 2 < together.codec < 4 * numel
     extra = together.optimiser + together.buckets + together.codec
     assert together.peak == alone.peak + extra or together.phase == "optimiser"
     assert together.reserved > together.peak
-    assert memory(workload, kind="cuda").workspace > 0
-    assert memory(workload, kind="cuda", workspace=5).workspace == 5
+    assert step_memory(workload, kind="cuda").workspace > 0
+    assert step_memory(workload, kind="cuda", workspace=5).workspace == 5
 
 
 def _codec_buffers() -> tuple[int, int]:
     """Bytes that the reductions of a compressed model hold, and what is predicted."""
     model = MODELS["gpt"]()
-    workload = capture(model, batch_for("gpt", 2))
+    workload = capture_workload(model, batch_for("gpt", 2))
     ddp = trimtab.compress(DistributedDataParallel(model), Block(bits=4))
     for _ in range(3):
         ddp(*batch_for("gpt", 2)).backward()
@@ -125,7 +127,7 @@ def _codec_buffers() -> tuple[int, int]:
     assert compression is not None
     reductions = [reduction for reduction, _ in compression._reductions.values()]
     held = [t for r in reductions for t in vars(r).values() if isinstance(t, torch.Tensor)]
-    predicted = memory(workload, data_parallel=True, bits=4, world=dist.get_world_size()).codec
+    predicted = step_memory(workload, data_parallel=True, bits=4, world=dist.get_world_size()).codec
     return sum(t.nbytes for t in held), predicted
 
 
@@ -138,7 +140,7 @@ def test_codec_buffers_are_those_of_the_reductions(ranks: Any, world: int) -> No
 
 def test_a_step_with_few_samples_peaks_in_the_optimiser() -> None:
     model = nn.Linear(512, 512)
-    workload = capture(model, torch.zeros(1, 512), loss=lambda y: y.sum())
-    assert memory(workload, kind="cuda").phase == "optimiser"
-    large = capture(model, torch.zeros(4096, 512), loss=lambda y: y.square().sum())
-    assert memory(large, kind="cuda").phase == "backward"
+    workload = capture_workload(model, torch.zeros(1, 512), loss=lambda y: y.sum())
+    assert step_memory(workload, kind="cuda").phase == "optimiser"
+    large = capture_workload(model, torch.zeros(4096, 512), loss=lambda y: y.square().sum())
+    assert step_memory(large, kind="cuda").phase == "backward"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.api.set_precision import set_precision
 from trimtab.measure.capture.call import DTYPES
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.low_precision import Cast
@@ -49,7 +49,7 @@ HALVES = ("bf16", "fp16")
 def operator_of(case: str) -> Operator:
     model, x, setting = CASES[case]
     set_precision(model, {})
-    workload = capture(model, x.requires_grad_(x.is_floating_point()))
+    workload = capture_workload(model, x.requires_grad_(x.is_floating_point()))
     return workload.operators[workload.settings[setting][0]]
 
 

@@ -35,7 +35,7 @@ Meta = tuple[tuple[int, ...], str]
 
 @dataclass
 class Call:
-    """An operator as it was seen; `capture` makes the workload's of it."""
+    """An operator as it was seen; `capture_workload` makes the workload's of it."""
 
     name: str
     kind: Kind

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Loss = Callable[[Any], torch.Tensor]
 
 
-def capture(
+def capture_workload(
     model: nn.Module,
     batch: Any,
     *,
@@ -87,7 +87,7 @@ def capture(
         raise TrimtabError(
             f"capture: {type(model).__name__} did not run on tensors without values: "
             f"{type(error).__name__}: {_first_line(error)}. If it runs by itself, it looks at values: use "
-            "capture(..., real=True), which runs it once"
+            "capture_workload(..., real=True), which runs it once"
         ) from error
     try:
         more = [

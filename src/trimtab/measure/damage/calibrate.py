@@ -41,7 +41,7 @@ class Refresh:
 
     Args:
         model: as it is trained; DDP around it does not matter, and operators may be lowered already.
-        batches: as `damage` takes them, as `loss`, `precisions` and `seed`.
+        batches: as `gradient_damage` takes them, as `loss`, `precisions` and `seed`.
         memory: the weight of what was known before against a new step.
     """
 

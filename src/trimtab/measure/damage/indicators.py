@@ -1,4 +1,4 @@
-"""`damage`: what each operator of a model does to the gradient in each lower precision, by one of five ways."""
+"""`gradient_damage`: what each operator of a model does to the gradient in each lower precision, in five ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAWS = 4
 CURVATURE_PROBES = 4
 
 
-def damage(
+def gradient_damage(
     model: nn.Module,
     batches: Sequence[Any],
     loss: Callable[[Any], torch.Tensor] | None = None,

@@ -66,7 +66,7 @@ class Memory:
         return int(self.peak * (1 + RESERVED_BEYOND_ALLOCATED))
 
 
-def memory(
+def step_memory(
     workload: Workload,
     precisions: Mapping[str, str] | None = None,
     *,

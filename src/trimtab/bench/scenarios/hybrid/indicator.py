@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from trimtab.bench.harness import AA
 from trimtab.bench.scenarios.adaptive.tasks import task
-from trimtab.measure.damage.indicators import INDICATORS, damage
+from trimtab.measure.damage.indicators import INDICATORS, gradient_damage
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
 from trimtab.precision.devices import offers
 
@@ -114,7 +114,7 @@ def _model_rows(name: str, device: torch.device, trained: int, batches: int) -> 
     def timed(indicator: str, first: int = 1000) -> tuple[Damage, float]:
         given = [subject.batch(first + i) for i in range(batches)]
         start = time.perf_counter()
-        found = damage(subject.model, given, precisions=precisions, indicator=indicator)
+        found = gradient_damage(subject.model, given, precisions=precisions, indicator=indicator)
         return found, time.perf_counter() - start
 
     truth, truth_s = timed(TRUTH)

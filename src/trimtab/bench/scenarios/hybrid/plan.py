@@ -16,7 +16,7 @@ import trimtab
 from trimtab.bench.scenarios.shares.tasks import Passages, Task
 from trimtab.cluster.profile import LOCAL
 from trimtab.control.plans.active_plan import text_of
-from trimtab.measure.damage.indicators import damage
+from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task as Probe
 from trimtab.measure.device import usual_precisions
 from trimtab.measure.fingerprint import fingerprint
@@ -27,7 +27,7 @@ from trimtab.planning.make import make_plan
 from trimtab.planning.plan import OWN
 from trimtab.planning.plan_file import parse_plan
 from trimtab.predict.links import Placement
-from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Made:
 def peak(
     workload: Workload, samples: int, precisions: Mapping[str, str], kind: Any, bits: int | None = None
 ) -> int:
-    return memory(
+    return step_memory(
         workload.at_batch(samples),
         precisions,
         kind=kind,
@@ -201,7 +201,7 @@ def _plans(
     samples = max(1, min(total, MOST_TOKENS // length))
     batches = [samples_of(of.train, 10_000 + i * total, samples, device) for i in range(CALIBRATION)]
     with autocast(device):
-        damages = damage(model, batches, precisions=low)
+        damages = gradient_damage(model, batches, precisions=low)
     return [
         make_plan(
             cluster,

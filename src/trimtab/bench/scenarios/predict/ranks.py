@@ -24,7 +24,7 @@ from trimtab.cluster.profile import (
     Line,
     Profile,
 )
-from trimtab.measure.capture.capture import capture
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
 from trimtab.measure.links import LinkProbe, link_times, own_rows
@@ -32,7 +32,7 @@ from trimtab.measure.lockstep import StepTrainer
 from trimtab.measure.operators import with_steps
 from trimtab.measure.reductions import Unhidden, slower_gathers
 from trimtab.predict.links import Placement
-from trimtab.predict.memory.step_peak import memory
+from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
@@ -106,7 +106,9 @@ class Job:
         self.trainers = Trainers(task, self.device)
         cuda = self.device.type == "cuda"
         half = "bf16" if cuda else None
-        self.workload: Workload = capture(task.model, task.batch(PROBED[0] * self.unit), autocast=half)
+        self.workload: Workload = capture_workload(
+            task.model, task.batch(PROBED[0] * self.unit), autocast=half
+        )
         self.probe_trainer = StepTrainer(
             copy.deepcopy(task.model), self.workload, self.device, batch_of=task.batch, autocast=half
         )
@@ -202,7 +204,7 @@ class Job:
         torch.cuda.reset_peak_memory_stats()
         self.measure(plan)
         allocated = self.trainers.held[plan.bits] + torch.cuda.max_memory_allocated() - before
-        predicted = memory(
+        predicted = step_memory(
             self.workload.at_batch(own.samples),
             own.precisions,
             kind="cuda",
