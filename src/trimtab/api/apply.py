@@ -29,6 +29,7 @@ from trimtab.control.plans.active_plan import (
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
+from trimtab.model_state import attach_state, state_of
 from trimtab.precision import Precision
 from trimtab.precision.devices import refuse_unsupported
 from trimtab.precision.operators import ATTENTION, Calls, operators
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=nn.Module)
 
-_FOLLOWER = "_trimtab_plan_follower"
-_BITS = "_trimtab_plan_bits"
 _REMEDY = "make the plan anew with `trimtab plan`"
 
 
@@ -212,11 +211,12 @@ def _take(
     notes = [f"plan {plan.hash}: {_lowered(plan)}"]
     if ddp is not None:
         notes.append(_compress(ddp, plan, seed))
-        old = ddp.__dict__.pop(_FOLLOWER, None)
-        if isinstance(old, Follower):
-            old.close()
+        state = attach_state(ddp)
+        if state.plan_follower is not None:
+            state.plan_follower.close()
+            state.plan_follower = None
         if follow is not None and plan.world_size > 1:
-            ddp.__dict__[_FOLLOWER] = Follower(
+            state.plan_follower = Follower(
                 ddp, in_force, follow, switch=lambda new: _set(root, new, rank, seed)
             )
     elif plan.bits is not None:
@@ -236,14 +236,15 @@ def _set(root: nn.Module, plan: Plan, rank: int, seed: int) -> None:
 
 
 def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
-    if _BITS in ddp.__dict__:
+    state = attach_state(ddp)
+    if state.compression_plan is not None:
         return "gradients travel as under the plan before"
     before = compression_of(ddp)
     if before is not None:
         return f"gradients travel as trimtab.compress was told ({before.codec}), whatever the plan says"
     if getattr(ddp, "_comm_hooks", None):
         return "gradients travel by the module's own communication hook, whatever the plan says"
-    ddp.__dict__[_BITS] = plan.bits
+    state.compression_plan = plan
     if plan.bits is None:
         return "gradients travel as they are"
     compress(ddp, Adaptive() if plan.bits == "adaptive" else Block(bits=plan.bits), seed=seed)
@@ -251,11 +252,11 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
 
 
 def _refuse_other_bits(ddp: DistributedDataParallel | None, plan: Plan) -> None:
-    before = plan.bits if ddp is None else ddp.__dict__.get(_BITS, plan.bits)
-    if before != plan.bits:
+    earlier = state_of(ddp).compression_plan
+    if earlier is not None and earlier.bits != plan.bits:
         raise TrimtabError(
-            f"apply: gradients of this module travel in {before or 'their own'} bits since the plan before, and the "
-            f"new one says {plan.bits or 'their own'}; DDP takes one communication hook: make a new "
+            f"apply: gradients of this module travel in {earlier.bits or 'their own'} bits since the plan before, and "
+            f"the new one says {plan.bits or 'their own'}; DDP takes one communication hook: make a new "
             "DistributedDataParallel for the new plan"
         )
 

@@ -20,6 +20,7 @@ from trimtab.control.plans.active_plan import in_force_of
 from trimtab.doors.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
 from trimtab.errors import TrimtabError
 from trimtab.measure.exchange import measure_exchanges
+from trimtab.model_state import attach_state, state_of
 from trimtab.planning.compression.adaptive import AT_FIRST, FAMILIES, Settings
 from trimtab.planning.compression.family import passed_families
 from trimtab.planning.compression.payoff import Decision, decide_family
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 25 << 20
 """What DDP gathers before it sends, unless told otherwise."""
-
-_ATTRIBUTE = "_trimtab_compression"
-_ADAPTIVE = "_trimtab_adaptive"
-_EXPLANATION = "_trimtab_explanation"
 
 
 def compress(
@@ -129,13 +126,14 @@ def compress(
         hierarchy=None if levels is None else levels.hierarchy,
         method=None if levels is None else levels.method,
     )
-    model.__dict__.pop(_ADAPTIVE, None)  # of what `trimtab run` chose
+    state = attach_state(model)
+    state.adaptive = None  # the controller of what `trimtab run` chose
     if chosen is not None:
         controller = Controller(compression, chosen.config, chosen.settings, group=chosen.groups[0])
-        compression.watcher = model.__dict__[_ADAPTIVE] = controller
+        compression.watcher = state.adaptive = controller
         weakref.finalize(model, controller.close).atexit = False
     model.register_comm_hook(None, compression.reduce)
-    model.__dict__[_ATTRIBUTE] = compression
+    state.compression = compression
     # With the module gone its threads have no work left. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
     said = f"{reason}; {_coverage(compression)}"
@@ -201,14 +199,14 @@ def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bo
 
 def compression_of(model: torch.nn.Module) -> DdpCompression | None:
     """The compression at work on a module, if there is one."""
-    compression = model.__dict__.get(_ATTRIBUTE)
+    compression = state_of(model).compression
     assert compression is None or isinstance(compression, DdpCompression)
     return compression
 
 
 def adaptive_of(model: torch.nn.Module) -> Controller | None:
     """What chooses the bits of a module while it trains, if anything does: its history, its cost."""
-    controller = model.__dict__.get(_ADAPTIVE)
+    controller = state_of(model).adaptive
     assert controller is None or isinstance(controller, Controller)
     return controller
 
@@ -228,7 +226,7 @@ def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module, and why."""
     from trimtab.api.apply import explain_plan
 
-    said = [explain_plan(model), model.__dict__.get(_EXPLANATION)]
+    said = [explain_plan(model), state_of(model).explanation]
     controller = adaptive_of(model)
     if controller is not None and controller.history:
         last = controller.history[-1]
@@ -270,7 +268,7 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _explained(model: DistributedDataParallel, text: str, *, say: bool = True) -> DistributedDataParallel:
-    model.__dict__[_EXPLANATION] = text
+    attach_state(model).explanation = text
     if say:
         environment.logger().info(text)
     return model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state, find_state
 from trimtab.sharding.group import TensorGroup, enter
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from trimtab.sharding.lease import BlockLease, Leases
     from trimtab.sharding.resized import Cut
     from trimtab.sharding.table import Table
-
-_ATTRIBUTE = "_trimtab_tensor_parallel"
 
 
 @dataclass(kw_only=True)
@@ -227,15 +226,13 @@ class Elastic:
 
 
 def attach(model: nn.Module, elastic: Elastic) -> None:
-    model.__dict__[_ATTRIBUTE] = elastic
+    attach_state(model).tensor_parallel = elastic
 
 
 def find_elastic(model: nn.Module) -> Elastic | None:
     """The blocks of a converted model, also inside DistributedDataParallel; None if it was not converted."""
-    for candidate in (model, getattr(model, "module", None)):
-        if isinstance(candidate, nn.Module) and isinstance(candidate.__dict__.get(_ATTRIBUTE), Elastic):
-            return candidate.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
-    return None
+    elastic: Elastic | None = find_state(model, "tensor_parallel")
+    return elastic
 
 
 def elastic_of(model: nn.Module, verb: str) -> Elastic:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state, state_of
 from trimtab.random_bits import block_keys, stream, uniform16
 from trimtab.sharding.find import attention_dropout
 from trimtab.sharding.kinds import Attention
@@ -59,7 +60,7 @@ class _KeyedAttention(nn.Module):
     """Mixed into an attention module: its forward pass, with the dropout of attention weights by unit."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        block, kind = self.__dict__["_trimtab_block"]
+        block, kind = state_of(self).unit_block
         if not self.training or attention_dropout(self, kind) == 0:
             return super().forward(*args, **kwargs)
         block.calls += _counts()
@@ -130,7 +131,7 @@ def key_dropout(model: nn.Module, elastic: Elastic, found: Mapping[str, Found]) 
         if isinstance(each.kind, Attention) and each.kind.dropout:
             kind = type(each.parent)
             elastic.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
-            each.parent.__dict__["_trimtab_block"] = (elastic.blocks[name], each.kind)
+            attach_state(each.parent).unit_block = (elastic.blocks[name], each.kind)
             # As torch's fully_shard does it: still an instance of its class, with one method more.
             each.parent.__class__ = type(f"Elastic{kind.__name__}", (_KeyedAttention, kind), {})
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.codec import Block, Codec
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from trimtab.doors.fsdp import FsdpCompression
-
-_ATTRIBUTE = "_trimtab_fsdp"
 
 
 def is_fsdp(model: torch.nn.Module) -> bool:
@@ -36,7 +35,7 @@ def is_fsdp(model: torch.nn.Module) -> bool:
 
 def fsdp_compression_of(model: torch.nn.Module) -> FsdpCompression | None:
     """The compression at work on a model of `fully_shard` modules, if there is one."""
-    compression: FsdpCompression | None = model.__dict__.get(_ATTRIBUTE)
+    compression: FsdpCompression | None = state_of(model).fsdp_compression
     return compression
 
 
@@ -95,7 +94,7 @@ def compress_fsdp(
         shard=chosen.get("shard", False),
         replicate=chosen.get("replicate", False),
     )
-    model.__dict__[_ATTRIBUTE] = compression
+    attach_state(model).fsdp_compression = compression
     kept = sum(numel for numel, bits, _ in compression.pieces.values() if bits == 0)
     share = kept / sum(numel for numel, _, _ in compression.pieces.values())
     return f"{said}; small or excluded parameters ({share:.1%} of the values) travel exactly"

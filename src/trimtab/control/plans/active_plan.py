@@ -11,6 +11,7 @@ from weakref import WeakSet, ref
 import torch.distributed as dist
 
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state, find_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from trimtab.measure.local_clock import LocalClock
     from trimtab.planning.plan import Plan
-
-_ATTRIBUTE = "_trimtab_plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +84,12 @@ class Launch:
 
 def in_force_of(model: nn.Module) -> InForce | None:
     """The plan that a model runs under, if it was given one; a DDP module answers for the one inside."""
-    for candidate in (model, getattr(model, "module", None)):
-        found = getattr(candidate, "__dict__", {}).get(_ATTRIBUTE)
-        if isinstance(found, InForce):
-            return found
-    return None
+    active: InForce | None = find_state(model, "active_plan")
+    return active
 
 
 def put_in_force(root: nn.Module, in_force: InForce) -> None:
-    root.__dict__[_ATTRIBUTE] = in_force
+    attach_state(root).active_plan = in_force
 
 
 def read(plan: Plan | str | os.PathLike[str]) -> Plan:

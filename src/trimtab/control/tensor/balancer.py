@@ -27,6 +27,7 @@ from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.migration import Transfer, measure_transfer
 from trimtab.measure.unit_clock import StepClock
+from trimtab.model_state import attach_state, find_state, state_of
 from trimtab.planning.tensor.rebalance import (
     Costs,
     Decision,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_ATTRIBUTE = "_trimtab_balancer"
 _COPIES = 3
 """Of a unit's parameters that travel when it moves for good: itself and two states, until the optimiser is known."""
 _SAMPLE_EVERY = {"cpu": 1, "cuda": 2}
@@ -91,21 +91,19 @@ def balance(model: nn.Module, rules: Rules | None = None, *, clock: StepClock | 
             f"balance: gamma_max={rules.gamma_max:g} is not at least 0 and below 1; it is the part of a rank's work "
             "that may be left out"
         )
-    if _ATTRIBUTE in model.__dict__:
+    if state_of(model).balancer is not None:
         raise TrimtabError("balance: this model is balanced already; ask for it once")
-    balancer = Balancer(model, rules, clock)
-    model.__dict__[_ATTRIBUTE] = balancer
+    attach_state(model).balancer = Balancer(model, rules, clock)
 
 
 def balancer_of(model: nn.Module) -> Balancer:
     """The controller of a model that was converted with ``balance="auto"``."""
-    for candidate in (model, getattr(model, "module", None)):
-        balancer = getattr(candidate, "__dict__", {}).get(_ATTRIBUTE)
-        if isinstance(balancer, Balancer):
-            return balancer
-    raise TrimtabError(
-        'this model is not balanced; convert it with trimtab.tensor_parallel(..., balance="auto")'
-    )
+    balancer: Balancer | None = find_state(model, "balancer")
+    if balancer is None:
+        raise TrimtabError(
+            'this model is not balanced; convert it with trimtab.tensor_parallel(..., balance="auto")'
+        )
+    return balancer
 
 
 def decisions(model: nn.Module) -> list[Record]:

@@ -1,0 +1,63 @@
+"""What trimtab keeps on a model: one object, under one key of the module's ``__dict__``.
+
+The key is no parameter, buffer or submodule, so that the module's own ``state_dict`` does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_KEY = "_trimtab"
+
+
+@dataclass(eq=False)
+class ModelState:
+    """One attribute for each thing that trimtab attaches to a module; None until it does."""
+
+    compression: Any = None
+    """`trimtab.doors.ddp.DdpCompression` of a DDP module."""
+
+    fsdp_compression: Any = None
+    """`trimtab.doors.fsdp.FsdpCompression` of a model of `fully_shard` modules."""
+
+    adaptive: Any = None
+    """`trimtab.control.compression.adaptive.Controller`, which chooses the bits while the model trains."""
+
+    explanation: str | None = None
+    """What `trimtab.compress` decided, and why."""
+
+    active_plan: Any = None
+    """`trimtab.control.plans.active_plan.InForce`: the plan that the model runs under."""
+
+    plan_follower: Any = None
+    """`trimtab.control.plans.follower.Follower`, which replaces the plan when ranks drift."""
+
+    compression_plan: Any = None
+    """`trimtab.planning.plan.Plan` that decided whether this DDP module is compressed, and to how many bits."""
+
+    balancer: Any = None
+    """`trimtab.control.tensor.balancer.Balancer` of a tensor-parallel model."""
+
+    tensor_parallel: Any = None
+    """`trimtab.sharding.block.Elastic`: all units of a tensor-parallel model."""
+
+    unit_block: Any = None
+    """`trimtab.sharding.block` unit block of an attention module with dropout, and the kind of attention."""
+
+
+def state_of(module: object) -> ModelState:
+    """What is attached to a module, for reading: a module that trimtab has not touched stays untouched."""
+    state = getattr(module, "__dict__", {}).get(_KEY)
+    return state if isinstance(state, ModelState) else ModelState()
+
+
+def attach_state(module: object) -> ModelState:
+    """What is attached to a module, for writing."""
+    return module.__dict__.setdefault(_KEY, ModelState())  # type: ignore[no-any-return]
+
+
+def find_state(model: object, attribute: str) -> Any:
+    """An attribute of a model's state, or of the model inside DistributedDataParallel; None where neither has it."""
+    value = getattr(state_of(model), attribute)
+    return value if value is not None else getattr(state_of(getattr(model, "module", None)), attribute)

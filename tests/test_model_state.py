@@ -1,0 +1,49 @@
+"""One object of state on a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+from torch import nn
+
+from trimtab.model_state import ModelState, attach_state, find_state, state_of
+
+
+def test_reading_leaves_a_module_as_it_is() -> None:
+    module = nn.Linear(2, 2)
+    attributes = set(module.__dict__)
+    assert vars(state_of(module)) == vars(ModelState())
+    assert find_state(module, "balancer") is None
+    assert set(module.__dict__) == attributes
+
+
+def test_attached_state_is_one_key_and_no_part_of_the_state_dict() -> None:
+    module = nn.Linear(2, 2)
+    attributes, names = set(module.__dict__), list(module.state_dict())
+    attach_state(module).explanation = "because"
+    assert attach_state(module) is state_of(module)
+    assert state_of(module).explanation == "because"
+    assert set(module.__dict__) - attributes == {"_trimtab"}
+    assert list(module.state_dict()) == names
+    assert list(dict(module.named_modules())) == [""]
+
+
+def test_state_of_the_wrapped_model_is_found() -> None:
+    wrapper, inner = nn.Module(), nn.Linear(2, 2)
+    wrapper.module = inner
+    attach_state(inner).balancer = "inner"
+    assert find_state(wrapper, "balancer") == "inner"
+    attach_state(wrapper).balancer = "outer"
+    assert find_state(wrapper, "balancer") == "outer"
+    assert find_state(inner, "balancer") == "inner"
+    inner.module = 3  # type: ignore[assignment]  # something else by that name
+    assert find_state(inner, "active_plan") is None
+
+
+def test_copies_have_their_own_state() -> None:
+    module = nn.Linear(2, 2)
+    attach_state(module).explanation = "because"
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert state_of(other) is not state_of(module)
+        assert state_of(other).explanation == "because"
