@@ -1,14 +1,9 @@
-"""`trimtab.plan` and its command line: what a user sees, and every mistake by name."""
+"""`trimtab.plan`: what a user sees, and every mistake by name."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +14,8 @@ from tests.predict.profiles import profile, workload
 from torch import nn
 
 import trimtab
-from trimtab.cli.plan import command, parse_bits, rows
-from trimtab.cluster import save_cluster
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
-from trimtab.planning.plan_file import load_plan
 from trimtab.planning.what_if import planned, simulate
 
 
@@ -102,124 +94,3 @@ def test_batches_far_from_those_probed_are_said(
     said = capsys.readouterr().err
     assert (f"{SLOW} has {batch_size // 2} samples and was probed at 2, 6" in said) == far
     assert ("trimtab probe --batch 24,48,72" in said) == far
-
-
-# Fingerprints
-
-
-def test_a_fingerprint_is_of_structure_alone() -> None:
-    one = model()
-    with torch.device("meta"):
-        empty = MODELS["gpt"]()
-    assert fingerprint(one) == fingerprint(empty)
-    low = trimtab.set_precision(model(), {"blocks.*": "bf16"})
-    assert fingerprint(low) == fingerprint(one)
-    for parameter in one.parameters():
-        parameter.requires_grad_(False)
-    assert fingerprint(one) == fingerprint(empty)
-
-
-def test_another_model_has_another_fingerprint() -> None:
-    made = {
-        fingerprint(m)
-        for m in (
-            nn.Sequential(nn.Linear(2, 3)),
-            nn.Sequential(nn.Linear(3, 2)),
-            nn.Sequential(nn.Linear(2, 3, bias=False)),
-            nn.Sequential(nn.Linear(2, 3)).bfloat16(),
-            nn.Sequential(nn.Identity(), nn.Linear(2, 3)),
-        )
-    }
-    assert len(made) == 5
-
-
-# The command
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "planned_model.py").write_text(
-        "import torch\nfrom tests.api.test_plan import batches, model\n\n"
-        "def make():\n    return model(), batches()[0]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    save_cluster(uneven(2.0), tmp_path / "c.json")
-    return tmp_path
-
-
-def run(folder: Path, **changes: Any) -> None:
-    given: dict[str, Any] = {
-        "bits": "none",
-        "batch": "free",
-        "as_json": False,
-        "batch_size": 12,
-        "damage": 0.01,
-        "indicator": "variance",
-        "precisions": None,
-        "autocast": None,
-    }
-    command(folder / "c.json", "planned_model:make", folder / "p.json", **{**given, **changes})
-
-
-def test_the_command_writes_a_plan_and_says_what_it_holds(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(folder)
-    said = capsys.readouterr().out
-    for words in ("free shares", "compute ms", "uniform low", "times as fast", "- shares follow speed"):
-        assert words in " ".join(said.split()), words
-    found = load_plan(folder / "p.json")
-    assert sum(found.shares) == 12
-    assert [row["samples"] for row in rows(found)] == [r.samples for r in found.roles.values()]
-    run(folder, as_json=True, batch="fixed")
-    tree = json.loads(capsys.readouterr().out)
-    assert tree["batch"] == "fixed"
-    assert tree["hash"] == load_plan(folder / "p.json").hash
-    assert tree["gain"] > 1
-
-
-def test_a_plan_that_fails_leaves_the_old_file(folder: Path) -> None:
-    (folder / "p.json").write_text("precious")
-    for changes in ({"batch_size": 1}, {"bits": "nine"}, {"batch": "half"}, {"precisions": ["fp8"]}):
-        with pytest.raises(TrimtabError):
-            run(folder, **changes)
-    assert (folder / "p.json").read_text() == "precious"
-    assert sorted(p.name for p in folder.iterdir() if p.suffix == ".json") == ["c.json", "p.json"]
-
-
-def test_a_plan_file_is_json(folder: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"p\.yaml: a plan file ends in \.json"):
-        command(folder / "c.json", "gpt", folder / "p.yaml", bits="none", batch="free", as_json=False)
-
-
-def test_the_command_allows_the_damage_that_the_verb_allows() -> None:
-    from inspect import signature
-
-    from trimtab import cli
-    from trimtab.planning.compose import BUDGET
-
-    assert signature(cli.plan).parameters["damage"].default == BUDGET
-
-
-def test_bits_are_read() -> None:
-    assert [parse_bits(text) for text in ("4", "none", "adaptive", "auto")] == [4, None, "adaptive", "auto"]
-    for text in ("0", "9", "-1", "four", ""):
-        with pytest.raises(TrimtabError, match="--bits is 1 to 8, none, adaptive or auto"):
-            parse_bits(text)
-
-
-def test_from_the_command_line_a_mistake_is_one_line(folder: Path) -> None:
-    arguments = ["plan", "--cluster", "c.json", "--model", "planned_model:make", "--batch-size", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab.cli", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("trimtab: c.json: plan: a batch of 1 is smaller than the 2 ranks")
-    assert not (folder / "plan.json").exists()

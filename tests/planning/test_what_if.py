@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 
-from trimtab.cli.simulate import command
-from trimtab.cluster import Device, Host, save_cluster
+from trimtab.cluster import Device, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.what_if import (
@@ -163,59 +159,3 @@ def test_a_model_that_looks_at_values_says_what_to_do(
     with pytest.raises(TrimtabError, match=r"peeking:make.*looks at values.*--real"):
         workload_of("peeking:make")
     assert workload_of("peeking:make", real=True).operators
-
-
-@pytest.mark.parametrize(("samples", "far"), [(12, False), (40, True)])
-def test_batches_far_from_those_probed_are_said_once(
-    samples: int,
-    far: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "far_model.py").write_text(
-        "from tests.measure.capture.models import MODELS, batch_for\n\n"
-        "def make():\n    return MODELS['gpt'](), batch_for('gpt', 2)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    save_cluster(cluster(), tmp_path / "c.json")
-    changes = {"link_factor": 2.0, "bits": 4}
-    command(
-        tmp_path / "c.json",
-        "far_model:make",
-        None,
-        samples,
-        None,
-        changes,
-        real=False,
-        trace=None,
-        as_json=True,
-    )
-    said = capsys.readouterr()
-    assert said.err.count("trimtab probe --batch 20,40,60") == far
-    assert all((o["out_of_reach"] is not None) == far for o in json.loads(said.out)["outcomes"])
-
-
-def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
-    (tmp_path / "own_model.py").write_text(
-        "from tests.measure.capture.models import MODELS, batch_for\n\n"
-        "def make():\n"
-        "    batch = batch_for('gpt', 2)\n"
-        "    return MODELS['gpt'](), batch if isinstance(batch, tuple) else (batch,)\n"
-    )
-    save_cluster(cluster(), tmp_path / "c.json")
-    words = [sys.executable, "-m", "trimtab.cli", "simulate", "--model", "own_model:make", "--batch", "2"]
-    done = subprocess.run(
-        [*words, "--cluster", str(tmp_path / "c.json"), "--bits", "4", "--json", "--trace", "t.json"],
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(__import__("pathlib").Path.cwd())},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)["outcomes"]
-    assert [o["what"] for o in outcomes] == ["as given", "gradients in 4 bits"]
-    assert outcomes[0]["bottleneck"].startswith("as given: ")
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.bench.ranks import run_on_ranks
-from trimtab.bench.scenarios import demo as demo_ranks
-from trimtab.bench.scenarios import tp
-from trimtab.cli.terminal import print_table, progress_bar
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -18,13 +14,16 @@ TENSOR_SPEED = 0.5
 
 
 def demo() -> None:
-    """Train a GPT on two unequal emulated hosts: plain DDP, then one adjustment of trimtab after another."""
+    """All of it, in about two minutes, on the machine at hand."""
     _data_parallel()
     _tensor_parallel()
     print("Every figure is of this run. For more: trimtab bench --help, and docs/.")
 
 
 def _data_parallel() -> None:
+    from trimtab.bench.ranks import run_on_ranks
+    from trimtab.bench.scenarios import demo as demo_ranks
+    from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.emulate import Emulation
 
     cluster, shaped = demo_ranks.cluster(shaped=True), True
@@ -44,6 +43,9 @@ def _data_parallel() -> None:
 
 
 def _tensor_parallel() -> None:
+    from trimtab.bench.ranks import run_on_ranks
+    from trimtab.bench.scenarios import tp
+    from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.emulate import Emulation
 
     print(f"Tensor parallel: every layer over two ranks, the second at speed {TENSOR_SPEED:g}:")

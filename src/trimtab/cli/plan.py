@@ -1,49 +1,91 @@
-"""The command line of `trimtab plan`."""
+"""`trimtab plan`: what each rank should do."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trimtab.api.plan import plan as make
-from trimtab.cli.terminal import print_table, progress_bar
-from trimtab.cluster import load_cluster
+import typer
+
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan_file import save_plan
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trimtab.planning.make import Bits
     from trimtab.planning.plan import Plan
 
 
-def command(
-    cluster: Path, model: str, out: Path, *, bits: str, batch: str, as_json: bool, **asked: Any
+def plan(
+    cluster: Annotated[
+        Path, typer.Option(help="Cluster file with its profile, as written by `trimtab probe`.")
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, help="Global batch: samples per step, over all ranks.")],
+    model: Annotated[str, typer.Option(help="As for `trimtab probe`.")] = "gpt",
+    batch: Annotated[
+        str,
+        typer.Option(
+            help="free: batch shares follow speed. fixed: equal shares, slow ranks get lower precision."
+        ),
+    ] = "free",
+    damage: Annotated[
+        float, typer.Option(min=0, help="Allowed squared relative error of the gradient.")
+    ] = 0.01,
+    bits: Annotated[
+        str, typer.Option(help="Bits of gradients: 1 to 8, none, adaptive, or auto for the fastest.")
+    ] = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Precisions to choose from, comma-separated; by default all that were probed."),
+    ] = None,
+    indicator: Annotated[
+        str, typer.Option(help="variance, measured, depth, curvature or random.")
+    ] = "variance",
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write (.json).")] = Path("plan.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Plan, write the file, and say what it holds."""
+    """What should each rank do? Samples, precisions and bits of every rank, as a file for `trimtab run`.
+
+    Example: [bold]trimtab plan --cluster cluster.json --model gpt --batch-size 8 --out plan.json[/bold]
+    """
+    from trimtab.api.plan import plan as make_plan
+    from trimtab.cli.terminal import print_table, progress_bar
+    from trimtab.cluster import load_cluster
+    from trimtab.planning.plan_file import save_plan
+
     if out.suffix.lower() != ".json":
-        raise TrimtabError(f"{out}: a plan file ends in .json; name it so")
+        raise TrimtabError(f"{out}: a plan file must end in .json")
     if batch not in ("free", "fixed"):
         raise TrimtabError(f"plan: --batch is free or fixed; got {batch!r}")
-    chosen = parse_bits(bits)
-    given = load_cluster(cluster)
+    chosen_bits = parse_bits(bits)
+    loaded_cluster = load_cluster(cluster)
     try:
         with progress_bar("planning") as progress:
-            found = make(model, given, bits=chosen, batch=batch, progress=progress, **asked)  # type: ignore[arg-type]
+            made = make_plan(
+                model,
+                loaded_cluster,
+                batch_size,
+                batch=batch,  # type: ignore[arg-type]  # checked above
+                damage=damage,
+                bits=chosen_bits,
+                indicator=indicator,
+                precisions=None if precision is None else [p for p in precision.split(",") if p],
+                autocast=autocast,
+                progress=progress,
+            )
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
-    save_plan(found, out)
+    save_plan(made, out)
     if as_json:
-        print(json.dumps(tree(found, out), indent=2))
+        print(json.dumps(tree(made, out), indent=2))
         return
-    shown = rows(found)
-    for column in ("device", "memory_gib"):  # only where they tell something
-        if all(row[column] in (None, row["role"]) for row in shown):
-            shown = [{key: value for key, value in row.items() if key != column} for row in shown]
-    print_table(f"{out}: {found.batch} shares, {model}", shown)
-    print_table("predicted", [summary(found)])
-    for reason in found.reasons:
+    table = rows(made)
+    for column in ("device", "memory_gib"):  # shown only where they tell something
+        if all(row[column] in (None, row["role"]) for row in table):
+            table = [{key: value for key, value in row.items() if key != column} for row in table]
+    print_table(f"{out}: {made.batch} shares, {model}", table)
+    print_table("predicted", [summary(made)])
+    for reason in made.reasons:
         print(f"- {reason}")
 
 
@@ -61,7 +103,7 @@ def parse_bits(text: str) -> Bits:
 
 
 def rows(plan: Plan) -> list[dict[str, Any]]:
-    """A line for each role."""
+    """A table row for each role."""
     counts: dict[str, int] = {}
     for name, count in plan.ranks:
         counts[name] = counts.get(name, 0) + count
@@ -83,7 +125,7 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """What the plan is expected to bring."""
+    """What the plan is predicted to achieve."""
     predicted = plan.predicted
     return {
         "step_ms": predicted.step_s * 1e3,
@@ -97,7 +139,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def tree(plan: Plan, out: Path) -> dict[str, Any]:
-    """A plan for JSON; the whole of it is in its file."""
+    """The plan's summary for JSON; its file has all of it."""
     return {
         "out": str(out),
         "hash": plan.hash,

@@ -1,55 +1,81 @@
-"""The command line of `trimtab probe`."""
+"""`trimtab probe`: measure this machine's devices and links."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trimtab.cli.terminal import print_table, progress_bar
-from trimtab.cluster import Cluster, save_cluster
+import typer
+
 from trimtab.errors import TrimtabError
-from trimtab.measure.probe import LINK, merge_files, probe
-from trimtab.predict.pace import probed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from trimtab.cluster import Cluster
 
 
-def command(
-    out: Path,
-    merge: Sequence[Path],
-    *,
-    batches: str,
-    precisions: str | None,
-    bits: str,
-    **asked: Any,
+def probe(
+    out: Annotated[Path, typer.Option(help="File to write (.json or .yaml).")] = Path("cluster.json"),
+    model: Annotated[
+        str, typer.Option(help="gpt, gpt2, bert, vit, resnet50, or module:function for your own.")
+    ] = "gpt",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Annotated[
+        str, typer.Option(help="Samples per rank, comma-separated: at least two sizes.")
+    ] = "2,4,6",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Precisions besides the model's own, comma-separated; by default all that may pay off."
+        ),
+    ] = None,
+    bits: Annotated[str, typer.Option(help="Bits of compressed gradients, comma-separated.")] = "4,8",
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Start no measurement after this time.")] = 120.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached measurements.")] = False,
+    merge: Annotated[
+        list[Path] | None, typer.Option(help="Measure nothing; merge these probed files. Repeatable.")
+    ] = None,
 ) -> None:
-    """Probe, or merge, and write the file; rank 0 speaks."""
+    """What can this machine do? Devices, precisions, codec and links, measured inside real training steps.
+
+    Example: [bold]torchrun --nproc-per-node 2 -m trimtab.cli probe --model gpt2 --out cluster.json[/bold]
+    """
+    from trimtab.cli.terminal import print_table, progress_bar
+    from trimtab.cluster import save_cluster
+    from trimtab.measure import probe as measure
+
     if merge:
-        cluster = merge_files(merge)
+        cluster = measure.merge_files(merge)
     else:
-        first = int(os.environ.get("RANK", "0")) == 0
+        is_first_rank = int(os.environ.get("RANK", "0")) == 0
         with progress_bar("probe") as progress:
-            cluster = probe(
-                batches=_whole(batches, "batch"),
-                precisions=None if precisions is None else [p for p in precisions.split(",") if p],
-                bits=_whole(bits, "bits"),
-                progress=progress if first else _silent,
-                **asked,
+            cluster = measure.probe(
+                model=model,
+                device=device,
+                batches=_whole_numbers(batch, "batch"),
+                precisions=None if precision is None else [p for p in precision.split(",") if p],
+                bits=_whole_numbers(bits, "bits"),
+                autocast=autocast,
+                seconds=seconds,
+                fresh=fresh,
+                progress=progress if is_first_rank else lambda _done, _total: None,
             )
-        if not first:
+        if not is_first_rank:
             return
     save_cluster(cluster, out)
     print_table(f"{out}", rows(cluster))
 
 
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
-    """A line for each device class and each link."""
+    """A table row for each device class and each link."""
+    from trimtab.measure.probe import LINK
+    from trimtab.predict.pace import probed
+
     assert cluster.profile is not None
-    found: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     for name, device in cluster.profile.devices.items():
-        found.append(
+        table.append(
             {
                 "what": name,
                 "is": device.called,
@@ -63,19 +89,15 @@ def rows(cluster: Cluster) -> list[dict[str, Any]]:
         name = "link" if title == LINK else f"link {title}"
         for collective, time in collectives.items():
             rate = f"{8 / time.per_byte_s / 1e9:.3g} Gbit/s" if time.per_byte_s else "-"
-            found.append({"what": name, "is": f"{collective}: {rate}, {time.per_message_s * 1e6:.0f} us"})
-    return found
+            table.append({"what": name, "is": f"{collective}: {rate}, {time.per_message_s * 1e6:.0f} us"})
+    return table
 
 
-def _whole(text: str, what: str) -> list[int]:
+def _whole_numbers(text: str, option: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",") if part]
     except ValueError:
         numbers = [0]
     if any(number < 1 for number in numbers):
-        raise TrimtabError(f"probe: --{what} {text!r} is no list of whole numbers such as 2,6")
+        raise TrimtabError(f"probe: --{option} {text!r} is not a list of whole numbers such as 2,6")
     return numbers
-
-
-def _silent(_done: int, _total: int) -> None:
-    pass

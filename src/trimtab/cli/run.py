@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import typer
+
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -16,8 +18,16 @@ if TYPE_CHECKING:
 BOOTSTRAP = "trimtab.cli.bootstrap"
 
 
+def run(context: typer.Context) -> None:
+    """Train an unchanged script with torchrun's flags; DDP gradients are compressed where that pays.
+
+    Example: [bold]trimtab run --nproc-per-node 4 train.py --lr 0.1[/bold]
+    """
+    raise typer.Exit(launch(context.args))
+
+
 def launch(arguments: Sequence[str]) -> int:
-    """Run torchrun with the same arguments, the script started through the bootstrap; gives its exit status."""
+    """Run torchrun with these arguments and the script behind the bootstrap; returns torchrun's exit status."""
     command = torchrun_command(arguments)
     # With the store shared between restarts, Gloo finds the dead workers' addresses in it (torch 2.13).
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
@@ -26,34 +36,32 @@ def launch(arguments: Sequence[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # torchrun had the same Ctrl-C and is ending its workers: wait for it to finish that.
+            # torchrun received the same Ctrl-C and is stopping its workers: wait until it is done.
             continue
 
 
 def torchrun_command(arguments: Sequence[str]) -> list[str]:
-    """The torchrun command for these arguments: its own flags, then SCRIPT (or -m MODULE) and the script's.
+    """The torchrun command for these arguments: torchrun's flags, then SCRIPT (or -m MODULE) and its arguments.
 
-    torchrun's own parser tells where its flags end. A plan is read here, so that one that cannot be used is
-    refused before any process starts.
+    torchrun's own parser finds where its flags end. The plan is read here, so that an unusable one is
+    rejected before any process starts.
     """
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "trimtab run"
     parser.description = (
-        "Train a script, unchanged, as torchrun does; the gradients of its DistributedDataParallel travel "
-        "in fewer bits where that pays. The flags are torchrun's, and --plan. TRIMTAB_DISABLE=1 makes it plain "
-        "torchrun."
+        "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
+        "in fewer bits where that pays. The flags are torchrun's, plus --plan. With TRIMTAB_DISABLE=1 this is "
+        "plain torchrun."
     )
     parser.add_argument(
-        "--plan", help="What each rank does, as `trimtab plan` wrote it: precisions, bits and batch shares."
+        "--plan", help="What each rank does, from `trimtab plan`: precisions, bits and batch shares."
     )
     parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
     if parsed.no_python:
-        raise TrimtabError(
-            "run: --no-python starts no Python script, so there is nothing to adjust; use torchrun"
-        )
+        raise TrimtabError("run: with --no-python there is no Python script to adjust; use torchrun")
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
@@ -74,7 +82,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_plan(path: str, per_node: str, nodes: str) -> None:
-    """Refuse what cannot be read, is another trimtab's, or is for another number of ranks, where that is known."""
+    """Reject a plan that is unreadable, from another version, or for another world size (where that is known)."""
     import trimtab
     from trimtab.control.plans.active_plan import refuse_world
     from trimtab.planning.plan_file import load_plan
@@ -82,7 +90,7 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
     plan = load_plan(path)
     if plan.trimtab != trimtab.__version__:
         raise TrimtabError(
-            f"run: {path} was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; make the plan anew "
+            f"run: {path} was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; make a new plan "
             "with `trimtab plan`"
         )
     fewest, _, most = str(nodes).partition(":")

@@ -1,27 +1,19 @@
-"""The command line of `trimtab simulate`."""
+"""`trimtab simulate`: predicted step times on hardware you need not own."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path  # noqa: TC003  # typer resolves annotations at run time
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 
-from trimtab.cli.terminal import print_table
-from trimtab.cluster import load_cluster
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.fingerprint import fingerprint
-from trimtab.models.spec import load_model
-from trimtab.planning.plan_file import load_plan
-from trimtab.planning.what_if import Outcome, even, planned, what_ifs, workload_of
-from trimtab.predict.replay.trace import save_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from trimtab.planning.plan import Plan
+    from trimtab.planning.what_if import Outcome
 
 SHOWN = (
     "what",
@@ -33,36 +25,59 @@ SHOWN = (
     "cost_per_million_samples",
     "estimated",
 )
-"""Columns of the table; JSON has them all."""
+"""Columns of the table; JSON has all of them."""
 
 
-def command(
-    cluster: Path,
-    model: str,
-    plan: Path | None,
-    batch: int,
-    autocast: str | None,
-    changes: Mapping[str, Any],
-    *,
-    real: bool,
-    trace: Path | None,
-    as_json: bool,
+def simulate(
+    cluster: Annotated[
+        Path, typer.Option(help="Cluster file with its profile, as written by `trimtab probe`.")
+    ],
+    model: Annotated[str, typer.Option(help="As for `trimtab probe`.")] = "gpt",
+    plan: Annotated[Path | None, typer.Option(help="What each rank does, from `trimtab plan`.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank that the plan does not cover.")] = 4,
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="What if this host or class had one less?")] = None,
+    add: Annotated[list[str] | None, typer.Option(help="What if there were more devices: 2xT4.")] = None,
+    link_factor: Annotated[
+        float | None, typer.Option(help="What if links were this many times as fast?")
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(min=1, max=8, help="What if gradients were sent in this many bits?")
+    ] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="Build the model and run it once; for models that depend on values."),
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the step's trace for ui.perfetto.dev.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
-    """Simulate the job as given and with each change; print, and write the trace of the first."""
-    given = load_cluster(cluster)
-    kinds = {device.kind for device in given.devices.values()}
+    """How long would a step take on this cluster, with this plan, with these devices?
+
+    Example: [bold]trimtab simulate --cluster cluster.json --model gpt2 --add 2xT4 --link-factor 10 --bits 4[/bold]
+    """
+    from trimtab.cli.terminal import print_table
+    from trimtab.cluster import load_cluster
+    from trimtab.planning.what_if import even, planned, what_ifs, workload_of
+    from trimtab.predict.replay.trace import save_trace
+
+    base = load_cluster(cluster)
+    kinds = {device.kind for device in base.devices.values()}
     workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds), real=real)
     try:
         if plan is None:
-            setting = even(given, batch)
+            setting = even(base, batch)
         else:
-            given, setting = planned(_plan_for(plan, model), given)
-        outcomes = what_ifs(given, workload, setting, **changes)
+            base, setting = planned(_plan_for(plan, model), base)
+        outcomes = what_ifs(
+            base, workload, setting, remove=remove or [], add=add or [], link_factor=link_factor, bits=bits
+        )
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
-    for said in dict.fromkeys(outcome.out_of_reach for outcome in outcomes):
-        if said is not None:
-            logger().warning("%s: %s", cluster, said)
+    for warning in dict.fromkeys(outcome.out_of_reach for outcome in outcomes):
+        if warning is not None:
+            logger().warning("%s: %s", cluster, warning)
     if trace is not None:
         save_trace(trace, outcomes[0].timeline, outcomes[0].roles)
     if as_json:
@@ -76,19 +91,25 @@ def command(
 
 
 def _plan_for(path: Path, model: str) -> Plan:
-    """A plan, if it is for this model."""
+    """The plan of a file; refused if it was made for another model."""
+    import torch
+
+    from trimtab.measure.fingerprint import fingerprint
+    from trimtab.models.spec import load_model
+    from trimtab.planning.plan_file import load_plan
+
     plan = load_plan(path)
-    found = fingerprint(load_model(model, torch.device("meta")).model)
-    if plan.model != found:
+    own = fingerprint(load_model(model, torch.device("meta")).model)
+    if plan.model != own:
         raise TrimtabError(
-            f"{path} was made for another model (fingerprint {plan.model}) than {model} ({found}); make it anew with "
+            f"{path} was made for another model (fingerprint {plan.model}) than {model} ({own}); make a new one with "
             f"`trimtab plan --model {model}`"
         )
     return plan
 
 
 def ranks(outcome: Outcome) -> list[dict[str, Any]]:
-    """A line for each device class."""
+    """A table row for each device class."""
     return [
         {
             "device": role.name,

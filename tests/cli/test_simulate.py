@@ -1,0 +1,60 @@
+"""`trimtab simulate`: what the command prints and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.predict.profiles import cluster
+
+from trimtab.cli.simulate import simulate
+from trimtab.cluster import save_cluster
+
+
+@pytest.mark.parametrize(("samples", "far"), [(12, False), (40, True)])
+def test_batches_far_from_those_probed_are_said_once(
+    samples: int,
+    far: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "far_model.py").write_text(
+        "from tests.measure.capture.models import MODELS, batch_for\n\n"
+        "def make():\n    return MODELS['gpt'](), batch_for('gpt', 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    save_cluster(cluster(), tmp_path / "c.json")
+    simulate(tmp_path / "c.json", "far_model:make", batch=samples, link_factor=2.0, bits=4, as_json=True)
+    said = capsys.readouterr()
+    assert said.err.count("trimtab probe --batch 20,40,60") == far
+    assert all((o["out_of_reach"] is not None) == far for o in json.loads(said.out)["outcomes"])
+
+
+def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from tests.measure.capture.models import MODELS, batch_for\n\n"
+        "def make():\n"
+        "    batch = batch_for('gpt', 2)\n"
+        "    return MODELS['gpt'](), batch if isinstance(batch, tuple) else (batch,)\n"
+    )
+    save_cluster(cluster(), tmp_path / "c.json")
+    words = [sys.executable, "-m", "trimtab.cli", "simulate", "--model", "own_model:make", "--batch", "2"]
+    done = subprocess.run(
+        [*words, "--cluster", str(tmp_path / "c.json"), "--bits", "4", "--json", "--trace", "t.json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert [o["what"] for o in outcomes] == ["as given", "gradients in 4 bits"]
+    assert outcomes[0]["bottleneck"].startswith("as given: ")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
