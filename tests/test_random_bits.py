@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.codec import scalar
-from trimtab.codec.packing import name_hash
-from trimtab.random_bits import block_keys, stream, uniform16
+from trimtab.random_bits import block_keys, name_hash, stream, uniform16
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,12 @@ from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import interleave
 from trimtab.bench.scenarios import precision as bench
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
-from trimtab.precision import Precision, reference, triton_quantise
+from trimtab.precision import reference, triton_quantise
 from trimtab.precision.devices import measure, offers
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.linear import linear
 from trimtab.precision.triton_quantise import by_rows, whole
+from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

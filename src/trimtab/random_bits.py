@@ -6,6 +6,8 @@ same bits on any device, in any order of calls.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 
 NAME = "trimtab-lb32"
@@ -28,6 +30,11 @@ def stream(seed: int, step: int, rank: int, stage: int) -> int:
     for value in (seed, step, rank, stage):
         h = absorb(h, value)
     return h
+
+
+def name_hash(name: str) -> int:
+    """64 bits that stand for a parameter's name in the random streams."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def absorb(h: int, value: int) -> int:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 import trimtab
 from trimtab.api.apply import apply
 from trimtab.api.compress import compression_of
-from trimtab.api.set_precision import precisions_of
 from trimtab.control.plans.active_plan import in_force_of
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan_file import save_plan
+from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.control.plans.plan_cases import corpus, net
 import trimtab
 from trimtab.api.compress import compression_of
-from trimtab.api.set_precision import precisions_of
+from trimtab.precision.setting import precisions_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

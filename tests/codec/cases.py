@@ -8,8 +8,8 @@ from typing import TypedDict
 import torch
 from hypothesis import strategies as st
 
-from trimtab.codec.packing import DTYPES, Packing, Segment, name_hash
-from trimtab.random_bits import stream
+from trimtab.codec.packing import DTYPES, Packing, Segment
+from trimtab.random_bits import name_hash, stream
 
 BLOCKS = (8, 9, 13, 100, 1000, 1024, 4096, 5000)
 SPECIAL = (

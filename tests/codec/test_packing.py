@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.codec.packing import DTYPES, MAX_BLOCK, Packing, Segment, check_buffers, name_hash
+from trimtab.codec.packing import DTYPES, MAX_BLOCK, Packing, Segment, check_buffers
+from trimtab.random_bits import name_hash
 
 
 @given(numel=st.integers(0, 2**40), bits=st.integers(1, 8), block=st.integers(8, 5000))

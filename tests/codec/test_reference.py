@@ -14,9 +14,9 @@ from tests.codec import scalar
 from tests.codec.cases import SPECIAL, payload, same, values
 
 from trimtab.codec.kernels import Kernels, kernels_for
-from trimtab.codec.packing import DTYPES, Packing, Segment, name_hash
+from trimtab.codec.packing import DTYPES, Packing, Segment
 from trimtab.codec.reference import ReferenceKernels, pack, unpack
-from trimtab.random_bits import stream
+from trimtab.random_bits import name_hash, stream
 
 FAST = kernels_for(torch.device("cpu"))
 BOTH = pytest.mark.parametrize(

@@ -22,9 +22,9 @@ class Counting(StepClock):
 
 
 def work(clock: StepClock) -> None:
-    clock.block_begins()
-    clock.block_ends()
-    with clock.meeting():
+    clock.compute_starts()
+    clock.compute_ends()
+    with clock.collective():
         pass
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
-from trimtab.precision import Precision
 from trimtab.precision.devices import offers
+from trimtab.precision_names import Precision
 
 ALL = [name for name in ("fp32", "bf16", "fp16", "int8") if name in offers(torch.device("cpu"))["conv"]]
 LARGEST = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 2e-3, "int8": 3e-2}

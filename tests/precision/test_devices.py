@@ -10,6 +10,7 @@ from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.precision import devices
 from trimtab.precision.devices import cpu_features, cuda_precisions, measure, offers, working_halves
+from trimtab.precision_names import OPERATOR_PRECISIONS
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def test_a_refusal_lists_what_the_device_offers(name: str, pattern: str) -> None
 
 def test_bf16_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_v100(device_type: str, index: int | None) -> dict[str, tuple[str, ...]]:
-        return dict.fromkeys(devices.KINDS, cuda_precisions((7, 0)))
+        return dict.fromkeys(OPERATOR_PRECISIONS, cuda_precisions((7, 0)))
 
     monkeypatch.setattr(devices, "_offers", as_v100)
     with pytest.raises(

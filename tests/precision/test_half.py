@@ -9,7 +9,7 @@ from torch import nn
 
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
-from trimtab.precision import Precision
+from trimtab.precision_names import Precision
 
 LARGEST = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from tests.precision.bounds import RELATIVE, half_error, int8_step, product_bound
 
-from trimtab.precision import Precision
 from trimtab.precision.devices import offers
 from trimtab.precision.linear import linear
+from trimtab.precision_names import Precision
 
 CPU = torch.device("cpu")
 SHAPES = [(37, 53, 24), (1, 16, 16), (64, 96, 130), (5, 1, 3), (128, 8, 1)]

@@ -10,20 +10,20 @@ import torch
 
 from trimtab.api.set_precision import set_precision
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
-from trimtab.precision import Precision
 from trimtab.precision.devices import offers
+from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.precision import Name
+    from trimtab.precision_names import PrecisionName
 
 STEPS, LAST = 120, 30
 SEEDS = (0, 1, 2)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # On a CPU fp16 takes a hundred times as long.
 TRIED = ("tf32", "bf16", "fp16", "fp8", "int8") if DEVICE.type == "cuda" else ("bf16", "int8")
-NAMES: list[Name] = [name for name in TRIED if name in offers(DEVICE)["linear"]]
+NAMES: list[PrecisionName] = [name for name in TRIED if name in offers(DEVICE)["linear"]]
 
 
 @cache

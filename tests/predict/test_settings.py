@@ -5,9 +5,8 @@ import torch
 from tests.measure.capture.models import MODELS
 from tests.predict.tables import workload_of
 
-from trimtab.api.set_precision import _matched
 from trimtab.errors import TrimtabError
-from trimtab.precision import Precision
+from trimtab.precision.setting import match
 from trimtab.predict.settings import matched
 
 PATTERNS: list[dict[str, str]] = [
@@ -26,7 +25,7 @@ def test_a_plan_sets_the_same_operators_here_and_in_the_model(name: str, pattern
         model = MODELS[name]()
     workload = workload_of(name)
     try:
-        theirs = _matched(model, {p: Precision.of(v) for p, v in patterns.items()})
+        theirs = match(model, patterns)
     except TrimtabError:
         with pytest.raises(TrimtabError):
             matched(workload, patterns)

@@ -30,9 +30,9 @@ from trimtab.control.plans.follower import Follow, Follower
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import attach_state, state_of
-from trimtab.precision import Precision
 from trimtab.precision.devices import refuse_unsupported
-from trimtab.precision.operators import ATTENTION, Calls, operators
+from trimtab.precision.operators import Calls, operators
+from trimtab.precision_names import ATTENTION, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.planning.plan import Plan
-    from trimtab.precision.operators import Kind
+    from trimtab.precision_names import OperatorKind
 
     Model = TypeVar("Model", bound=nn.Module)
 
@@ -271,15 +271,15 @@ def _lowered(plan: Plan) -> str:
     return "; ".join(said)
 
 
-def _known(root: nn.Module) -> dict[str, Kind]:
+def _known(root: nn.Module) -> dict[str, OperatorKind]:
     """Every name that a plan may lower."""
-    found: dict[str, Kind] = dict(operators(root))
+    found: dict[str, OperatorKind] = dict(operators(root))
     return found | {
         name + ATTENTION: "attention" for name, _ in root.named_modules() if name and name not in found
     }
 
 
-def _refuse_other_model(root: nn.Module, plan: Plan, known: Mapping[str, Kind]) -> None:
+def _refuse_other_model(root: nn.Module, plan: Plan, known: Mapping[str, OperatorKind]) -> None:
     own = fingerprint(root)
     if plan.model == own:
         return
@@ -299,7 +299,7 @@ def _refuse_other_model(root: nn.Module, plan: Plan, known: Mapping[str, Kind]) 
     )
 
 
-def _similar(name: str, known: Mapping[str, Kind]) -> str:
+def _similar(name: str, known: Mapping[str, OperatorKind]) -> str:
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {', '.join(close)}?" if close else f"it has {_some(list(known))}"
 

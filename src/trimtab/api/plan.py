@@ -22,8 +22,8 @@ from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
 from trimtab.planning.compose import BUDGET
 from trimtab.planning.make import make_plan
-from trimtab.precision import NAMES as PRECISIONS
 from trimtab.precision.half import DTYPES
+from trimtab.precision_names import PRECISIONS
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured

@@ -13,7 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import MAX_BLOCK, MIN_BLOCK, Packing, Segment, name_hash
+from trimtab.codec.packing import MAX_BLOCK, MIN_BLOCK, Packing, Segment
+from trimtab.random_bits import name_hash
 
 
 @runtime_checkable

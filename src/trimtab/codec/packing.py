@@ -7,7 +7,6 @@ see docs/wire-format.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -18,11 +17,6 @@ RAW = 0
 MIN_BLOCK = 8
 MAX_BLOCK = 2**31 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def name_hash(name: str) -> int:
-    """64 bits that stand for a parameter's name in the random streams."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from trimtab.codec.packing import Packing, Segment, name_hash
+from trimtab.codec.packing import Packing, Segment
+from trimtab.random_bits import name_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

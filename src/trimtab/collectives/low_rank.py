@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.codec.packing import name_hash
 from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
 from trimtab.collectives.reduction import carried, started
-from trimtab.random_bits import stream
+from trimtab.random_bits import name_hash, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

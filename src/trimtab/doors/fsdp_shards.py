@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment, name_hash
+from trimtab.codec.packing import Packing, Segment
 from trimtab.collectives.reduction import started
-from trimtab.random_bits import OWN, stream
+from trimtab.random_bits import OWN, name_hash, stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

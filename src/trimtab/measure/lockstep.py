@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.api.set_precision import set_precision
 from trimtab.measure.operators import StepClock, StepTimes, anchored, host_ahead, without_communication
 from trimtab.precision.half import DTYPES
+from trimtab.precision.setting import set_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,11 +72,11 @@ class StepTrainer:
 
     def close(self) -> None:
         """Leave the model as it computes by itself."""
-        set_precision(self._ddp, {})
+        set_operators(self._ddp, {})
         self._optimiser.zero_grad()
 
     def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
-        set_precision(self._ddp, precisions)
+        set_operators(self._ddp, precisions)
         batch = self._batch_of(samples)
 
         def loss() -> torch.Tensor:

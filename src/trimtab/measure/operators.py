@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
-from trimtab.precision.operators import ATTENTION
+from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import key_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ class StepClock(Clock):
     def begin(self) -> None:
         """A step begins here; what was counted before, outside a step, is dropped."""
         self._close()
-        self._begun, self._blocks, self._meetings = None, [], []
+        self._started, self._compute, self._collectives = None, [], []
         self._start = self._now()
 
     def end(self) -> None:
@@ -62,7 +62,7 @@ class StepClock(Clock):
 
     def _close(self) -> None:
         if self._start is not None and self._end is not None:
-            self._steps.append((self._start, self._end, self._blocks, self._meetings))
+            self._steps.append((self._start, self._end, self._compute, self._collectives))
         self._start = self._end = None
 
     def _now(self) -> Any:

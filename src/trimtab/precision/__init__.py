@@ -1,5 +1,5 @@
 """Operators computed in lower precision, forward and backward."""
 
-from trimtab.precision.precision import NAMES, Name, Precision
+from trimtab.precision_names import Precision
 
-__all__ = ["NAMES", "Name", "Precision"]
+__all__ = ["Precision"]

@@ -20,7 +20,7 @@ from trimtab.precision.passes import draw_of, no_autocast, products_for, result_
 from trimtab.precision.products import Half, Operands, Sizes, tf32_products, unscaled
 
 if TYPE_CHECKING:
-    from trimtab.precision.precision import Name, Precision
+    from trimtab.precision_names import Precision, PrecisionName
 
 Pair = tuple[int, int]
 
@@ -111,7 +111,7 @@ class _Conv(torch.autograd.Function):
 class _Direct:
     """Through torch's own convolutions, in fp32, tf32 or a half type."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: PrecisionName) -> None:
         self.tf32 = name == "tf32"
         self.half = Half(name) if name in ("bf16", "fp16") else None
         self.dtype = self.half.dtype if self.half else torch.float32
@@ -252,7 +252,7 @@ class _Columns:
 
 def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
     """The implementations of the three passes, one object for passes in the same precision."""
-    made: dict[Name, Any] = {}
+    made: dict[PrecisionName, Any] = {}
     for name in precision.names:
         if name not in made:
             if name in ("int8", "fp8"):

@@ -15,29 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.precision.precision import Name, Precision
+from trimtab.precision_names import OPERATOR_PRECISIONS, PASSES, Precision, PrecisionName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trimtab.precision.operators import Kind
-
-KINDS: tuple[Kind, ...] = ("linear", "conv", "attention", "embedding")
-
-EVER: dict[Kind, tuple[Name, ...]] = {
-    "linear": ("fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
-    "conv": ("fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
-    "attention": ("fp32", "bf16", "fp16"),
-    "embedding": ("fp32", "bf16", "fp16"),
-}
-"""What an operator can have on some device."""
+    from trimtab.precision_names import OperatorKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Forward and backward of a linear layer on this device, in one precision."""
 
-    precision: Name
+    precision: PrecisionName
     ms: float
     speedup_over_fp32: float
 
@@ -46,29 +36,31 @@ class Measured:
         return self.speedup_over_fp32 < 1
 
 
-def offers(device: torch.device) -> dict[Kind, tuple[Name, ...]]:
+def offers(device: torch.device) -> dict[OperatorKind, tuple[PrecisionName, ...]]:
     """The precisions this device offers, by kind of operator."""
     return _offers(device.type, device.index)
 
 
 @lru_cache
-def _offers(device_type: str, index: int | None) -> dict[Kind, tuple[Name, ...]]:
+def _offers(device_type: str, index: int | None) -> dict[OperatorKind, tuple[PrecisionName, ...]]:
     if device_type == "cuda":
         if torch.version.hip is not None:
             # Their 8-bit float types are others than the ones our kernels write.
-            offered: tuple[Name, ...] = ("fp32", "bf16", "fp16")
+            offered: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
         else:
             offered = cuda_precisions(torch.cuda.get_device_capability(index))
     elif device_type == "cpu":
         offered = cpu_precisions()
     else:
         offered = working_halves(torch.device(device_type if index is None else f"{device_type}:{index}"))
-    return {kind: tuple(name for name in EVER[kind] if name in offered) for kind in KINDS}
+    return {
+        kind: tuple(name for name in names if name in offered) for kind, names in OPERATOR_PRECISIONS.items()
+    }
 
 
-def cuda_precisions(capability: tuple[int, int]) -> tuple[Name, ...]:
+def cuda_precisions(capability: tuple[int, int]) -> tuple[PrecisionName, ...]:
     """What tensor cores of an NVIDIA compute capability multiply; fp32 before there were any."""
-    offered: list[Name] = ["fp32"]
+    offered: list[PrecisionName] = ["fp32"]
     if capability >= (7, 0):
         offered.append("fp16")
     if capability >= (7, 5):
@@ -80,9 +72,9 @@ def cuda_precisions(capability: tuple[int, int]) -> tuple[Name, ...]:
     return tuple(offered)
 
 
-def cpu_precisions() -> tuple[Name, ...]:
+def cpu_precisions() -> tuple[PrecisionName, ...]:
     """What this processor multiplies correctly: int8 only with instructions whose sums cannot saturate."""
-    offered: list[Name] = ["fp32", "bf16", "fp16"]
+    offered: list[PrecisionName] = ["fp32", "bf16", "fp16"]
     if "vnni" in cpu_features() or "i8mm" in cpu_features():
         offered.append("int8")
     return tuple(offered)
@@ -106,10 +98,13 @@ def cpu_features() -> frozenset[str]:
     return frozenset(name for name, any_of in signs.items() if flags & any_of)
 
 
-def working_halves(device: torch.device) -> tuple[Name, ...]:
+def working_halves(device: torch.device) -> tuple[PrecisionName, ...]:
     """On a device nothing is known of: fp32, and those half types in which a small product comes out right."""
-    offered: list[Name] = ["fp32"]
-    halves: tuple[tuple[Name, torch.dtype], ...] = (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    offered: list[PrecisionName] = ["fp32"]
+    halves: tuple[tuple[PrecisionName, torch.dtype], ...] = (
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    )
     for name, dtype in halves:
         ones = torch.ones((32, 32), device=device)
         try:
@@ -121,10 +116,10 @@ def working_halves(device: torch.device) -> tuple[Name, ...]:
     return tuple(offered)
 
 
-def refuse_unsupported(operator: str, kind: Kind, precision: Precision, device: torch.device) -> None:
+def refuse_unsupported(operator: str, kind: OperatorKind, precision: Precision, device: torch.device) -> None:
     """Raise, with the list of what the device offers, if it lacks what is asked."""
     offered = offers(device)[kind]
-    for which, name in zip(("forward", "grad_input", "grad_weight"), precision.names, strict=True):
+    for which, name in zip(PASSES, precision.names, strict=True):
         if name not in offered:
             raise TrimtabError(
                 f"{operator}: {_described(device)} does not offer {name} for {which} of this {kind}; "
@@ -148,7 +143,7 @@ def _described(device: torch.device) -> str:
 
 def measure(
     device: torch.device,
-    names: Iterable[Name] | None = None,
+    names: Iterable[PrecisionName] | None = None,
     *,
     shape: tuple[int, int, int] = (256, 512, 512),
     repeats: int = 5,
@@ -167,14 +162,14 @@ def measure(
     weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).requires_grad_()
     g = torch.randn(rows, outputs, device=device)
 
-    def once(name: Name) -> float:
+    def once(name: PrecisionName) -> float:
         _wait(device)
         start = time.perf_counter()
         torch.autograd.grad(linear(x, weight, None, Precision.of(name), base=0, calls=calls), (x, weight), g)
         _wait(device)
         return time.perf_counter() - start
 
-    samples: dict[Name, list[float]] = {name: [] for name in chosen}
+    samples: dict[PrecisionName, list[float]] = {name: [] for name in chosen}
     for round_ in range(2 + repeats):
         for name in chosen:
             taken = once(name)

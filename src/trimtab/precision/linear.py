@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.passes import backward_pass, draw_of, forward_pass, products_of, result_dtype
-from trimtab.precision.precision import Precision
+from trimtab.precision_names import Precision
 
 
 def linear(

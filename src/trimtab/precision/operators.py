@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,7 @@ from trimtab.precision.half import DTYPES, HalfProducts, rounded
 from trimtab.precision.linear import linear
 
 if TYPE_CHECKING:
-    from trimtab.precision.precision import Precision
-
-Kind = Literal["linear", "conv", "attention", "embedding"]
-
-ATTENTION = "/attention"
-"""After a module's name: the products of activations that its forward computes."""
+    from trimtab.precision_names import OperatorKind, Precision
 
 
 @dataclass
@@ -122,7 +117,7 @@ class AttentionForward(LowForward):
         return self._run(*args, **kwargs)
 
 
-FORWARDS: dict[Kind, type[LowForward]] = {
+FORWARDS: dict[OperatorKind, type[LowForward]] = {
     "linear": LinearForward,
     "conv": ConvForward,
     "embedding": EmbeddingForward,
@@ -130,9 +125,9 @@ FORWARDS: dict[Kind, type[LowForward]] = {
 }
 
 
-def operators(model: nn.Module) -> dict[str, Kind]:
+def operators(model: nn.Module) -> dict[str, OperatorKind]:
     """Every operator of a model by its name; attention (any module, with `ATTENTION`) is not listed."""
-    found: dict[str, Kind] = {}
+    found: dict[str, OperatorKind] = {}
     hidden = {
         id(child)
         for module in model.modules()
@@ -147,7 +142,7 @@ def operators(model: nn.Module) -> dict[str, Kind]:
     return found
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> OperatorKind | None:
     """What kind of operator a module is, if its forward is one that can be replaced."""
     own = module.__dict__.get("forward")
     if own is not None and not isinstance(own, LowForward):
@@ -165,7 +160,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
-def install(module: nn.Module, kind: Kind, precision: Precision, base: int, calls: Calls) -> None:
+def install(module: nn.Module, kind: OperatorKind, precision: Precision, base: int, calls: Calls) -> None:
     """Make the module compute in the given precision."""
     forward = FORWARDS[kind]
     if kind == "linear" and not isinstance(module, nn.Linear):

@@ -17,11 +17,11 @@ from trimtab.precision.products import Full, Half, Operands, Products, Sizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.precision.precision import Name, Precision
+    from trimtab.precision_names import Precision, PrecisionName
 
 
 @lru_cache
-def products_for(name: Name, scales: str | None, rounding: str | None, device_type: str) -> Products:
+def products_for(name: PrecisionName, scales: str | None, rounding: str | None, device_type: str) -> Products:
     """The implementation of a precision for a type of device."""
     if name in ("fp32", "tf32"):
         return Full(tf32=name == "tf32")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.precision.draw import Draw
-    from trimtab.precision.precision import Name
+    from trimtab.precision_names import PrecisionName
 
 Operands = tuple[torch.Tensor, ...]
 
@@ -124,7 +124,7 @@ class Half:
     saves_input, saves_weight = True, False
     _DTYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: PrecisionName) -> None:
         self.dtype = self._DTYPES[name]
 
     def input(self, x: torch.Tensor, draw: Draw) -> Operands:

@@ -6,21 +6,17 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.precision import Precision
+from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trimtab.workload import Workload
 
-ATTENTION = "/attention"
-
 
 def settable(kind: str) -> tuple[str, ...]:
     """The precisions that a kind of operator can have on some device."""
-    from trimtab.precision.devices import EVER
-
-    return EVER["attention" if kind == "matmul" else kind]  # type: ignore[index]
+    return OPERATOR_PRECISIONS["attention" if kind == "matmul" else kind]  # type: ignore[index]
 
 
 def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.sharding.clip import clip_grad_norm_
-from trimtab.sharding.clock import Clock, Segments
+from trimtab.sharding.clock import Clock, LocalTimes
 from trimtab.sharding.kinds import Attention, Mlp
 from trimtab.sharding.lease import end_leases, lease, leased
 from trimtab.sharding.migration import Moved, assignment, assignment_for, move
@@ -20,9 +20,9 @@ __all__ = [
     "Attention",
     "Checkpoint",
     "Clock",
+    "LocalTimes",
     "Mlp",
     "Moved",
-    "Segments",
     "assignment",
     "assignment_for",
     "clip_grad_norm_",

@@ -48,7 +48,7 @@ class UnitTensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class Block:
+class UnitBlock:
     """Units that add up to one output: an MLP's hidden units, an attention's heads."""
 
     name: str
@@ -198,20 +198,20 @@ class Elastic:
     """Which of the data-parallel copies of the model this is, for its random numbers."""
 
     headroom: float
-    blocks: dict[str, Block] = field(default_factory=dict)
-    inside: Block | None = None
+    blocks: dict[str, UnitBlock] = field(default_factory=dict)
+    inside: UnitBlock | None = None
     """The block whose units are being computed now."""
 
     leases: Leases | None = None
     """Gradients of leased units on their way; None before the first lease."""
 
-    listeners: list[Callable[[Block], None]] = field(default_factory=list)
+    listeners: list[Callable[[UnitBlock], None]] = field(default_factory=list)
     """Called with each block that computes other units than before."""
 
     broken: str = ""
     """Why the units cannot be trusted any more; empty while they can."""
 
-    def tensors(self) -> Iterator[tuple[Block, UnitTensor]]:
+    def tensors(self) -> Iterator[tuple[UnitBlock, UnitTensor]]:
         for block in self.blocks.values():
             for tensor in block.tensors:
                 yield block, tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from trimtab.sharding.projection import InProjection
 
 if TYPE_CHECKING:
-    from trimtab.sharding.block import Block
+    from trimtab.sharding.block import UnitBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Sizes:
 class Changes:
     """How far a block's parameters have moved since it was told to look."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: UnitBlock) -> None:
         self._block = block
         self._then: list[Tensor] = []
         self.look()
@@ -67,7 +67,7 @@ class Changes:
 class Activity:
     """Adds up the squares of a block's activations, forward pass by forward pass, while the cut stays the same."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: UnitBlock) -> None:
         self._block = block
         self._input: Tensor | None = None
         self._hidden: Tensor | None = None

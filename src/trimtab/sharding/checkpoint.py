@@ -24,7 +24,7 @@ from trimtab.sharding.layout import runs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.sharding.block import Block, UnitTensor
+    from trimtab.sharding.block import UnitBlock, UnitTensor
 
 
 class Checkpoint(Stateful):
@@ -73,7 +73,7 @@ class Checkpoint(Stateful):
         for counted in self._counted():
             counted.calls = int(state_dict["dropout"][counted.name])
 
-    def _counted(self) -> list[Block | KeyedDropout]:
+    def _counted(self) -> list[UnitBlock | KeyedDropout]:
         """What draws random numbers; without any, a checkpoint of a single device has all that is asked for."""
         keyed = [
             module for module in self._model.modules() if isinstance(module, KeyedDropout) and module.p > 0
@@ -89,11 +89,11 @@ class _UnitShards(Tensor):
     """Stands for a full tensor of which this rank holds some units; speaks to `torch.distributed.checkpoint` alone."""
 
     stored: Tensor
-    block: Block
+    block: UnitBlock
     place: UnitTensor
 
     @staticmethod
-    def __new__(cls, stored: Tensor, block: Block, place: UnitTensor) -> _UnitShards:
+    def __new__(cls, stored: Tensor, block: UnitBlock, place: UnitTensor) -> _UnitShards:
         self: _UnitShards = torch.Tensor._make_wrapper_subclass(
             cls, place.full_shape, dtype=stored.dtype, device=stored.device
         )

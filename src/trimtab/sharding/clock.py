@@ -1,8 +1,8 @@
-"""What a rank's own work takes, apart from waiting for the others.
+"""Time a tensor-parallel rank spends on its own work, apart from waiting for other ranks.
 
-A step's wall time is the same on every rank, because the collectives make them wait for each
-other. So a clock counts what lies between collectives: the blocks of units, whose time changes
-with the assignment, and the waits; the rest of a step is its wall time less these two.
+A step takes the same wall time on every rank, because its collectives make the ranks wait for each other. So a clock
+times what lies between collectives: the units' computation, which depends on how many units the rank has, and the
+collectives themselves, waits included. The rest of a step is its wall time minus these two.
 """
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
+class LocalTimes:
     """Seconds since the last reading."""
 
-    blocks: float
-    """In blocks of units, forward and backward."""
+    compute: float
+    """In the computation of units, forward and backward."""
 
-    meetings: float
-    """In the collectives of the blocks, waits for slower ranks included."""
+    collectives: float
+    """In the collectives around it, waits for slower ranks included."""
 
 
 class Clock:
-    """Counts for one rank; on a GPU by events on the current stream, read after the step."""
+    """Times one rank. On a GPU it records events on the current stream and reads them after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._begun: Any = None
-        self._blocks: list[tuple[Any, Any]] = []
-        self._meetings: list[tuple[Any, Any]] = []
+        self._started: Any = None
+        self._compute: list[tuple[Any, Any]] = []
+        self._collectives: list[tuple[Any, Any]] = []
 
-    def block_begins(self) -> None:
-        self._begun = self._now()
+    def compute_starts(self) -> None:
+        self._started = self._now()
 
-    def block_ends(self) -> None:
-        # Frozen inputs leave out a block's backward end or start: half a pair counts for nothing.
-        if self._begun is not None:
-            self._blocks.append((self._begun, self._now()))
-            self._begun = None
+    def compute_ends(self) -> None:
+        # With frozen inputs autograd skips one end of a block's backward pass: an unpaired mark is dropped.
+        if self._started is not None:
+            self._compute.append((self._started, self._now()))
+            self._started = None
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         start = self._now()
         yield
-        self._meetings.append((start, self._now()))
+        self._collectives.append((start, self._now()))
 
-    def read(self) -> Segments:
-        """What was counted since the last reading; on a GPU it waits for the stream."""
+    def read(self) -> LocalTimes:
+        """The times since the last reading; on a GPU this waits for the current stream."""
         if self._cuda:
             torch.cuda.current_stream().synchronize()
-        read = Segments(
-            blocks=sum(map(self._seconds, self._blocks)), meetings=sum(map(self._seconds, self._meetings))
+        times = LocalTimes(
+            compute=sum(map(self._seconds, self._compute)),
+            collectives=sum(map(self._seconds, self._collectives)),
         )
-        self._blocks, self._meetings = [], []
-        return read
+        self._compute, self._collectives = [], []
+        return times
 
     def _now(self) -> Any:
         if not self._cuda:

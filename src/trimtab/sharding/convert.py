@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.block import Block, Elastic, UnitTensor, attach, find_elastic, grown
+from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor, attach, find_elastic, grown
 from trimtab.sharding.dropout import key_dropout
 from trimtab.sharding.find import Found, features, find_blocks, is_transposed
 from trimtab.sharding.kinds import Mlp
@@ -91,10 +91,10 @@ def _parameter_bytes(found: Found, projections: Iterable[str]) -> int:
 
 def _spread(
     found: Found, units: int, heads: int, widths: dict[str, tuple[int, ...]], table: Table, elastic: Elastic
-) -> Block:
+) -> UnitBlock:
     kind, group = found.kind, elastic.group
     attribute = None if isinstance(kind, Mlp) else kind.local_width
-    block = Block(
+    block = UnitBlock(
         name=found.name,
         units=units,
         heads_per_unit=heads,

@@ -27,7 +27,7 @@ from trimtab.sharding.kinds import Attention
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.sharding.block import Block, Elastic
+    from trimtab.sharding.block import Elastic, UnitBlock
     from trimtab.sharding.find import Found
 
 _LEVELS = 1 << 16
@@ -71,7 +71,7 @@ class _KeyedAttention(nn.Module):
 class _DropUnits(TorchFunctionMode):
     """While it lasts, functional dropout inside the block is by unit."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: UnitBlock) -> None:
         super().__init__()
         self._block = block
         self._drawn = 0
@@ -141,7 +141,7 @@ def _counts() -> int:
     return 0 if torch._C._current_graph_task_id() != -1 else 1
 
 
-def _drop_units(x: Tensor, p: float, block: Block, name: str, calls: int) -> Tensor:
+def _drop_units(x: Tensor, p: float, block: UnitBlock, name: str, calls: int) -> Tensor:
     heads, count = block.heads_per_unit, max(1, block.computing)
     owned = torch.as_tensor(block.computed or [0], device=x.device)
     if heads and x.ndim == 4 and x.shape[1] == count * heads:

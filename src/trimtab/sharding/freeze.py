@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from trimtab.sharding.block import Block, Elastic, UnitTensor
+    from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor
     from trimtab.sharding.resized import Cut
 
 _PARAMETER = None
@@ -105,7 +105,7 @@ class StepHooks:
             self._since.clear()
             self._stepped()
 
-    def _of(self, optimizer: Optimizer) -> list[tuple[Block, UnitTensor]]:
+    def _of(self, optimizer: Optimizer) -> list[tuple[UnitBlock, UnitTensor]]:
         """The tensors that this optimiser updates."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [pair for pair in self._elastic.tensors() if id(pair[1].parameter) in held]

@@ -38,7 +38,7 @@ class TensorGroup:
         if self.clock is None:
             dist.all_reduce(tensor, group=self.process_group)
             return
-        with self.clock.meeting():
+        with self.clock.collective():
             dist.all_reduce(tensor, group=self.process_group)
 
 
@@ -47,14 +47,14 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         if group.clock is not None:
-            group.clock.block_begins()
+            group.clock.compute_starts()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
         if group.clock is not None:
-            group.clock.block_ends()
+            group.clock.compute_ends()
         # A copy: autograd may have handed the same tensor to others.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         group.all_reduce(total)
@@ -66,7 +66,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         if group.clock is not None:
-            group.clock.block_ends()
+            group.clock.compute_ends()
         total = y.detach().contiguous()
         group.all_reduce(total)  # in place: a product does not keep its result for its backward pass
         return total
@@ -75,7 +75,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
         if group.clock is not None:
-            group.clock.block_begins()
+            group.clock.compute_starts()
         return gradients[0], None
 
 

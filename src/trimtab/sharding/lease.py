@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trimtab.sharding.block import Block, Elastic
+    from trimtab.sharding.block import Elastic, UnitBlock
     from trimtab.sharding.group import TensorGroup
 
 _LOST = (
@@ -114,7 +114,7 @@ def leased(model: nn.Module) -> dict[str, list[int]]:
 class BlockLease:
     """The loans of one block, as one rank sees them."""
 
-    block: Block
+    block: UnitBlock
     loans: list[Loan]
     working: dict[int, Tensor] = field(default_factory=dict)
     """By parameter, the rows to compute with; empty outside a pass."""
@@ -244,7 +244,7 @@ class _Leased(torch.autograd.Function):
         ctx.lease = lease
         ctx.shapes = [parameter.shape for parameter in parameters]
         if lease.block.group.clock is not None:
-            lease.block.group.clock.block_begins()
+            lease.block.group.clock.compute_starts()
         full = []
         for tensor, parameter, rows in zip(lease.block.tensors, parameters, borrowed, strict=True):
             kept = parameter[: lease.kept * tensor.axis.width]
@@ -256,7 +256,7 @@ class _Leased(torch.autograd.Function):
         lease: BlockLease = ctx.lease
         group, tensors = lease.block.group, lease.block.tensors
         if group.clock is not None:
-            group.clock.block_ends()
+            group.clock.compute_ends()
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         if ctx.needs_input_grad[1]:
             group.all_reduce(total)
@@ -309,7 +309,7 @@ def _split(which: list[Loan], end: str, size: int, unit: int) -> list[int]:
     return [sum(loan.count for loan in which if getattr(loan, end) == rank) * unit for rank in range(size)]
 
 
-def _next_lease(block: Block) -> BlockLease | None:
+def _next_lease(block: UnitBlock) -> BlockLease | None:
     """The lease of the next block that has one."""
     after = False
     for other in block.elastic.blocks.values():
@@ -333,7 +333,7 @@ def _exchange(
 
 
 def _waited(work: dist.Work, group: TensorGroup) -> None:
-    with nullcontext() if group.clock is None else group.clock.meeting():
+    with nullcontext() if group.clock is None else group.clock.collective():
         try:
             work.wait()
         except RuntimeError as error:

@@ -4,7 +4,7 @@ The steps, the same on every rank:
 
 1. The new table of every block is checked; nothing has happened yet if it is refused.
 2. The ranks compare what they were asked and what they hold (one all-gather of 32 bytes).
-3. Block by block in the model's order, for those that change: one all-to-all of exactly the slices
+3. UnitBlock by block in the model's order, for those that change: one all-to-all of exactly the slices
    of the units that leave, of the parameters and of each optimiser state that is shaped like them.
 4. Units that stay keep their slots; arrivals take free ones; where no room is left (or, without
    headroom, room is left over) the tensors are allocated anew under the same parameter objects.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.block import Block, Elastic, UnitTensor, device_of, elastic_of, grown
+from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor, device_of, elastic_of, grown
 from trimtab.sharding.table import Table
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def can_move(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch
     return bool(optimizers)
 
 
-def _block(elastic: Elastic, name: str) -> Block:
+def _block(elastic: Elastic, name: str) -> UnitBlock:
     block = elastic.blocks.get(name)
     if block is None:
         raise TrimtabError(f"there is no block {name!r}; there are {', '.join(elastic.blocks)}")
@@ -199,7 +199,7 @@ def _agree(elastic: Elastic, tables: Mapping[str, Table], states: Mapping[int, A
 
 @torch.no_grad()
 def _exchange(
-    block: Block, table: Table, states: Mapping[int, list[tuple[dict[str, Any], str]]]
+    block: UnitBlock, table: Table, states: Mapping[int, list[tuple[dict[str, Any], str]]]
 ) -> tuple[int, int]:
     """Send what leaves, receive what comes, and put every unit into its slot."""
     rank, size = block.group.rank, block.group.size
@@ -245,7 +245,7 @@ def _replace(parameter: nn.Parameter, new: Tensor) -> None:
 
 
 def _placed(
-    tensor: UnitTensor, value: Tensor, block: Block, table: Table, comes: list[Any], pieces: list[Tensor]
+    tensor: UnitTensor, value: Tensor, block: UnitBlock, table: Table, comes: list[Any], pieces: list[Tensor]
 ) -> Tensor:
     """The tensor after the move: in place where the room suffices, else allocated anew."""
     rank, width = block.group.rank, tensor.axis.width

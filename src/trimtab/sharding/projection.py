@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from trimtab.sharding.group import leave
 
 if TYPE_CHECKING:
-    from trimtab.sharding.block import Block
+    from trimtab.sharding.block import UnitBlock
 
 
 class InProjection(nn.Module):
     """From the replicated input to this rank's units: each unit's rows, in slot order."""
 
-    def __init__(self, block: Block, weight: nn.Parameter, bias: nn.Parameter | None, parts: tuple[int, ...]):
+    def __init__(
+        self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, parts: tuple[int, ...]
+    ):
         super().__init__()
         self.block = block
         self.weight = weight
@@ -50,7 +52,7 @@ class InProjection(nn.Module):
 class OutProjection(nn.Module):
     """From this rank's units to the sum over all units of all ranks; the bias is added once, after it."""
 
-    def __init__(self, block: Block, weight: nn.Parameter, bias: nn.Parameter | None, width: int):
+    def __init__(self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, width: int):
         super().__init__()
         self.block = block
         self.weight = weight

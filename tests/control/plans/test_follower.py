@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
-from trimtab.api.set_precision import precisions_of, set_precision
+from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
 from trimtab.control.plans.active_plan import InForce, in_force_of, put_in_force
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.environment import logger
+from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

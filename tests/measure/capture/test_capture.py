@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.precision.operators import ATTENTION, operators
+from trimtab.precision.operators import operators
+from trimtab.precision_names import ATTENTION
 from trimtab.workload import OUTSIDE, Workload, load_workload, save_workload
 
 if TYPE_CHECKING:

@@ -15,11 +15,12 @@ from tests.support.requirements import requires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.api.set_precision import precisions_of, set_precision
+from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.dry_run import Trial
 from trimtab.measure.damage.indicators import INDICATORS, gradient_damage, measure
-from trimtab.precision import Precision
+from trimtab.precision.setting import precisions_of
+from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

@@ -17,12 +17,13 @@ from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import AA, Timing, interleave
 from trimtab.bench.result import Result
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
-from trimtab.precision.devices import EVER, offers
+from trimtab.precision.devices import offers
+from trimtab.precision_names import OPERATOR_PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.precision.operators import Kind
+    from trimtab.precision_names import OperatorKind
 
 LINEAR = {
     "cpu": ("512x768x3072", "512x3072x768", "512x768x768"),
@@ -64,8 +65,8 @@ def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -
     return Result(bench="precision", summary=_summary(rows, on), rows=rows)
 
 
-def _operators(device: torch.device) -> Sequence[tuple[Kind, str, nn.Module, torch.Tensor]]:
-    cases: list[tuple[Kind, str, nn.Module, torch.Tensor]] = []
+def _operators(device: torch.device) -> Sequence[tuple[OperatorKind, str, nn.Module, torch.Tensor]]:
+    cases: list[tuple[OperatorKind, str, nn.Module, torch.Tensor]] = []
     for shape in LINEAR[device.type]:
         rows, inputs, outputs = map(int, shape.split("x"))
         cases.append(("linear", shape, nn.Linear(inputs, outputs), torch.randn(rows, inputs)))
@@ -86,10 +87,12 @@ def _operators(device: torch.device) -> Sequence[tuple[Kind, str, nn.Module, tor
 
 
 def _operator_rows(
-    kind: Kind, shape: str, module: nn.Module, x: torch.Tensor, repeats: int
+    kind: OperatorKind, shape: str, module: nn.Module, x: torch.Tensor, repeats: int
 ) -> list[dict[str, Any]]:
     baseline = _baseline(x.device)
-    names = [name for name in offers(x.device)[kind] if name in EVER[kind] and name != baseline]
+    names = [
+        name for name in offers(x.device)[kind] if name in OPERATOR_PRECISIONS[kind] and name != baseline
+    ]
     runs: dict[str, Callable[[], float]] = {}
     saved: dict[str, int] = {}
     holders = {}

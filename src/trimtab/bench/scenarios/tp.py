@@ -21,7 +21,7 @@ from trimtab.bench.ranks import run_on_ranks
 from trimtab.bench.result import Result
 from trimtab.models.tasks import tokens
 from trimtab.planning.tensor.shares import water_level
-from trimtab.sharding import Attention, Clock, Mlp, Segments, assignment, assignment_for, move
+from trimtab.sharding import Attention, Clock, LocalTimes, Mlp, assignment, assignment_for, move
 from trimtab.sharding.block import elastic_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Trainer:
         # Groups apart: torch's own parameters and plain ones cannot be updated by one kernel.
         self.optimizer = torch.optim.AdamW([{"params": spread}, {"params": rest}], lr=3e-4)
         self._steps, self.loss = 0, float("nan")
-        self.segments: list[tuple[float, Segments]] = []
+        self.local_times: list[tuple[float, LocalTimes]] = []
 
     def step(self) -> float:
         """One training step; gives the seconds until the last rank has finished it."""
@@ -137,7 +137,7 @@ class Trainer:
         self._together()
         taken = time.perf_counter() - start
         if self._clock is not None:
-            self.segments.append((own, self._clock.read()))
+            self.local_times.append((own, self._clock.read()))
         self.loss = float(loss.detach())
         return taken
 
@@ -170,8 +170,8 @@ def ideal(even: Trainer, rounds: int) -> Timing:
     that was last.
     """
     counted = [
-        (each.blocks, each.meetings, own - each.blocks - each.meetings)
-        for own, each in even.segments[-rounds:]
+        (each.compute, each.collectives, own - each.compute - each.collectives)
+        for own, each in even.local_times[-rounds:]
     ]
     mine = torch.tensor(counted, dtype=torch.float64, device=next(even.model.parameters()).device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

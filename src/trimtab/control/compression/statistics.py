@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment, name_hash
-from trimtab.random_bits import stream
+from trimtab.codec.packing import Packing, Segment
+from trimtab.random_bits import name_hash, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from trimtab.sharding.block import Block
+    from trimtab.sharding.block import UnitBlock
     from trimtab.sharding.change import Sizes
 
     _Numbers = dict[str, NDArray[np.float64]]
@@ -177,7 +177,7 @@ class _Resizing:
             self._looked[block.name] = 0
         self._hooks = StepHooks(self.elastic, self._stepped)
 
-    def __call__(self, block: Block) -> None:
+    def __call__(self, block: UnitBlock) -> None:
         """The block computes other units now."""
         self._look(block)
         self._choose([block])
@@ -200,7 +200,7 @@ class _Resizing:
         if self._steps >= self.window:
             self.turn()
 
-    def _learn(self, block: Block, changed: _Numbers) -> None:
+    def _learn(self, block: UnitBlock, changed: _Numbers) -> None:
         """How much everything changed in this window; what was frozen keeps what was known of it."""
         for axis, known, numbers in self._axes(block):
             moved = np.ones(len(numbers), dtype=np.bool_)
@@ -212,7 +212,7 @@ class _Resizing:
             known.changed[numbers[moved]] = values / (values.mean() if values.any() else 1.0)
         self._look(block)
 
-    def _look(self, block: Block) -> None:
+    def _look(self, block: UnitBlock) -> None:
         self._changes[block.name].look()
         self._looked[block.name] = self._steps
 
@@ -229,10 +229,10 @@ class _Resizing:
                 computed = ~np.isnan(values[axis])
                 known.active[numbers[computed]] = values[axis][computed]
 
-    def _axes(self, block: Block) -> Iterable[tuple[str, _Known, NDArray[np.int64]]]:
+    def _axes(self, block: UnitBlock) -> Iterable[tuple[str, _Known, NDArray[np.int64]]]:
         return [(axis, self._known[block.name, axis], _numbers(block, axis)) for axis in _ALL]
 
-    def _choose(self, blocks: Iterable[Block]) -> None:
+    def _choose(self, blocks: Iterable[UnitBlock]) -> None:
         setting = self.setting
         if setting is None or setting.ratio == 0:
             for block in blocks:
@@ -263,7 +263,7 @@ class _Resizing:
             if setting.selection == "activation":
                 block.activity = Activity(block)
 
-    def _pool(self, block: Block, axis: str, setting: _Setting) -> Pool:
+    def _pool(self, block: UnitBlock, axis: str, setting: _Setting) -> Pool:
         """What may be left out: not what is computed for or by others."""
         known = self._known[block.name, axis]
         numbers = _numbers(block, axis)
@@ -286,7 +286,7 @@ class _Resizing:
         return Pool(scores=scores, waited=known.waited[numbers], cost=_cost(block, axis))
 
 
-def _slices(block: Block, axis: str, left: NDArray[np.bool_]) -> Slices:
+def _slices(block: UnitBlock, axis: str, left: NDArray[np.bool_]) -> Slices:
     own, every = block.places
     beyond = 0 if axis == "ins" else (every - own) * len(left) // own
     kept = np.concatenate([~left, np.ones(beyond, dtype=np.bool_)])
@@ -297,17 +297,17 @@ def _slices(block: Block, axis: str, left: NDArray[np.bool_]) -> Slices:
     )
 
 
-def _out_width(block: Block) -> int:
+def _out_width(block: UnitBlock) -> int:
     return next(t.axis.width for t in block.tensors if not isinstance(t.module, InProjection))
 
 
-def _total(block: Block, axis: str) -> int:
+def _total(block: UnitBlock, axis: str) -> int:
     if axis == "ins":
         return next(t.parameter.shape[1] for t in block.tensors if t.attribute == "weight")
     return block.units * (1 if axis == "units" else _out_width(block))
 
 
-def _numbers(block: Block, axis: str) -> NDArray[np.int64]:
+def _numbers(block: UnitBlock, axis: str) -> NDArray[np.int64]:
     """The global number of every slice that is here, by slot."""
     if axis == "ins":
         return np.arange(_total(block, axis))
@@ -316,7 +316,7 @@ def _numbers(block: Block, axis: str) -> NDArray[np.int64]:
     return (units[:, None] * width + np.arange(width)).flatten()
 
 
-def _cost(block: Block, axis: str) -> float:
+def _cost(block: UnitBlock, axis: str) -> float:
     """Weights that one slice multiplies with."""
     cost = 0
     for tensor in block.tensors:

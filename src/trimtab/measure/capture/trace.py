@@ -22,7 +22,8 @@ from trimtab.measure.capture.call import DTYPES, Call, Meta, meta_of, tensors_in
 from trimtab.measure.capture.kinds import kind_of_target
 from trimtab.measure.capture.values import run_kernel
 from trimtab.precision.half import HalfProducts
-from trimtab.precision.operators import ATTENTION, LowForward, operators
+from trimtab.precision.operators import LowForward, operators
+from trimtab.precision_names import ATTENTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.damage.dry_run import Trial
 from trimtab.measure.damage.noise_sources import Shaped, errors, responses, shaped
 from trimtab.measure.damage.recorder import Seen, Watch
-from trimtab.precision.devices import EVER
 from trimtab.precision.products import tf32_products
+from trimtab.precision_names import OPERATOR_PRECISIONS
 from trimtab.predict.damage import Damage, Source, Sources, damage_of
 from trimtab.random_bits import stream
 
@@ -154,7 +154,7 @@ def _finished(calls: Sequence[Seen]) -> list[Seen]:
 
 
 def _applicable(call: Shaped, precisions: Sequence[str]) -> list[str]:
-    return [name for name in precisions if name in EVER[call.kind] and name != "fp32"]
+    return [name for name in precisions if name in OPERATOR_PRECISIONS[call.kind] and name != "fp32"]
 
 
 def _contributions(

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
 from trimtab.precision.half import DTYPES
-from trimtab.precision.operators import ATTENTION, Calls, LowForward
+from trimtab.precision.operators import Calls, LowForward
+from trimtab.precision_names import ATTENTION
 from trimtab.random_bits import stream
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ import math
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.calibrate import calibrate, length_of, moved_by
 from trimtab.measure.damage.dry_run import Trial
 from trimtab.measure.damage.recorder import Watch
 from trimtab.measure.damage.rounding import of_weight
-from trimtab.precision.devices import EVER
 from trimtab.precision.operators import operators
-from trimtab.precision.precision import NAMES
+from trimtab.precision.setting import set_operators
+from trimtab.precision_names import OPERATOR_PRECISIONS, PRECISIONS
 from trimtab.predict.damage import Damage, Statistics, bidirectional, damage_of
 from trimtab.random_bits import absorb, stream
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.measure.damage.recorder import Seen
-    from trimtab.precision.operators import Kind
+    from trimtab.precision_names import OperatorKind
 
     Indicator = Callable[[Trial, Sequence[str]], Damage]
 
@@ -67,20 +66,20 @@ def gradient_damage(
         TrimtabError: no loss, no finite gradient, a name that is not known.
     """
     for name in precisions:
-        if name not in NAMES:
-            raise TrimtabError(f"damage: there is no precision {name!r}; there are {', '.join(NAMES)}")
+        if name not in PRECISIONS:
+            raise TrimtabError(f"damage: there is no precision {name!r}; there are {', '.join(PRECISIONS)}")
     if indicator not in INDICATORS:
         raise TrimtabError(f"damage: there is no indicator {indicator!r}; choose {', '.join(INDICATORS)}")
     with Trial(model, batches, loss, seed) as trial:
         found = INDICATORS[indicator](trial, precisions)
-        kinds: dict[str, Kind] = dict.fromkeys(found, "attention")
+        kinds: dict[str, OperatorKind] = dict.fromkeys(found, "attention")
         kinds |= operators(trial.model)
         own = {name: ("fp32", trial.own_precision(name)) for name in kinds}
     return {
         name: {
             p: 0.0 if p in own[name] else found.get(name, {}).get(p, 0.0)
             for p in precisions
-            if p in EVER[kind]
+            if p in OPERATOR_PRECISIONS[kind]
         }
         for name, kind in kinds.items()
     }
@@ -108,15 +107,15 @@ def measure(trial: Trial, precisions: Sequence[str], draws: int = DRAWS) -> dict
     changes: dict[str, dict[str, Change]] = {}
     for name, kind in {seen.name: seen.kind for seen in _calls(trial)}.items():
         own = ("fp32", trial.own_precision(name))
-        for precision in (p for p in precisions if p in EVER[kind] and p not in own):
+        for precision in (p for p in precisions if p in OPERATOR_PRECISIONS[kind] and p not in own):
             found = []
             for draw in range(draws if precision in ("int8", "fp8") else 1):
-                set_precision(trial.model, {name: precision}, seed=absorb(trial.seed, draw))
+                set_operators(trial.model, {name: precision}, seed=absorb(trial.seed, draw))
                 for batch in usable:
                     loss, gradient = trial.gradient(batch)
                     error = _squared({n: g - plain[batch][1][n] for n, g in gradient.items()}) / sizes[batch]
                     found.append((error, abs(float(loss - plain[batch][0]))))
-            set_precision(trial.model, {})
+            set_operators(trial.model, {})
             means = (sum(parts) / len(found) for parts in zip(*found, strict=True))
             change = Change(*(value if math.isfinite(value) else math.inf for value in means))
             changes.setdefault(name, {})[precision] = change
@@ -156,7 +155,7 @@ def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
                 operands = call.operands if call.weight is None else [*call.operands, call.weight]
                 value, weight = (_statistics(tensor) for tensor in operands[:2])
             by = totals.setdefault(call.name, {})
-            for precision in (p for p in precisions if p in EVER[call.kind] and p != "fp32"):
+            for precision in (p for p in precisions if p in OPERATOR_PRECISIONS[call.kind] and p != "fp32"):
                 hurt = bidirectional(
                     weight, value, gradient, precision, depth=depth + 1, deepest=len(calls), gamma=gamma
                 )
@@ -188,7 +187,7 @@ def _curvature(trial: Trial, precisions: Sequence[str]) -> Damage:
         totals[name] = {
             precision: 0.5 * trace * float(of_weight(weight, precision).mean())
             for precision in precisions
-            if precision in EVER[kind] and precision != "fp32"
+            if precision in OPERATOR_PRECISIONS[kind] and precision != "fp32"
         }
     return totals
 

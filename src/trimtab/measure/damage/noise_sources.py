@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.measure.damage.recorder import Seen
-    from trimtab.precision.operators import Kind
+    from trimtab.precision_names import OperatorKind
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Shaped:
     """
 
     name: str
-    kind: Kind
+    kind: OperatorKind
     tensors: dict[str, torch.Tensor]
     groups: int
     seen: Seen

@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trimtab.precision.half import HalfProducts
-from trimtab.precision.operators import ATTENTION, Kind, operators
+from trimtab.precision.operators import operators
+from trimtab.precision_names import ATTENTION, OperatorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ class Seen:
     """One call of an operator."""
 
     name: str
-    kind: Kind
+    kind: OperatorKind
     module: nn.Module | None
     """None for products of activations."""
 
@@ -118,7 +119,7 @@ class Watch:
         return ((entered[0], *args[1:]), kwargs) if args else (args, {**kwargs, key: entered[0]})
 
     def _leave_operator(
-        self, name: str, kind: Kind, module: nn.Module, args: Any, kwargs: Any, result: Any
+        self, name: str, kind: OperatorKind, module: nn.Module, args: Any, kwargs: Any, result: Any
     ) -> Any:
         self._names.pop()
         if self._inside:
@@ -145,7 +146,7 @@ class Watch:
     def _add(
         self,
         name: str,
-        kind: Kind,
+        kind: OperatorKind,
         module: Any,
         operands: list[tuple[torch.Tensor, bool]],
         result: torch.Tensor,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from trimtab.precision_names import HALVES
 from trimtab.workload.tensor import BYTES
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 DeviceKind = Literal["cpu", "cuda"]
 
 CODES = ("int8", "fp8")
-HALVES = ("bf16", "fp16")
 PAD = 16
 """A GPU's 8-bit operands are padded to multiples of this."""
 

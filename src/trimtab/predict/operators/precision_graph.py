@@ -10,8 +10,9 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
+from trimtab.precision_names import HALVES
 from trimtab.predict.operators.costs import plain_precision
-from trimtab.predict.operators.low_precision import HALVES, memory_type, passes
+from trimtab.predict.operators.low_precision import memory_type, passes
 from trimtab.workload.workload import OUTSIDE
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment, name_hash
+from trimtab.codec.packing import Packing, Segment
 from trimtab.control.compression.statistics import ALL_BITS
 from trimtab.doors.ddp import MIN_NUMEL
 from trimtab.planning.compression.adaptive import FAMILIES, LEAST_BITS, Family
@@ -24,7 +24,7 @@ from trimtab.planning.compression.bits import (
 )
 from trimtab.planning.compression.family import BITS, BITS_FEEDBACK
 from trimtab.planning.compression.policies import POLICIES
-from trimtab.random_bits import OWN, stream
+from trimtab.random_bits import OWN, name_hash, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

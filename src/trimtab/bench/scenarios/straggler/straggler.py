@@ -236,10 +236,10 @@ def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None
     even = trainers["even"]
     floors = {}
     for phase, stop in (("during", end), ("after", last)):
-        segments = even.segments
-        even.segments = segments[:stop]
+        local_times = even.local_times
+        even.local_times = local_times[:stop]
         floors[phase] = ideal(even, late)  # type: ignore[arg-type]
-        even.segments = segments
+        even.local_times = local_times
     rows: list[dict[str, Any]] = []
     for method, trainer in trainers.items():
         during, after = trainer.taken[start:end], trainer.taken[end:]

@@ -14,7 +14,7 @@ from trimtab.bench.scenarios.straggler.models import KINDS, make_batch, make_mod
 from trimtab.control.tensor.balancer import balance, balancer_of, decisions
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.planning.tensor.rebalance import Rules
-from trimtab.sharding import Clock, Segments
+from trimtab.sharding import Clock, LocalTimes
 from trimtab.sharding.block import elastic_of
 from trimtab.sharding.lease import lease
 
@@ -60,7 +60,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE[self._device.type], eps=_EPSILON)
         self.losses: list[float] = []
         self.taken: list[float] = []
-        self.segments: list[tuple[float, Segments]] = []
+        self.local_times: list[tuple[float, LocalTimes]] = []
 
     def step(self) -> float:
         """One training step; gives the seconds until the last rank has finished it."""
@@ -77,7 +77,7 @@ class Trainer:
         self._together()
         taken = time.perf_counter() - start
         if self._clock is not None:
-            self.segments.append((own, self._clock.read()))
+            self.local_times.append((own, self._clock.read()))
         self.losses.append(float(loss.detach()))
         self.taken.append(taken)
         return taken
@@ -107,9 +107,9 @@ class Trainer:
         for _ in range(repeats):
             clock.begin()
             for _ in range(marks):
-                clock.block_begins()
-                clock.block_ends()
-                with clock.meeting():
+                clock.compute_starts()
+                clock.compute_ends()
+                with clock.collective():
                     pass
             clock.end()
             clock.samples()

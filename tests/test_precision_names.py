@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.precision import NAMES, Precision
+from trimtab.precision_names import PRECISIONS, Precision
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_a_string_stands_for_all_three_products(name: str) -> None:
     precision = Precision.of(name)
     assert precision.names == (name, name, name)
@@ -36,10 +36,10 @@ def test_it_survives_its_encoding() -> None:
 )
 def test_what_there_is_not_is_refused(wrong: dict[str, str]) -> None:
     known = {"forward": "int8", "grad_input": "int8", "grad_weight": "int8"}
-    with pytest.raises(ValueError, match=r"there are|must be|whole tensor"):
+    with pytest.raises(ValueError, match=r"choose from|must be|whole tensor"):
         Precision(**(known | wrong))  # type: ignore[arg-type]
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match="there are fp32, tf32, bf16, fp16, fp8, int8"):
+    with pytest.raises(ValueError, match="choose from fp32, tf32, bf16, fp16, fp8, int8"):
         Precision.of("int4")

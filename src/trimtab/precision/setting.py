@@ -1,0 +1,113 @@
+"""Set the precision of a model's operators by name pattern, and restore them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.errors import TrimtabError
+from trimtab.precision.devices import refuse_unsupported
+from trimtab.precision.draw import base_key
+from trimtab.precision.operators import Calls, LowForward, install, operators, restore
+from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
+from trimtab.random_bits import name_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *, seed: int = 0) -> None:
+    """Replace the precisions of a model's operators; see `trimtab.set_precision`. Without patterns: restore them.
+
+    Raises:
+        TrimtabError: as `trimtab.set_precision`. The model has not been changed then.
+    """
+    root = _unwrapped(model)
+    chosen = match(root, precisions)
+    device = _device(root)
+    for name, (kind, precision) in chosen.items():
+        refuse_unsupported(name, kind, precision, device)
+    restore(root)
+    if not chosen:
+        return
+    calls = Calls(torch.zeros(1, dtype=torch.int64, device=device))
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    for name, (kind, precision) in chosen.items():
+        module = root.get_submodule(name.removesuffix(ATTENTION))
+        install(module, kind, precision, base_key(seed, rank, name_hash(name)), calls)
+    root.register_forward_pre_hook(calls)
+
+
+def precisions_of(model: nn.Module) -> dict[str, Precision]:
+    """The precisions that are set, by module name."""
+    return {
+        name: forward.precision
+        for name, module in _unwrapped(model).named_modules()
+        if isinstance(forward := module.__dict__.get("forward"), LowForward)
+    }
+
+
+def match(
+    root: nn.Module, precisions: Mapping[str, Precision | str]
+) -> dict[str, tuple[OperatorKind, Precision]]:
+    """Every operator that a pattern matches, with the precision of the first such pattern."""
+    patterns = {pattern: _precision(pattern, value) for pattern, value in precisions.items()}
+    known: dict[str, OperatorKind] = dict(operators(root))
+    if any(pattern.endswith(ATTENTION) for pattern in patterns):
+        known |= {
+            name + ATTENTION: "attention"
+            for name, module in root.named_modules()
+            if name and name not in known and not isinstance(module, nn.MultiheadAttention)
+        }
+    chosen: dict[str, tuple[OperatorKind, Precision]] = {}
+    unused = set(patterns)
+    for name, kind in known.items():
+        for pattern, precision in patterns.items():
+            if not fnmatchcase(name, pattern) or (kind == "attention") != pattern.endswith(ATTENTION):
+                continue
+            unused.discard(pattern)
+            if name != pattern and not set(precision.names) <= set(OPERATOR_PRECISIONS[kind]):
+                continue  # a wildcard skips operators that cannot have its precision on any device
+            chosen[name] = (kind, precision)
+            break
+    for name, module in root.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and name + ATTENTION in unused:
+            raise TrimtabError(
+                f"set_precision: {name} is a torch.nn.MultiheadAttention, which computes its products in one call "
+                f"that cannot be divided; leave out {name + ATTENTION!r}, or call scaled_dot_product_attention in a "
+                "module of your own"
+            )
+    if unused:
+        examples = ", ".join(list(known)[:8]) or "none"
+        raise TrimtabError(
+            f"set_precision: {', '.join(map(repr, sorted(unused)))} matches no operator of this model, or only "
+            f"operators that an earlier pattern sets; its operators are {examples}{', ...' if len(known) > 8 else ''}"
+        )
+    return chosen
+
+
+def _precision(pattern: str, value: Precision | str) -> Precision:
+    try:
+        return Precision.of(value)
+    except ValueError as error:
+        raise TrimtabError(f"set_precision: {pattern!r}: {error}") from error
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if hasattr(model, "_orig_mod"):
+        raise TrimtabError(
+            "set_precision: this model is already compiled; set its precision first, then call torch.compile"
+        )
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _device(root: nn.Module) -> torch.device:
+    for tensor in root.parameters():
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
