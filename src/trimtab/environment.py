@@ -12,6 +12,9 @@ import sys
 
 from trimtab.errors import TrimtabError
 
+EMULATION = "TRIMTAB_EMULATION"
+"""Set in every process of an emulated cluster, to the emulation's directory."""
+
 _LEVELS = ("debug", "info", "warning", "error")
 
 

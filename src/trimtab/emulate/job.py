@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.environment import EMULATION
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-MARK = "TRIMTAB_EMULATION"
-"""Environment variable that every process of a job carries; its value is the job's directory."""
 
 RUN_MARK = "TRIMTAB_EMULATION_RUN"
 """The same for every process of one run of a job; its value is the run's directory."""
@@ -46,7 +44,7 @@ class Job:
     @property
     def marked(self) -> dict[str, str]:
         """The environment variable that makes a process part of this job."""
-        return {MARK: str(self.path)}
+        return {EMULATION: str(self.path)}
 
     def record(self, kind: str, value: str | Path) -> None:
         """Note a resource that is about to be made outside the directory."""

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trimtab.emulate import mps
-from trimtab.emulate.job import MARK, inspection, is_alive, jobs_home, recorded
+from trimtab.emulate.job import inspection, is_alive, jobs_home, recorded
+from trimtab.environment import EMULATION
 
 _PATIENCE_S = 5.0
 
@@ -49,7 +50,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def kill_marked(path: Path, variable: str = MARK, spare: tuple[str, ...] = ()) -> None:
+def kill_marked(path: Path, variable: str = EMULATION, spare: tuple[str, ...] = ()) -> None:
     """SIGKILL every process of the job until none is left, but those whose name is in `spare`.
 
     A process is known by its environment, which it hands down to all it starts: this
@@ -63,7 +64,7 @@ def kill_marked(path: Path, variable: str = MARK, spare: tuple[str, ...] = ()) -
         time.sleep(0.01)
 
 
-def marked(path: Path, variable: str = MARK, spare: tuple[str, ...] = ()) -> list[int]:
+def marked(path: Path, variable: str = EMULATION, spare: tuple[str, ...] = ()) -> list[int]:
     """The processes in whose environment `variable` is `path`: those of a job."""
     wanted = f"{variable}={path}".encode()
     found = []

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.emulate.job import MARK
+from trimtab.environment import EMULATION
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
@@ -322,7 +322,7 @@ def cache_of(device: torch.device, extra: str = "") -> ProbeCache:
         where,
         torch=torch.__version__,
         trimtab=trimtab.__version__,
-        keep=MARK not in os.environ,
+        keep=EMULATION not in os.environ,
     )
 
 
