@@ -6,13 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.predict.profiles import cluster
+from tests.predict.profiles import cluster, profile
 
 from trimtab.cli.simulate import simulate
 from trimtab.cluster import save_cluster
+from trimtab.errors import TrimtabError
+
+
+def test_measurements_of_another_version_are_refused(tmp_path: Path) -> None:
+    old = replace(cluster(), profile=replace(profile(), trimtab="0.0.1"))
+    save_cluster(old, tmp_path / "c.json")
+    with pytest.raises(TrimtabError, match=r"measured with trimtab 0\.0\.1"):
+        simulate(tmp_path / "c.json", "gpt", batch=2, as_json=True)
 
 
 @pytest.mark.parametrize(("samples", "far"), [(12, False), (40, True)])

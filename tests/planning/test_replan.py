@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.planning.planning import BETWEEN, FAST, SLOW, planned, three, uneven
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.replan import SPARED, WORTH, replan
+from trimtab.planning.replan import MIN_SPEEDUP, SPARED, replan
 
 if TYPE_CHECKING:
     from trimtab.planning.plan import Plan
@@ -77,7 +77,7 @@ def test_a_new_plan_is_worth_it() -> None:
         after = max(role.compute_s for role in new.roles.values())
         assert after < before / 1.01 or new.predicted.damage <= SPARED * plan.predicted.damage
     assert replan(plan, observed(plan, slow=1.005)) is plan
-    assert WORTH > 1
+    assert MIN_SPEEDUP > 1
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,18 +1,13 @@
-"""What collectives send, what was measured of a link, and the exact size of a payload."""
+"""What collectives send, and what was measured of a link."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.codec.packing import Packing, Segment
-from trimtab.collectives import choose
-from trimtab.doors import ddp
 from trimtab.errors import TrimtabError
-from trimtab.predict import job
-from trimtab.predict.links import Placement, fit, nominal, payload, volume
+from trimtab.predict.links import Placement, fit, nominal, volume
 
 
 def test_volumes_of_two_hosts() -> None:
@@ -62,21 +57,3 @@ def test_a_link_of_given_rate_is_marked_estimated() -> None:
     assert found.estimated
     assert found.per_message_s == pytest.approx(20e-6)
     assert 8e-9 < found.per_byte_s < 9e-9
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 8)), min_size=1, max_size=5),
-    st.sampled_from([64, 1000, 1024]),
-)
-def test_payloads_have_the_size_that_the_codec_gives_them(pieces: list[tuple[int, int]], block: int) -> None:
-    segments, offset = [], 0
-    for numel, bits in pieces:
-        segments.append(Segment(offset=offset, numel=numel, bits=bits, block=block))
-        offset += numel
-    packing = Packing(segments=tuple(segments), dtype=torch.float32)
-    assert payload([n for n, _ in pieces], [b for _, b in pieces], block=block) == packing.nbytes
-
-
-def test_the_rules_of_what_is_compressed_are_those_of_the_hands() -> None:
-    assert job.MIN_NUMEL == ddp.MIN_NUMEL
-    assert job.TINY_BYTES == choose.TINY_BYTES

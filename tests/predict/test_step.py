@@ -12,10 +12,11 @@ from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile,
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.job import idle_seconds
 from trimtab.predict.operators.estimate import estimated, rates, with_estimates
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.replay.replay import Bucket, Transfer, replay
+from trimtab.predict.replay.build import idle_seconds
+from trimtab.predict.replay.inputs import BucketTransfers, Transfer
+from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import bottleneck
 from trimtab.predict.replay.trace import save_trace
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, predict_step
@@ -206,7 +207,9 @@ def test_an_empty_cluster_of_other_classes_is_no_crash() -> None:
 
 
 def test_buckets_alone_take_the_wire_and_what_the_codec_cannot_hide() -> None:
-    buckets = [Bucket(name=str(i), transfers=(Transfer(latency_s=0.0, seconds=2.0),)) for i in range(3)]
+    buckets = [
+        BucketTransfers(name=str(i), transfers=(Transfer(latency_s=0.0, seconds=2.0),)) for i in range(3)
+    ]
     local = [((0.5, 0.25),) * 3, ((1.0, 0.5),) * 3]
     # The slower rank's first encoding, three transfers, its last decoding.
     assert idle_seconds(buckets, local) == pytest.approx(1.0 + 3 * 2.0 + 0.5)

@@ -13,17 +13,19 @@ from trimtab import environment
 from trimtab.codec import Block, Codec
 from trimtab.collectives import find_hosts
 from trimtab.control.compression.adaptive import Adaptive, Controller
+from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.fsdp import compress_fsdp, fsdp_compression_of, is_fsdp
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.levels import Levels, choose_levels
 from trimtab.control.plans.active_plan import in_force_of
-from trimtab.doors.ddp import MIN_NUMEL, DdpCompression, refuse_python_reducer, stage_groups
+from trimtab.doors.ddp import DdpCompression, refuse_python_reducer, stage_groups
 from trimtab.errors import TrimtabError
 from trimtab.measure.exchange import measure_exchanges
 from trimtab.model_state import attach_state, state_of
-from trimtab.planning.compression.adaptive import AT_FIRST, FAMILIES, Settings
-from trimtab.planning.compression.family import passed_families
+from trimtab.planning.compression.bit_planner import PlannerSettings
+from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
 from trimtab.planning.compression.payoff import Decision, decide_family
+from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,13 +160,13 @@ class _Chosen:
     """What measuring the job's own link led to."""
 
     config: Adaptive
-    settings: Settings
+    settings: PlannerSettings
     decision: Decision
     groups: tuple[dist.ProcessGroup, ...]
 
     @property
     def codec(self) -> Block:
-        return self.settings.family.codec(self.config.start_bits)
+        return family_codec(self.settings.family, self.config.start_bits)
 
 
 def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None) -> _Chosen:
@@ -183,13 +185,17 @@ def _choose(model: DistributedDataParallel, config: Adaptive, error_feedback: bo
         )
     groups = stage_groups(model.process_group, parameters[0].device)
     exchanges = measure_exchanges(
-        {name: FAMILIES[name].typical for name in names},
+        {
+            name: (family_codec(family, family.expected), family.error_feedback)
+            for name, family in FAMILIES.items()
+            if name in names
+        },
         groups,
         parameters[0].device,
         sum(p.numel() for p in parameters),
     )
     name, decision = decide_family(exchanges, sum(p.numel() * p.element_size() for p in parameters))
-    settings = Settings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
+    settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
     if config.family is None and not error_feedback:
         settings = replace(settings, name=AT_FIRST, fastest=name)
         words = f"{decision.reason} (that is for SGD; any other optimiser gets {AT_FIRST})"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import trimtab
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
@@ -58,14 +59,17 @@ def simulate(
     Example: [bold]trimtab simulate --cluster cluster.json --model gpt2 --add 2xT4 --link-factor 10 --bits 4[/bold]
     """
     from trimtab.cli.terminal import print_table
-    from trimtab.cluster import load_cluster
-    from trimtab.planning.what_if import even, planned, what_ifs, workload_of
+    from trimtab.cluster import check_profile, load_cluster
+    from trimtab.measure.capture.named_model import workload_of
+    from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
     base = load_cluster(cluster)
     kinds = {device.kind for device in base.devices.values()}
     workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds), real=real)
     try:
+        if base.profile is not None:
+            check_profile(base.profile, trimtab=trimtab.__version__)
         if plan is None:
             setting = even(base, batch)
         else:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from trimtab.wire_format import encoded_bytes
+
 RAW = 0
 """The `bits` of a segment that travels uncompressed."""
 
@@ -53,13 +55,7 @@ class Segment:
 
     def nbytes(self, itemsize: int) -> int:
         """Exact size of this segment's encoding, in a buffer of elements of `itemsize` bytes."""
-        if self.numel == 0:
-            return 0
-        if self.bits == RAW:
-            return _align8(self.numel * itemsize)
-        last = self.numel - (self.blocks - 1) * self.block
-        codes = (self.blocks - 1) * _bytes(self.block * self.bits) + _bytes(last * self.bits)
-        return 8 * self.blocks + _align8(codes)
+        return encoded_bytes(self.numel, self.bits, self.block, itemsize=itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +105,3 @@ def check_buffers(packing: Packing, flat: torch.Tensor, *payloads: torch.Tensor)
             raise ValueError(f"the payload has {payload.numel()} bytes where {packing.nbytes} are due")
         if payload.device != flat.device:
             raise ValueError(f"the payload is on {payload.device}, the values on {flat.device}")
-
-
-def _align8(n: int) -> int:
-    return -(-n // 8) * 8
-
-
-def _bytes(bits: int) -> int:
-    return -(-bits // 8)

@@ -21,6 +21,7 @@ from trimtab.collectives.low_rank import LowRankReduction
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
 from trimtab.collectives.ring import Ring
 from trimtab.collectives.tree import Tree
+from trimtab.wire_format import TINY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +33,6 @@ _KINDS: dict[Method, type[AllGather | ScatterReduceAllGather | Ring | Tree]] = {
     "ring": Ring,
     "tree": Tree,
 }
-
-TINY_BYTES = 16 * 1024
-"""Up to this payload, a second round of latency costs more than the bytes that scattering saves."""
 
 
 def reduction_for(

@@ -21,6 +21,7 @@ from trimtab.collectives import MAX_STAGES, Piece, Reduction, finish, reduction_
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.ddp_resume import AsSaved
 from trimtab.errors import TrimtabError
+from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from trimtab.collectives import Hierarchy, Method
 
     Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
-
-MIN_NUMEL = 2048
-"""Smaller parameters, and all with one axis, travel uncompressed: few bytes, and the most sensitive."""
 
 STATE_VERSION = 2
 

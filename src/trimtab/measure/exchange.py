@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trimtab.codec import ErrorFeedback
 from trimtab.collectives import Piece, finish, reduction_for
-from trimtab.planning.compression.payoff import Exchange
+from trimtab.predict.exchange import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

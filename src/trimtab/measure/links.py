@@ -16,8 +16,8 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CollectiveTime
 from trimtab.collectives.reduction import started
-from trimtab.predict.job import payloads
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
+from trimtab.predict.replay.build import payloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

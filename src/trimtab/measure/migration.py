@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.planning.tensor.rebalance import Cost
+from trimtab.predict.migration import MigrationCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,13 +33,13 @@ class Transfer:
     exposed: float
     """The part of it that products running at the same time do not hide: 0 all of it is hidden, 1 nothing."""
 
-    def own(self, work_bytes: float, copies: int, blocks: int) -> Cost:
+    def own(self, work_bytes: float, copies: int, blocks: int) -> MigrationCost:
         """Of moving parameters and optimiser state for good: one all-to-all a block."""
-        return Cost(fixed=self.fixed * blocks, slope=self.per_byte * work_bytes * copies)
+        return MigrationCost(fixed=self.fixed * blocks, slope=self.per_byte * work_bytes * copies)
 
-    def lease(self, work_bytes: float, blocks: int) -> Cost:
+    def lease(self, work_bytes: float, blocks: int) -> MigrationCost:
         """Of weights out and gradients back, in every step."""
-        return Cost(
+        return MigrationCost(
             fixed=self.exposed * self.fixed * 2 * blocks, slope=self.exposed * self.per_byte * work_bytes * 2
         )
 

@@ -19,8 +19,8 @@ from trimtab.codec import Block
 from trimtab.collectives import Piece, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
 from trimtab.measure.links import tried
-from trimtab.predict.job import bits_of, compressed_buckets, idle_seconds
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
+from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
 from trimtab.predict.step import codec_speed
 
 if TYPE_CHECKING:

@@ -9,29 +9,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.planning.compression.bits import LayerOptions as LayerOptions
-    from trimtab.planning.compression.bits import block_cost as block_cost
-    from trimtab.planning.compression.bits import choose_bits as choose_bits
-    from trimtab.planning.compression.bits import uniform_cost as uniform_cost
-    from trimtab.planning.compression.bits import uniform_error as uniform_error
+    from trimtab.planning.compression.layer_options import LayerOptions as LayerOptions
+    from trimtab.planning.compression.layer_options import uniform_cost as uniform_cost
+    from trimtab.planning.compression.layer_options import uniform_error as uniform_error
+    from trimtab.planning.compression.policies import choose_bits as choose_bits
     from trimtab.planning.drift import Follow as Follow
     from trimtab.planning.plan import Plan as Plan
     from trimtab.planning.plan import Role as Role
     from trimtab.planning.plan_file import load_plan as load_plan
     from trimtab.planning.plan_file import save_plan as save_plan
     from trimtab.planning.tensor.shares import water_fill as water_fill
+    from trimtab.wire_format import encoded_bytes as encoded_bytes
 
 _MODULES = {
     "Follow": "trimtab.planning.drift",
-    "LayerOptions": "trimtab.planning.compression.bits",
+    "LayerOptions": "trimtab.planning.compression.layer_options",
     "Plan": "trimtab.planning.plan",
     "Role": "trimtab.planning.plan",
-    "block_cost": "trimtab.planning.compression.bits",
-    "choose_bits": "trimtab.planning.compression.bits",
+    "choose_bits": "trimtab.planning.compression.policies",
+    "encoded_bytes": "trimtab.wire_format",
     "load_plan": "trimtab.planning.plan_file",
     "save_plan": "trimtab.planning.plan_file",
-    "uniform_cost": "trimtab.planning.compression.bits",
-    "uniform_error": "trimtab.planning.compression.bits",
+    "uniform_cost": "trimtab.planning.compression.layer_options",
+    "uniform_error": "trimtab.planning.compression.layer_options",
     "water_fill": "trimtab.planning.tensor.shares",
 }
 __all__ = [
@@ -39,8 +39,8 @@ __all__ = [
     "LayerOptions",
     "Plan",
     "Role",
-    "block_cost",
     "choose_bits",
+    "encoded_bytes",
     "load_plan",
     "save_plan",
     "uniform_cost",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen
     from trimtab.planning.shares.with_precision import Shared
 
-WORTH = 1.025
+MIN_SPEEDUP = 1.025
 """Another plan is taken up where it makes the step faster by this factor."""
 
 SPARED = 0.9
@@ -37,8 +37,8 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
 
     It chooses among the `choices` of the plan's roles, whose seconds are taken to add up and to grow with samples;
     what the step takes beyond its slowest rank's computation is taken to stay. A new plan must make the step faster
-    by a factor of `WORTH`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size, mode, budget
-    and bits stay.
+    by a factor of `MIN_SPEEDUP`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size, mode,
+    budget and bits stay.
 
     Args:
         observed: measured compute seconds of a step, waiting and communication left out, by role. Roles that
@@ -61,7 +61,7 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
     if found.same_as(present):
         return plan
     as_fast = found.step_s <= present.step_s * (1 + 1e-3)
-    faster = present.step_s >= WORTH * found.step_s
+    faster = present.step_s >= MIN_SPEEDUP * found.step_s
     if not faster and not (as_fast and found.damage <= SPARED * present.damage):
         return plan
     return found.plan(observed)

@@ -1,4 +1,4 @@
-"""`trimtab simulate`: would this cluster, this plan, these cards help? Predicted, without owning them."""
+"""Would this cluster, this plan, these cards help? One simulated job for each change. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link
-from trimtab.cluster.profile import Profile, check_profile
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.capture import capture_workload
-from trimtab.models.spec import load_model
 from trimtab.predict.extrapolation import out_of_reach
-from trimtab.predict.operators.estimate import with_estimates
+from trimtab.predict.operators.estimate import known_as, with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.pace import RoleSetting, by_roles
 from trimtab.predict.replay.replay import replay
@@ -26,9 +20,10 @@ from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_me
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trimtab.cluster.profile import Profile
     from trimtab.planning.plan import Plan
     from trimtab.predict.memory.step_peak import Memory
-    from trimtab.predict.replay.replay import Role
+    from trimtab.predict.replay.inputs import RoleWork
     from trimtab.workload import Workload
 
 
@@ -42,7 +37,7 @@ class Outcome:
     cluster: Cluster
     setting: JobSetting
     timeline: Timeline
-    roles: tuple[Role, ...]
+    roles: tuple[RoleWork, ...]
     memory: dict[str, Memory]
     estimated: tuple[str, ...]
     """Device classes whose times come from datasheets."""
@@ -98,28 +93,6 @@ class Outcome:
         return ". ".join(said)
 
 
-def workload_of(
-    model: str, *, samples: int = 4, autocast: str | None = None, device: str = "cpu", real: bool = False
-) -> Workload:
-    """Capture a model by name without making it: on the meta device.
-
-    Args:
-        real: make it, and run it once: for a model that looks at values. It then has this batch size only.
-    """
-    spec = load_model(model, torch.device("cpu" if real else "meta"), samples=samples)
-    try:
-        return capture_workload(
-            spec.model,
-            spec.batch,
-            loss=spec.loss,
-            autocast=autocast,
-            device=None if real else device,
-            real=real,
-        )
-    except TrimtabError as error:
-        raise TrimtabError(f"{model}: {error}; on the command line: --real") from None
-
-
 def simulate(
     cluster: Cluster, workload: Workload, setting: JobSetting | None = None, *, name: str = "as given"
 ) -> Outcome:
@@ -129,7 +102,6 @@ def simulate(
         TrimtabError: a cluster without measurements, an operator, link or codec that was not measured.
     """
     profile = _profile(cluster)
-    check_profile(profile, trimtab=trimtab.__version__)
     filled = with_estimates(cluster, profile)
     measured = Measured(workload, filled)
     if setting is None:
@@ -221,8 +193,6 @@ def added(cluster: Cluster, what: str) -> Cluster:
     count, name = int(matched[1] or 1), matched[2]
     devices = dict(cluster.devices)
     if name not in devices:
-        from trimtab.predict.operators.estimate import known_as
-
         probe = Device(kind="cuda", speed=1.0)
         known = known_as(name, probe)
         if known is None:

@@ -24,9 +24,6 @@ EFFICIENCY = 0.93
 LATENCY_S = 50e-6
 """One message on a link whose latency is not given: a switched Ethernet and two network stacks."""
 
-BLOCK_HEADER = 8
-"""Bytes that a block of codes carries beside them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -106,19 +103,3 @@ def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit
     if determinant > 0 and message < 0 and sent > 0:
         return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
     return Fit(per_message_s=seconds / count if count else 0.0, per_byte_s=0.0, drag=drag)
-
-
-def payload(numels: Sequence[int], bits: Sequence[int], *, block: int = 1024, itemsize: int = 4) -> int:
-    """Bytes of an encoded bucket: per parameter its number of values, and bits (0: as it is). Exact."""
-    return sum(_encoded(n, b, block, itemsize) for n, b in zip(numels, bits, strict=True))
-
-
-def _encoded(numel: int, bits: int, block: int, itemsize: int) -> int:
-    if numel == 0:
-        return 0
-    if bits == 0:
-        return -(-numel * itemsize // 8) * 8
-    blocks = -(-numel // block)
-    last = numel - (blocks - 1) * block
-    codes = (blocks - 1) * -(-block * bits // 8) + -(-last * bits // 8)
-    return BLOCK_HEADER * blocks + -(-codes // 8) * 8

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
-from trimtab.predict.job import segments
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
 from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trimtab.cluster.profile import CollectiveTime, Profile
     from trimtab.predict.operators.cost_mapper import Change
     from trimtab.predict.operators.low_precision import DeviceKind
-    from trimtab.predict.replay.replay import Role
+    from trimtab.predict.replay.inputs import RoleWork
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
 
@@ -194,7 +194,7 @@ class ReplayPace:
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
         self._replayed, self._buckets = build_step(measured, self.cluster, JobSetting(ranks=plain, bits=bits))
         self._place = {role.name: i for i, role in enumerate(self._replayed)}
-        self._now: list[Role] = list(self._replayed)
+        self._now: list[RoleWork] = list(self._replayed)
         self._dirty: set[str] = set()
         self._timeline: Timeline | None = None
         self._peaks: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}

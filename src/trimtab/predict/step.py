@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.job import CodecSpeed, bits_of, compressed_buckets, plain_buckets, segments, with_local
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
 from trimtab.predict.memory.step_peak import Memory, step_memory
-from trimtab.predict.replay.replay import Bucket, Role, Segment, replay
+from trimtab.predict.replay.build import (
+    CodecSpeed,
+    bits_of,
+    compressed_buckets,
+    plain_buckets,
+    segments,
+    with_local,
+)
+from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork
+from trimtab.predict.replay.replay import replay
 from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
@@ -53,7 +61,7 @@ def predict_step(
 
 def build_step(
     measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
-) -> tuple[tuple[Role, ...], tuple[Bucket, ...]]:
+) -> tuple[tuple[RoleWork, ...], tuple[BucketTransfers, ...]]:
     """What `replay` takes: a role for each device class, and the gradient buckets.
 
     Args:
@@ -77,7 +85,7 @@ def build_step(
                 f"the optimiser step was not measured on device class {name!r}; run `trimtab probe` there"
             )
         roles.append(
-            Role(
+            RoleWork(
                 name=name,
                 segments=segments(workload, mapper.forward_s, mapper.backward_s),
                 optimiser_s=optimiser.seconds(elements),
@@ -129,7 +137,7 @@ def _own(setting: JobSetting, name: str, counts: Mapping[str, int]) -> RankSetti
     return own
 
 
-def _without_buckets(role: Role) -> tuple[Segment, ...]:
+def _without_buckets(role: RoleWork) -> tuple[ComputeSegment, ...]:
     return tuple(replace(segment, buckets=()) for segment in role.segments)
 
 

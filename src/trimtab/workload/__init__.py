@@ -1,29 +1,19 @@
-"""What the model asks for."""
+"""What one training step of a model needs: operators, parameters and gradient buckets."""
 
 from trimtab.workload.file import load_workload, save_workload
+from trimtab.workload.operator import OUTSIDE, Category, Kind, Operator, Saved
 from trimtab.workload.tensor import Tensor
-from trimtab.workload.workload import (
-    OUTSIDE,
-    SCHEMA_VERSION,
-    Block,
-    Bucket,
-    Category,
-    Kind,
-    Operator,
-    Parameter,
-    Saved,
-    Workload,
-)
+from trimtab.workload.workload import SCHEMA_VERSION, Bucket, Parameter, RepeatedBlock, Workload
 
 __all__ = [
     "OUTSIDE",
     "SCHEMA_VERSION",
-    "Block",
     "Bucket",
     "Category",
     "Kind",
     "Operator",
     "Parameter",
+    "RepeatedBlock",
     "Saved",
     "Tensor",
     "Workload",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.workload.workload import Block
+from trimtab.workload.workload import RepeatedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.workload.workload import Operator
+    from trimtab.workload.operator import Operator
 
 
-def repeated_blocks(operators: Sequence[Operator]) -> tuple[Block, ...]:
+def repeated_blocks(operators: Sequence[Operator]) -> tuple[RepeatedBlock, ...]:
     """Runs of operators of one list of modules (``h.0``, ``h.1``...) that are alike, outermost lists first.
 
     Alike means the same operators on the same shapes with the same edges among themselves. Blocks of one
@@ -22,7 +22,7 @@ def repeated_blocks(operators: Sequence[Operator]) -> tuple[Block, ...]:
     runs: dict[str, list[tuple[str, int, int]]] = {}
     for module, start, end in _runs(operators):
         runs.setdefault(module.rpartition(".")[0], []).append((module, start, end))
-    found: list[Block] = []
+    found: list[RepeatedBlock] = []
     taken: set[int] = set()
     for _, members in sorted(runs.items(), key=lambda item: (item[0].count("."), item[0])):
         sorts: dict[tuple[object, ...], list[tuple[str, int, int]]] = {}
@@ -33,7 +33,7 @@ def repeated_blocks(operators: Sequence[Operator]) -> tuple[Block, ...]:
             if len(alike) < 2:
                 continue
             found.append(
-                Block(
+                RepeatedBlock(
                     starts=tuple(start for _, start, _ in alike),
                     length=alike[0][2] - alike[0][1],
                     modules=tuple(module for module, _, _ in alike),

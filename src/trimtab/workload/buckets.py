@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.workload.workload import OUTSIDE, Bucket
+from trimtab.workload.operator import OUTSIDE
+from trimtab.workload.workload import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.workload.workload import Operator, Parameter
+    from trimtab.workload.operator import Operator
+    from trimtab.workload.workload import Parameter
 
 MIB = 1 << 20
 FIRST_MB = 1.0

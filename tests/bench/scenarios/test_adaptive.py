@@ -20,8 +20,8 @@ from trimtab.bench.scenarios.adaptive.tables import (
 from trimtab.bench.scenarios.adaptive.tasks import Task
 from trimtab.bench.scenarios.loss import CANARY
 from trimtab.codec import Block
-from trimtab.planning.compression.adaptive import FAMILIES, LEAST_BITS
-from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, SGD
+from trimtab.planning.compression.bit_planner import LEAST_BITS
+from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, SGD
 from trimtab.planning.compression.policies import POLICIES
 from trimtab.random_bits import stream
 

@@ -318,9 +318,9 @@ def test_a_plan_that_fails_ends_every_rank_and_says_why(ranks: Pool) -> None:
 
 def run_away(norm: float) -> dict[str, Any]:
     from trimtab.control.compression.statistics import Layer, sample_of
-    from trimtab.planning.compression.adaptive import Planner, Settings
+    from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 
-    planner = Planner("dynamic", Settings(name="bits", gbit_per_s=1.0), guard=True, seed=0)
+    planner = BitPlanner("dynamic", PlannerSettings(name="bits", gbit_per_s=1.0), guard=True, seed=0)
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     layers = [
         Layer(name=name, sample=sample_of(4096, 1024), average=values, norm=size, latest=size, own=values)
@@ -339,13 +339,13 @@ def test_a_layer_whose_norm_overflows_does_not_stop_plans() -> None:
 @pytest.mark.parametrize("family", ["bits", "bits-scaled"])
 def test_with_relative_errors_the_size_of_a_layer_s_gradient_does_not_matter(family: str) -> None:
     from trimtab.control.compression.statistics import Layer, sample_of
-    from trimtab.planning.compression.adaptive import Planner, Settings
+    from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(4096, generator=generator) for _ in range(3)]
     found = []
     for large in (1.0, 1000.0):
-        planner = Planner("dynamic", Settings(name=family, gbit_per_s=1.0), guard=False, seed=0)
+        planner = BitPlanner("dynamic", PlannerSettings(name=family, gbit_per_s=1.0), guard=False, seed=0)
         layers = []
         for name, of, size in zip("abc", values, (1.0, 1.0, large), strict=True):
             average, norm = of * size, float(of.norm()) * size

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from trimtab.codec import Block, ErrorFeedback
 from trimtab.collectives import Piece
 from trimtab.control.compression.statistics import (
-    ALL_BITS,
     MOST_IN_ALL,
     MOST_VALUES,
     Layer,
     Statistics,
-    relative_errors,
     sample_of,
-    strain,
 )
+from trimtab.planning.compression.layer_options import ALL_BITS
 
 CPU = torch.device("cpu")
 
@@ -96,7 +94,7 @@ def test_an_overflow_is_told_but_not_averaged(bad: float) -> None:
 
 def test_the_table_is_the_real_codecs() -> None:
     values = normal(8192)
-    table = relative_errors(layer_of(values), ALL_BITS, stochastic=False, seed=0)
+    table = layer_of(values).relative_errors(ALL_BITS, stochastic=False, seed=0)
     for bits in ALL_BITS:
         codec = Block(bits=bits, stochastic=False)
         decoded = codec.decode(codec.encode(values), values.shape, values.dtype)
@@ -117,8 +115,8 @@ def test_a_table_of_values_that_went_through_the_codec_is_not_fooled() -> None:
         assert float((again - sent).norm() / sent.norm()) < 1e-3
         statistics.add([piece(16384)], sent)
     (layer,) = statistics.snapshot().layers()
-    table = relative_errors(layer, ALL_BITS, stochastic=True, seed=0)
-    exact = relative_errors(layer_of(meant), ALL_BITS, stochastic=True, seed=0)
+    table = layer.relative_errors(ALL_BITS, stochastic=True, seed=0)
+    exact = layer_of(meant).relative_errors(ALL_BITS, stochastic=True, seed=0)
     for bits in ALL_BITS:
         assert table[bits] == pytest.approx(exact[bits], rel=0.35), bits
 
@@ -131,8 +129,8 @@ def test_a_ranks_own_values_are_told_once() -> None:
     a, b = statistics.snapshot().layers()
     assert a.own.numel() == 0
     assert torch.equal(b.own, normal(8192)[4096:])
-    assert relative_errors(a, (1,), stochastic=True, seed=0, own=True) == {1: 0.0}
-    assert relative_errors(b, (1,), stochastic=True, seed=0, own=True)[1] > 2.5
+    assert a.relative_errors((1,), stochastic=True, seed=0, own=True) == {1: 0.0}
+    assert b.relative_errors((1,), stochastic=True, seed=0, own=True)[1] > 2.5
     assert statistics.snapshot().layers()[1].own.numel() == 0
 
 
@@ -147,17 +145,17 @@ def test_what_is_owed_is_told() -> None:
 
 def test_values_that_drown_beside_large_ones_are_a_strain() -> None:
     values = normal(64, 1024)
-    assert strain(layer_of(values.view(-1))) < 0.6
+    assert layer_of(values.view(-1)).strain() < 0.6
     uneven = values.clone()
     uneven[:, 768:] *= 1e-3  # rows of an embedding of very unequal frequency share their blocks
     uneven[:, :700] *= 1e-3
-    found = strain(layer_of(uneven.view(-1)))
+    found = layer_of(uneven.view(-1)).strain()
     assert found > 5
-    assert relative_errors(layer_of(uneven.view(-1)), (4,), stochastic=True, seed=0)[4] < 1
-    assert strain(layer_of(torch.zeros(4096))) == 0
+    assert layer_of(uneven.view(-1)).relative_errors((4,), stochastic=True, seed=0)[4] < 1
+    assert layer_of(torch.zeros(4096)).strain() == 0
     one_hot = torch.zeros(16, 1024)
     one_hot[:, 3] = 1
-    assert strain(layer_of(one_hot.view(-1))) == 8
+    assert layer_of(one_hot.view(-1)).strain() == 8
 
 
 def test_half_precision_and_an_empty_look() -> None:

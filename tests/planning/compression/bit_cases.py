@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from trimtab.planning.compression.bits import LayerOptions, block_cost, total_error
+from trimtab.planning.compression.layer_options import LayerOptions, total_error
+from trimtab.wire_format import encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ def layer(name: str, numel: int, norm: float, *, most: int = 8) -> LayerOptions:
         norm=norm,
         options=bits,
         errors=tuple(norm / (2**b - 1) for b in bits),
-        costs=tuple(float(block_cost(numel, b)) for b in bits),
+        costs=tuple(float(encoded_bytes(numel, b)) for b in bits),
     )
 
 

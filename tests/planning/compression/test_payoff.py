@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.planning.compression.payoff import WORTH, Exchange, decide, decide_family
+from trimtab.planning.compression.payoff import MAX_TIME_RATIO, decide, decide_family
+from trimtab.predict.exchange import Exchange
 
 
 def exchange(plain_s: float, compressed_s: float) -> Exchange:
@@ -27,8 +28,8 @@ def test_a_fast_link_is_left_alone() -> None:
 
 
 def test_a_gain_within_the_noise_is_not_taken() -> None:
-    assert not decide(exchange(1.0, WORTH + 0.01), gradient_bytes=4_000_000).compress
-    assert decide(exchange(1.0, WORTH - 0.01), gradient_bytes=4_000_000).compress
+    assert not decide(exchange(1.0, MAX_TIME_RATIO + 0.01), gradient_bytes=4_000_000).compress
+    assert decide(exchange(1.0, MAX_TIME_RATIO - 0.01), gradient_bytes=4_000_000).compress
 
 
 def test_a_saving_too_small_to_matter_is_not_taken() -> None:
@@ -42,6 +43,7 @@ def test_the_fastest_family_is_taken_and_the_others_are_told() -> None:
     assert name == "bits-feedback"
     assert decision.compress
     assert "bits-feedback takes least time on this link, 1e+03 ms a step" in decision.reason
+    assert "1e+03 ms a step (measured in 4 bits)" in decision.reason
     assert "bits 1.25e+03 ms" in decision.reason
 
 

@@ -1,4 +1,4 @@
-"""Every policy keeps to the budget; the heuristics are graded against the programme."""
+"""Every policy keeps to the budget; the heuristics are graded against the program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.compression.bit_cases import layer, small_tables
 
-from trimtab.planning.compression.bits import (
+from trimtab.planning.compression.layer_options import (
     LayerOptions,
-    choose_bits,
     total_error,
     uniform_cost,
     uniform_error,
 )
-from trimtab.planning.compression.policies import POLICIES
+from trimtab.planning.compression.policies import POLICIES, choose_bits
 
 
 def a_model(seed: int, layers: int = 24) -> list[LayerOptions]:
@@ -54,7 +53,7 @@ def test_no_policy_breaks_a_budget_that_can_be_met(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_graded_against_the_programme(policy: str) -> None:
+def test_graded_against_the_program(policy: str) -> None:
     worst = {"dynamic": 1.0, "search": 1.08, "kmeans": 1.15, "linear": 1.25, "uniform": 2.5}[policy]
     for seed in range(6):
         layers = a_model(seed)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.planning.tensor.rebalance import (
-    Cost,
     Costs,
     Rank,
     Rules,
@@ -17,9 +16,10 @@ from trimtab.planning.tensor.rebalance import (
     expected_steps,
     uneven,
 )
+from trimtab.predict.migration import MigrationCost
 
-FREE = Costs(own=Cost(fixed=0.0, slope=0.0), lease=None)
-DEAR = Costs(own=Cost(fixed=1e3, slope=1e3), lease=Cost(fixed=1e3, slope=1e3))
+FREE = Costs(own=MigrationCost(fixed=0.0, slope=0.0), lease=None)
+DEAR = Costs(own=MigrationCost(fixed=1e3, slope=1e3), lease=MigrationCost(fixed=1e3, slope=1e3))
 EXACT, HALF = Rules(), Rules(gamma_max=0.5)
 
 
@@ -49,7 +49,7 @@ def test_a_cheap_link_migrates_and_a_dear_one_resizes() -> None:
 
 
 def test_a_move_must_pay_in_the_time_that_is_expected() -> None:
-    two, costs = ranks(1.0, 4.0), Costs(own=Cost(fixed=10.0, slope=40.0), lease=None)
+    two, costs = ranks(1.0, 4.0), Costs(own=MigrationCost(fixed=10.0, slope=40.0), lease=None)
     assert decide(two, costs, EXACT, steps=8).mode == "home"
     assert decide(two, costs, EXACT, steps=64).mode == "own"
     assert decide(two, costs, EXACT, steps=14).mode == "own"
@@ -57,7 +57,7 @@ def test_a_move_must_pay_in_the_time_that_is_expected() -> None:
 
 
 def test_what_will_be_over_soon_is_leased() -> None:
-    costs = Costs(own=Cost(fixed=0.1, slope=30.0), lease=Cost(fixed=0.01, slope=0.5))
+    costs = Costs(own=MigrationCost(fixed=0.1, slope=30.0), lease=MigrationCost(fixed=0.01, slope=0.5))
     two = ranks(1.0, 4.0)
     assert decide(two, costs, EXACT, steps=10).mode == "lease"
     assert decide(two, costs, EXACT, steps=500).mode == "own"
@@ -66,7 +66,7 @@ def test_what_will_be_over_soon_is_leased() -> None:
 def test_of_several_stragglers_the_slowest_migrate_and_the_rest_is_resized() -> None:
     four = ranks(1.0, 1.0, 1.12, 8.0)
     rules = Rules(gamma_max=0.5, price=0.5)
-    found = decide(four, Costs(own=Cost(fixed=1.0, slope=1.0), lease=None), rules, steps=32)
+    found = decide(four, Costs(own=MigrationCost(fixed=1.0, slope=1.0), lease=None), rules, steps=32)
     assert found.actions[3] in ("own", "both")
     assert found.predicted < 1.4
     assert found.shares[3] < found.shares[2]
@@ -130,7 +130,9 @@ def test_a_decision_is_whole_never_worse_and_settles(
     slow: list[float], rest: float, gamma_max: float, slope: float, steps: int
 ) -> None:
     rules = Rules(gamma_max=gamma_max)
-    costs = Costs(own=Cost(fixed=0.01, slope=slope), lease=Cost(fixed=0.01, slope=slope / 2))
+    costs = Costs(
+        own=MigrationCost(fixed=0.01, slope=slope), lease=MigrationCost(fixed=0.01, slope=slope / 2)
+    )
     before = ranks(*slow, rest=rest)
     found = decide(before, costs, rules, steps=steps)
     assert sum(found.shares) == pytest.approx(1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.predict.replay.intervals import fair
-from trimtab.predict.replay.replay import Bucket, Role, Segment, Transfer, replay
+from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
+from trimtab.predict.replay.replay import _fair, replay
 
 
 def role(
@@ -18,18 +18,19 @@ def role(
     backward: tuple[float, ...] = (1.0, 1.0),
     optimiser: float = 0.5,
     local: tuple[tuple[float, ...], ...] = (),
-) -> Role:
+) -> RoleWork:
     """One forward segment, and a backward segment for each bucket."""
-    stream = [Segment(name="f", seconds=forward, phase="forward")]
+    stream = [ComputeSegment(name="f", seconds=forward, phase="forward")]
     stream += [
-        Segment(name=f"b{i}", seconds=s, phase="backward", buckets=(i,)) for i, s in enumerate(backward)
+        ComputeSegment(name=f"b{i}", seconds=s, phase="backward", buckets=(i,))
+        for i, s in enumerate(backward)
     ]
-    return Role(name=name, segments=tuple(stream), optimiser_s=optimiser, local=local)
+    return RoleWork(name=name, segments=tuple(stream), optimiser_s=optimiser, local=local)
 
 
-def buckets(*seconds: float, latency: float = 0.0, drag: tuple[float, ...] = ()) -> list[Bucket]:
+def buckets(*seconds: float, latency: float = 0.0, drag: tuple[float, ...] = ()) -> list[BucketTransfers]:
     return [
-        Bucket(name=f"bucket {i}", transfers=(Transfer(latency_s=latency, seconds=s, drag=drag),))
+        BucketTransfers(name=f"bucket {i}", transfers=(Transfer(latency_s=latency, seconds=s, drag=drag),))
         for i, s in enumerate(seconds)
     ]
 
@@ -80,7 +81,7 @@ def test_codec_stages_share_the_device_and_overlap_across_buckets() -> None:
 
 def test_two_stages_of_transfer_share_the_wire() -> None:
     two = (Transfer(latency_s=0.0, seconds=1.0), Transfer(latency_s=0.0, seconds=1.0))
-    done = replay([role(backward=(0.5, 0.5))], [Bucket(name=n, transfers=two) for n in "xy"])
+    done = replay([role(backward=(0.5, 0.5))], [BucketTransfers(name=n, transfers=two) for n in "xy"])
     # 1.5: first leaves. 2.5: it enters its second stage beside the other's first, each at half the rate, both
     # until 4.5. Then the other's second stage, alone, until 5.5.
     assert done.step_s == pytest.approx(5.5 + 0.5)
@@ -89,17 +90,17 @@ def test_two_stages_of_transfer_share_the_wire() -> None:
 def test_buckets_with_one_and_two_transfers_mix() -> None:
     one, two = Transfer(latency_s=0.0, seconds=0.1), Transfer(latency_s=0.0, seconds=0.1)
     mixed = [
-        Bucket(name="a", transfers=(one, two)),
-        Bucket(name="b", transfers=(one,)),
-        Bucket(name="c", transfers=(one, two)),
+        BucketTransfers(name="a", transfers=(one, two)),
+        BucketTransfers(name="b", transfers=(one,)),
+        BucketTransfers(name="c", transfers=(one, two)),
     ]
     done = replay([role(backward=(1.0, 1.0, 1.0))], mixed)
     assert done.step_s == pytest.approx(1 + 3 + 0.2 + 0.5)
 
 
 def test_a_device_never_runs_ahead_of_its_host() -> None:
-    slow_host = [Segment(name="f", seconds=0.1, phase="forward", launch_s=0.3) for _ in range(10)]
-    done = replay([Role(name="a", segments=tuple(slow_host))], [])
+    slow_host = [ComputeSegment(name="f", seconds=0.1, phase="forward", launch_s=0.3) for _ in range(10)]
+    done = replay([RoleWork(name="a", segments=tuple(slow_host))], [])
     assert done.step_s == pytest.approx(10 * 0.3 + 0.1)
 
 
@@ -114,7 +115,7 @@ def test_the_critical_path_reaches_from_the_beginning_to_the_end_without_a_gap()
 
 
 def test_nothing_to_do_takes_no_time() -> None:
-    done = replay([Role(name="a", segments=())], [])
+    done = replay([RoleWork(name="a", segments=())], [])
     assert done.step_s == 0
     assert done.critical_path()[-1].phase == "optimiser"
 
@@ -126,7 +127,7 @@ def test_a_bucket_that_no_segment_fills_is_a_mistake_of_the_caller() -> None:
 
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=6))
 def test_shares_are_fair(demands: list[float]) -> None:
-    given_ = fair(demands)
+    given_ = _fair(demands)
     assert sum(given_) <= 1 + 1e-9
     assert all(part <= demand + 1e-12 for part, demand in zip(given_, demands, strict=True))
     unmet = [part for part, demand in zip(given_, demands, strict=True) if part < demand - 1e-9]
@@ -163,7 +164,7 @@ def test_ranks_that_are_alike_cost_nothing_more() -> None:
     few, many = role(), role()
     one = replay([few], buckets(0.3, 0.3))
     thousand = replay(
-        [Role(name="a", segments=many.segments, optimiser_s=0.5, ranks=4000)], buckets(0.3, 0.3)
+        [RoleWork(name="a", segments=many.segments, optimiser_s=0.5, ranks=4000)], buckets(0.3, 0.3)
     )
     assert thousand.step_s == one.step_s
     assert len(thousand.spans) == len(one.spans)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trimtab.control.background import Background
+from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.optimizer_kind import OptimiserWatch
 from trimtab.control.compression.statistics import Statistics
 from trimtab.environment import logger
-from trimtab.planning.compression.adaptive import FAMILIES, Planner, Settings
-from trimtab.planning.compression.family import ADAMW
+from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
+from trimtab.planning.compression.family import ADAMW, FAMILIES
 from trimtab.planning.compression.policies import POLICIES
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Adaptive:
     """Choose the bits of every layer, and choose again, while training runs. The defaults suit any job."""
 
     family: str | None = None
-    """A name in `trimtab.planning.compression.adaptive.FAMILIES`; None takes the family predicted fastest on this
+    """A name in `trimtab.planning.compression.family.FAMILIES`; None takes the family predicted fastest on this
     link among those that suit the optimizer."""
 
     policy: str = "dynamic"
@@ -100,7 +101,12 @@ class Controller:
     """Watches one compression and changes its bits; the same calls on every rank."""
 
     def __init__(
-        self, compression: DdpCompression, config: Adaptive, settings: Settings, *, group: dist.ProcessGroup
+        self,
+        compression: DdpCompression,
+        config: Adaptive,
+        settings: PlannerSettings,
+        *,
+        group: dist.ProcessGroup,
     ) -> None:
         self._compression, self._config = compression, config
         self._rank = dist.get_rank(group)
@@ -118,7 +124,7 @@ class Controller:
         self._statistics = Statistics(sizes, compression.device) if self._rank == 0 else None
         self._family = settings.name
         """In force; the planner's own may be ahead of it by a few steps."""
-        self.planner = Planner(config.policy, settings, guard=config.guard, seed=compression.seed)
+        self.planner = BitPlanner(config.policy, settings, guard=config.guard, seed=compression.seed)
         self._losses: list[Any] = []
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
         self._optimiser = OptimiserWatch(compression.parameter_ids) if self._rank == 0 else None
@@ -201,7 +207,7 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the saved run would have: also with its schedule and its family."""
         self._config = Adaptive(**state["config"])
-        self._turn(Settings(**state["settings"]))
+        self._turn(PlannerSettings(**state["settings"]))
         self.first = dict(state["first"])
         self.planned_at = state["planned_at"]
         self.history = [Change(**change) for change in state["history"]]
@@ -240,11 +246,12 @@ class Controller:
 
         return self._background.decide(key, decide)
 
-    def _turn(self, settings: Settings) -> None:
+    def _turn(self, settings: PlannerSettings) -> None:
         """Go on in another family; what error feedback owed is let go."""
         self.planner.settings, self._family = settings, settings.name
         family = settings.family
-        self._compression.become(family.codec(self._config.start_bits), error_feedback=family.error_feedback)
+        codec = family_codec(family, self._config.start_bits)
+        self._compression.become(codec, error_feedback=family.error_feedback)
 
     def _take_up(self, step: int) -> None:
         assert self._pending is not None

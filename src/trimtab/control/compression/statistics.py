@@ -33,7 +33,6 @@ MOST_IN_ALL = 1 << 21
 MEMORY = 0.1
 """Weight of the newest of many gradients in the running average; the first few weigh alike."""
 
-ALL_BITS = tuple(range(1, 9))
 _MOST_STRAIN = 8.0
 _MEASURED = 0x7AB1E
 """Stands for the step in the random streams of error tables, which no gradient's encoding uses."""
@@ -89,6 +88,70 @@ class Layer:
 
     owed: float = 0.0
     """Norm of what this rank's error feedback holds back for the whole layer."""
+
+    @property
+    def numel(self) -> int:
+        """Values of the whole layer."""
+        return self.sample.numel
+
+    def relative_errors(
+        self,
+        bits: Iterable[int],
+        *,
+        stochastic: bool,
+        seed: int,
+        block: int | None = None,
+        own: bool = False,
+    ) -> dict[int, float]:
+        """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
+
+        With `own` it is that of this rank's own gradient in one step: what compression really does there.
+        Never of one step's *reduced* gradient: that has been through the codec already, and encoding it
+        once more at the same bits would find almost nothing to lose.
+        """
+        values = self.own if own else self.average
+        norm = float(values.norm())
+        if not norm or not math.isfinite(norm):
+            return dict.fromkeys(bits, 0.0)
+        kernels = kernels_for(values.device)
+        key = stream(seed, _MEASURED, 0, 0)
+        block = block or self.sample.block
+        errors = {}
+        for b in bits:
+            segment = Segment(
+                offset=0, numel=values.numel(), bits=b, block=block, name_hash=name_hash(self.name)
+            )
+            packing = Packing(segments=(segment,), dtype=values.dtype)
+            payload = torch.empty(packing.nbytes, dtype=torch.uint8)
+            kernels.encode(values, packing, payload, stream=key, stochastic=stochastic)
+            # One pass for the difference: what was decoded is added onto the negated values.
+            difference = values.neg()
+            kernels.decode(payload, packing, difference, add=True)
+            errors[b] = float(difference.norm()) / norm
+        return errors
+
+    def strain(self, block: int | None = None) -> float:
+        """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
+
+        A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
+        projection's parts), they drown in the rounding although the error is small against the norm, and an
+        optimizer that scales every value by its own size, as Adam does, turns that into noise. Half of the
+        blocks that are not flat have at least this strain.
+        """
+        blocks = self.average.view(self.sample.shape)
+        if (
+            block is not None and blocks.shape[1] % block == 0
+        ):  # shorter ones lie inside those that were sampled
+            blocks = blocks.view(-1, block)
+        span = blocks.amax(1) - blocks.amin(1)
+        typical = blocks.abs().median(1).values
+        normal = NormalDist()
+        expected = 2 * normal.inv_cdf(1 - 1 / (blocks.shape[1] + 1)) / normal.inv_cdf(0.75)
+        uneven = span > 0
+        if not bool(uneven.any()) or not bool(torch.isfinite(span).all()):
+            return 0.0
+        beyond = (span[uneven] / (expected * typical[uneven])).log2().clamp(0.0, _MOST_STRAIN)
+        return float(beyond.median())
 
 
 class Statistics:
@@ -215,62 +278,3 @@ class Snapshot:
             )
             for i, (name, sample) in enumerate(self._samples.items())
         ]
-
-
-def relative_errors(
-    layer: Layer,
-    bits: Iterable[int],
-    *,
-    stochastic: bool,
-    seed: int,
-    block: int | None = None,
-    own: bool = False,
-) -> dict[int, float]:
-    """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
-
-    With `own` it is that of this rank's own gradient in one step: what compression really does there.
-    Never of one step's *reduced* gradient: that has been through the codec already, and encoding it
-    once more at the same bits would find almost nothing to lose.
-    """
-    values = layer.own if own else layer.average
-    norm = float(values.norm())
-    if not norm or not math.isfinite(norm):
-        return dict.fromkeys(bits, 0.0)
-    kernels = kernels_for(values.device)
-    key = stream(seed, _MEASURED, 0, 0)
-    block = block or layer.sample.block
-    found = {}
-    for b in bits:
-        segment = Segment(
-            offset=0, numel=values.numel(), bits=b, block=block, name_hash=name_hash(layer.name)
-        )
-        packing = Packing(segments=(segment,), dtype=values.dtype)
-        payload = torch.empty(packing.nbytes, dtype=torch.uint8)
-        kernels.encode(values, packing, payload, stream=key, stochastic=stochastic)
-        # One pass for the difference: what was decoded is added onto the negated values.
-        difference = values.neg()
-        kernels.decode(payload, packing, difference, add=True)
-        found[b] = float(difference.norm()) / norm
-    return found
-
-
-def strain(layer: Layer, block: int | None = None) -> float:
-    """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
-
-    A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
-    projection's parts), they drown in the rounding although the error is small against the norm, and an
-    optimiser that scales every value by its own size, as Adam does, turns that into noise. Half of the
-    blocks that are not flat have at least this strain.
-    """
-    blocks = layer.average.view(layer.sample.shape)
-    if block is not None and blocks.shape[1] % block == 0:  # shorter ones lie inside those that were sampled
-        blocks = blocks.view(-1, block)
-    span = blocks.amax(1) - blocks.amin(1)
-    typical = blocks.abs().median(1).values
-    normal = NormalDist()
-    expected = 2 * normal.inv_cdf(1 - 1 / (blocks.shape[1] + 1)) / normal.inv_cdf(0.75)
-    uneven = span > 0
-    if not bool(uneven.any()) or not bool(torch.isfinite(span).all()):
-        return 0.0
-    beyond = (span[uneven] / (expected * typical[uneven])).log2().clamp(0.0, _MOST_STRAIN)
-    return float(beyond.median())

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.measure.capture.call import DTYPES, Call, Meta
 from trimtab.workload.blocks import repeated_blocks
 from trimtab.workload.buckets import ddp_buckets
+from trimtab.workload.operator import OUTSIDE, Operator, Saved
 from trimtab.workload.tensor import FLOATS, Tensor
-from trimtab.workload.workload import OUTSIDE, SCHEMA_VERSION, Operator, Parameter, Saved, Workload
+from trimtab.workload.workload import SCHEMA_VERSION, Parameter, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

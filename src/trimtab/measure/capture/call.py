@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.workload.workload import Kind
+    from trimtab.workload.operator import Kind
 
 DTYPES = {
     torch.float64: "fp64",

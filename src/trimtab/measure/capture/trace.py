@@ -28,7 +28,7 @@ from trimtab.precision_names import ATTENTION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.workload.workload import Kind
+    from trimtab.workload.operator import Kind
 
 KEEP_OUTPUT = frozenset(
     {"softmax", "log_softmax", "safe_softmax", "logsumexp", "tanh", "sigmoid", "relu", "exp", "sqrt", "rsqrt"}

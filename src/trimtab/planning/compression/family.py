@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from trimtab.planning.compression.payoff import Exchange
-
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 BITS_SCALED = "bits-scaled"
 """For optimisers that scale every value by its own size."""
@@ -25,6 +23,46 @@ SGD, ADAMW = "SGD", "AdamW"
 SAME = 0.1
 """Where bits alone take at most this much longer than the fastest family, they are taken: they have the smaller
 error in each step, and owe nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Settings whose errors are of one kind, and so share one budget."""
+
+    stochastic: bool
+    error_feedback: bool
+    reference: int
+    """The budget is the error of these bits for every layer."""
+
+    limit: float
+    """The most that a layer's error may be, over its own gradient."""
+
+    expected: int
+    """About the mean bits that plans come to: what its exchange is timed with."""
+
+    block: int = 1024
+    """Values that share a range."""
+
+    relative: bool = False
+    """Whether a layer's error counts against its own gradient, and each of its values alike."""
+
+
+FAMILIES = {
+    BITS: Family(stochastic=True, error_feedback=False, reference=4, limit=2.0, expected=3),
+    # What one step leaves out the next one sends: so rounding to nearest does least, and 2 bits serve. At 1
+    # bit the error is several times the values, and what is owed would never be paid back. (Clipping ranges
+    # makes errors smaller still, but large values late: SGD with momentum suffers more than it gains.)
+    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
+    # Adam divides by the size of a value, to which the rounding of its block is added: a small value among large
+    # ones hardly moves any more. Short blocks have few large ones. Feedback is no help: what is owed comes as
+    # rarely and as large as it is rounded.
+    BITS_SCALED: Family(
+        stochastic=True, error_feedback=False, reference=3, limit=2.0, expected=3, block=128, relative=True
+    ),
+}
+
+AT_FIRST = BITS_SCALED
+"""Until the optimiser is known: it serves them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +99,6 @@ LOSS_BENCH = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkCost:
-    """What the job's own collectives take, as a function of a rank's payload."""
-
-    s_per_byte: float
-    """Seconds for each further byte of what is to be reduced."""
-
-    latency_s: float
-    """Seconds that one round takes however little it carries."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A family as it would run here."""
 
@@ -90,38 +117,6 @@ class FamilyChoice:
     family: str
     seconds: float
     reason: str
-
-
-def measured(family: str, exchange: Exchange, gradient_bytes: int) -> Candidate:
-    """A family whose exchange was tried on this link, with a trial buffer in its typical bits."""
-    seconds = exchange.compressed_s * gradient_bytes / exchange.nbytes
-    return Candidate(family=family, seconds=seconds, how=f"measured in {exchange.bits} bits")
-
-
-def predicted_bits(
-    family: str, nbytes: float, link: LinkCost, *, values: int, codec_s_per_value: float, rounds: int = 1
-) -> Candidate:
-    """A family of bits, from the payload of a step and what encoding, decoding and (with feedback) remembering
-    a value take."""
-    compute_s = values * codec_s_per_value
-    return _predicted(family, nbytes, link, compute_s=compute_s, rounds=rounds)
-
-
-def predicted_powersgd(
-    shapes: Sequence[tuple[int, int]],
-    rank: int,
-    link: LinkCost,
-    *,
-    raw_bytes: int,
-    flop_per_s: float,
-    rounds: int = 1,
-) -> Candidate:
-    """PowerSGD at one rank over matrices of these shapes: fp32 factors in two rounds, three thin products each."""
-    ranks = [min(rank, *shape) for shape in shapes]
-    factors = sum(r * (rows + columns) for r, (rows, columns) in zip(ranks, shapes, strict=True))
-    flop = sum(3 * 2 * r * rows * columns for r, (rows, columns) in zip(ranks, shapes, strict=True))
-    nbytes = 4 * factors + raw_bytes
-    return _predicted(POWERSGD, nbytes, link, compute_s=flop / flop_per_s, rounds=2 * rounds)
 
 
 def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimiser: str = SGD) -> frozenset[str]:
@@ -159,12 +154,6 @@ def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | 
         if c.family not in allowed
     ]
     return FamilyChoice(family=best.family, seconds=best.seconds, reason="; ".join(said))
-
-
-def _predicted(family: str, nbytes: float, link: LinkCost, *, compute_s: float, rounds: int) -> Candidate:
-    seconds = rounds * link.latency_s + nbytes * link.s_per_byte + compute_s
-    how = f"predicted: {nbytes / 1e6:.3g} MB, {compute_s * 1e3:.3g} ms of computing"
-    return Candidate(family=family, seconds=seconds, how=how)
 
 
 def _timed(candidate: Candidate) -> str:

@@ -5,38 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.planning.compression.family import choose_family, measured
+from trimtab.planning.compression.family import Candidate, choose_family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-WORTH = 0.85
+    from trimtab.predict.exchange import Exchange
+
+MAX_TIME_RATIO = 0.85
 """Compress when the exchange takes at most this fraction of the plain one: less gain than that is
 within what a step varies by, and exact gradients are worth more."""
 
-WORTH_S = 5e-4
+MIN_SAVED_S = 5e-4
 """And when it saves at least so many seconds a step: a small model's exchange is all latency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """One gradient exchange of the same values, measured both ways on the job's own link."""
-
-    nbytes: int
-    """Size of the values, uncompressed."""
-
-    plain_s: float
-    """The backend's all-reduce."""
-
-    compressed_s: float
-    """Encode, send, decode."""
-
-    bits: int
-
-    @property
-    def gbit_per_s(self) -> float:
-        """Rate at which the plain all-reduce goes through the values."""
-        return self.nbytes * 8 / self.plain_s / 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +36,8 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
     times = gradient_bytes / exchange.nbytes
     plain_ms, compressed_ms = exchange.plain_s * times * 1e3, exchange.compressed_s * times * 1e3
     gain = exchange.plain_s / exchange.compressed_s
-    clearly = exchange.compressed_s <= WORTH * exchange.plain_s
-    compress = clearly and plain_ms - compressed_ms >= WORTH_S * 1e3
+    clearly = exchange.compressed_s <= MAX_TIME_RATIO * exchange.plain_s
+    compress = clearly and plain_ms - compressed_ms >= MIN_SAVED_S * 1e3
     said = (
         f"{gradient_bytes / 1e6:.0f} MB of gradients a step take {plain_ms:.0f} ms by plain all-reduce "
         f"({exchange.gbit_per_s:.2g} Gbit/s) and {compressed_ms:.0f} ms in {exchange.bits} bits"
@@ -70,7 +51,14 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
 
 def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tuple[str, Decision]:
     """The family that takes least time, of those that were tried on this link, and whether even that pays."""
-    candidates = [measured(name, exchange, gradient_bytes) for name, exchange in exchanges.items()]
+    candidates = [
+        Candidate(
+            family=name,
+            seconds=exchange.compressed_s * gradient_bytes / exchange.nbytes,
+            how=f"measured in {exchange.bits} bits",
+        )
+        for name, exchange in exchanges.items()
+    ]
     choice = choose_family(candidates, passed=exchanges.keys())
     decision = decide(exchanges[choice.family], gradient_bytes)
     if decision.compress:

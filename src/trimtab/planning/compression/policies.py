@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.planning.compression.bits import LayerOptions, Table, dynamic, most_exact, total_error, within
+from trimtab.planning.compression.dynamic_program import Table, dynamic
+from trimtab.planning.compression.layer_options import (
+    Assignment,
+    LayerOptions,
+    assigned,
+    most_exact,
+    total_error,
+    within,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -95,6 +103,25 @@ POLICIES: Mapping[str, Policy] = {
     "kmeans": kmeans,
     "search": search,
 }
+
+
+def choose_bits(layers: Sequence[LayerOptions], *, budget: float, policy: str = "dynamic") -> Assignment:
+    """The cheapest assignment the policy finds whose total error is at most `budget`.
+
+    Args:
+        budget: of the total error, usually `uniform_error(layers, 4)` or a little more.
+        policy: a name in `POLICIES`: dynamic (exact up to its bins), uniform, linear, kmeans or search.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}; choose {', '.join(POLICIES)}")
+    if not budget >= 0:
+        raise ValueError(f"a budget of error is at least 0; got {budget}")
+    if len({layer.name for layer in layers}) != len(layers):
+        raise ValueError("two layers have the same name")
+    exact = most_exact(layers)
+    if not layers or not within(layers, exact, budget):
+        return assigned(layers, exact, budget, policy)
+    return assigned(layers, POLICIES[policy](layers, budget), budget, policy)
 
 
 def _cheapest(layers: Sequence[LayerOptions], candidates: Iterable[list[int]], budget: float) -> list[int]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
 
-WORTH = 0.85
+EXTRA_ROUNDING_RATIO = 0.85
 """A way that rounds every value more often, or adds a level, must take at most this fraction of the time."""
 
 
@@ -76,8 +76,8 @@ class _Way:
 def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int, links: Links) -> Route:
     """The fastest way for a bucket of `nbytes` that is encoded in `payload_bytes`.
 
-    Hosts with unequal numbers of ranks have no second level. Of ways about as fast (`WORTH`) the one that rounds
-    least often wins, then the flat one.
+    Hosts with unequal numbers of ranks have no second level. Among routes about as fast
+    (`EXTRA_ROUNDING_RATIO`) the one that rounds least often wins, then the flat one.
     """
     if not ranks_per_host or min(ranks_per_host) < 1:
         raise ValueError(f"every host has at least one rank; got {list(ranks_per_host)}")
@@ -105,7 +105,7 @@ _METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree")
 
 def _pick(ways: Sequence[_Way]) -> _Way:
     fastest = min(way.seconds for way in ways)
-    close = [way for way in ways if way.seconds * WORTH <= fastest]
+    close = [way for way in ways if way.seconds * EXTRA_ROUNDING_RATIO <= fastest]
     return min(close, key=lambda way: (way.roundings, way.hierarchical, way.seconds))
 
 

@@ -17,6 +17,8 @@ from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trimtab.predict.migration import MigrationCost
+
     Mode = Literal["home", "own", "lease"]
 
 _FINENESS = 1024
@@ -91,24 +93,13 @@ class Rank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Seconds it takes to move a part of all work: fixed + slope * part."""
-
-    fixed: float
-    slope: float
-
-    def __call__(self, part: float) -> float:
-        return self.fixed + self.slope * part if part > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Costs:
     """What migration costs here; None where a way is closed."""
 
-    own: Cost | None
+    own: MigrationCost | None
     """Once."""
 
-    lease: Cost | None
+    lease: MigrationCost | None
     """In every step, what computing does not hide."""
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
+from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
-from trimtab.workload.workload import OUTSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

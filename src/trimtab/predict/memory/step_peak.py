@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from trimtab.predict.job import in_one_gather, payloads
 from trimtab.predict.memory.allocations import StepMemory
+from trimtab.predict.replay.build import in_one_gather, payloads
 from trimtab.workload.tensor import BYTES
 
 if TYPE_CHECKING:

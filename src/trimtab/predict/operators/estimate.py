@@ -16,7 +16,7 @@ from trimtab.cluster.profile import CodecTime, DeviceProfile, Line, OperatorTime
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.costs import OperatorKey
 from trimtab.predict.operators.low_precision import passes
-from trimtab.workload.arithmetic import PRODUCTS
+from trimtab.workload.operator import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

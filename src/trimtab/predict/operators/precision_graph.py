@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.precision_names import HALVES
 from trimtab.predict.operators.costs import plain_precision
 from trimtab.predict.operators.low_precision import memory_type, passes
-from trimtab.workload.workload import OUTSIDE
+from trimtab.workload.operator import OUTSIDE
 
 if TYPE_CHECKING:
     from trimtab.workload import Operator, Workload

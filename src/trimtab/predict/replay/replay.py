@@ -9,75 +9,17 @@ the stages in order, as `trimtab.collectives.pipeline` runs them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from trimtab.predict.replay.intervals import check, fair, queues, stretches
+from trimtab.predict.replay.inputs import check_inputs, compute_runs
 from trimtab.predict.replay.timeline import RoleTime, Span, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trimtab.predict.replay.inputs import BucketTransfers, RoleWork
+
 _SMALL = 1e-12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A piece of a rank's compute stream: one operator in one pass, or a cast before it."""
-
-    name: str
-    seconds: float
-    """On the device, with nothing else running there."""
-
-    phase: Literal["forward", "backward"]
-    launch_s: float = 0.0
-    """What the host takes to start it. A device never runs ahead of its host."""
-
-    buckets: tuple[int, ...] = ()
-    """Gradient buckets that are complete when this ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Role:
-    """Ranks that are alike: same device, same share, same precisions."""
-
-    name: str
-    segments: tuple[Segment, ...]
-    """Forward, then backward, in the order of the stream."""
-
-    optimiser_s: float = 0.0
-    """From the last average to the end of the step."""
-
-    local: tuple[tuple[float, ...], ...] = ()
-    """For each bucket, what encoding, reducing and decoding take: one number before each transfer and one
-    after the last."""
-
-    codec_part: float = 1.0
-    """The part of the device that a codec stage can use: one thread of several, or all of a GPU."""
-
-    ranks: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One collective of one bucket, over all ranks."""
-
-    latency_s: float
-    """Before the bytes flow; costs nobody anything."""
-
-    seconds: float
-    """While they flow, the wire being free and every rank having time for it."""
-
-    drag: tuple[float, ...] = ()
-    """For each role, the part of its device that the transfer takes while it flows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """One gradient bucket: the collectives it takes."""
-
-    name: str
-    transfers: tuple[Transfer, ...]
 
 
 class _Task:
@@ -114,27 +56,27 @@ class _Task:
         self.ticks: list[tuple[float, float]] | None = None
 
 
-def replay(roles: Sequence[Role], buckets: Sequence[Bucket]) -> Timeline:
+def replay(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> Timeline:
     """Replay one step.
 
     Every bucket must be named by a segment of every role, exactly once.
     """
-    check(roles, buckets)
+    check_inputs(roles, buckets)
     return _Replay(roles, buckets).run()
 
 
 class _Replay:
-    def __init__(self, roles: Sequence[Role], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> None:
         self.roles, self.buckets = roles, buckets
-        self.runs = [stretches(role) for role in roles]
+        self.runs = [compute_runs(role) for role in roles]
         self.at = [0] * len(roles)
         self.now = 0.0
         self.active: list[_Task] = []
         self.spans: list[Span] = []
         # Each stage is served in order: by a thread of every role for its local work, on a group for its
         # transfers. So a stage of a bucket waits for its input and for the bucket before it in that stage.
-        self.next_local, behind_local = queues([len(bucket.transfers) + 1 for bucket in buckets])
-        self.next_transfer, behind_transfer = queues([len(bucket.transfers) for bucket in buckets])
+        self.next_local, behind_local = _queues([len(bucket.transfers) + 1 for bucket in buckets])
+        self.next_transfer, behind_transfer = _queues([len(bucket.transfers) for bucket in buckets])
         self.local_needs = [[[1 + after for after in bucket] for bucket in behind_local] for _ in roles]
         self.transfer_needs = [[len(roles) + after for after in bucket] for bucket in behind_transfer]
         self.unfinished = [len(buckets)] * len(roles)
@@ -192,7 +134,7 @@ class _Replay:
                 tasks[0].rate = 1.0
                 continue
             demands = [task.demand for task in tasks] + [drag * wire for drag in drags]
-            given = fair(demands)
+            given = _fair(demands)
             for task, part in zip(tasks, given, strict=False):
                 task.rate = part / task.demand
             for flow, drag, part in zip(flows, drags, given[len(tasks) :], strict=True):
@@ -341,3 +283,30 @@ def _tick(task: _Task, now: float) -> None:
     if task.ticks is None:
         task.ticks = []
     task.ticks.append((now, task.left))
+
+
+def _fair(demands: Sequence[float]) -> list[float]:
+    """Share 1 among demands: each gets what it asks for while there is enough, else an equal part."""
+    if sum(demands) <= 1.0:
+        return list(demands)
+    given = [0.0] * len(demands)
+    left, waiting = 1.0, len(demands)
+    for index in sorted(range(len(demands)), key=demands.__getitem__):
+        given[index] = min(demands[index], left / waiting)
+        left -= given[index]
+        waiting -= 1
+    return given
+
+
+def _queues(lengths: Sequence[int]) -> tuple[list[list[int | None]], list[list[int]]]:
+    """For every bucket and stage, the next bucket that has this stage, and whether (1) there is one before it."""
+    following: list[list[int | None]] = [[None] * length for length in lengths]
+    behind = [[0] * length for length in lengths]
+    last: dict[int, int] = {}
+    for bucket, length in enumerate(lengths):
+        for stage in range(length):
+            if stage in last:
+                following[last[stage]][stage] = bucket
+                behind[bucket][stage] = 1
+            last[stage] = bucket
+    return following, behind

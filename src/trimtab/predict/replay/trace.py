@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.predict.replay.replay import Role
+    from trimtab.predict.replay.inputs import RoleWork
     from trimtab.predict.replay.timeline import Timeline
 
 WIRE = 0
 """The process that stands for the link; roles count from 1."""
 
 
-def trace(timeline: Timeline, roles: Sequence[Role] = ()) -> dict[str, Any]:
+def trace(timeline: Timeline, roles: Sequence[RoleWork] = ()) -> dict[str, Any]:
     """The trace as a tree for JSON. With the roles that were replayed, compute lanes show every operator."""
     events: list[dict[str, Any]] = [_name("process_name", WIRE, 0, "link")]
     for index, role in enumerate(timeline.roles):
@@ -37,13 +37,13 @@ def trace(timeline: Timeline, roles: Sequence[Role] = ()) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def save_trace(path: str | Path, timeline: Timeline, roles: Sequence[Role] = ()) -> None:
+def save_trace(path: str | Path, timeline: Timeline, roles: Sequence[RoleWork] = ()) -> None:
     """Write the trace to a file."""
     Path(path).write_text(json.dumps(trace(timeline, roles)), encoding="utf-8")
 
 
-def _operators(index: int, role: Role, timeline: Timeline) -> list[dict[str, Any]]:
-    """Operators inside the stretches of a compute lane, at the speed each stretch had then."""
+def _operators(index: int, role: RoleWork, timeline: Timeline) -> list[dict[str, Any]]:
+    """Operators inside the compute_runs of a compute lane, at the speed each stretch had then."""
     lane = [s for s in timeline.spans if s.role == index and s.lane == "compute" and s.phase != "optimiser"]
     work, times = [0.0], [0.0]
     for span in lane:

@@ -31,9 +31,8 @@ from trimtab.bench.scenarios.adaptive.tasks import task
 from trimtab.bench.scenarios.loss import CANARY, DIVERGED, compare
 from trimtab.codec import Block, Codec, PowerSGD
 from trimtab.control.compression.adaptive import Adaptive
-from trimtab.doors.ddp import MIN_NUMEL
-from trimtab.planning.compression.bits import block_cost
 from trimtab.planning.compression.family import ADAMW, SGD
+from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,7 +179,7 @@ def _payload(ddp: DistributedDataParallel) -> int:
         if bits and isinstance(compression.codec, PowerSGD):
             total += min(compression.codec.nbytes(shapes[name], torch.float32), 4 * numel)
         else:
-            total += block_cost(numel, bits, block)
+            total += encoded_bytes(numel, bits, block)
     return total
 
 

@@ -11,20 +11,18 @@ import torch
 from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
-from trimtab.control.compression.statistics import ALL_BITS
-from trimtab.doors.ddp import MIN_NUMEL
-from trimtab.planning.compression.adaptive import FAMILIES, LEAST_BITS, Family
-from trimtab.planning.compression.bits import (
+from trimtab.planning.compression.bit_planner import LEAST_BITS
+from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, Family
+from trimtab.planning.compression.layer_options import (
+    ALL_BITS,
     LayerOptions,
-    block_cost,
-    choose_bits,
     total_error,
     uniform_cost,
     uniform_error,
 )
-from trimtab.planning.compression.family import BITS, BITS_FEEDBACK
-from trimtab.planning.compression.policies import POLICIES
+from trimtab.planning.compression.policies import POLICIES, choose_bits
 from trimtab.random_bits import OWN, name_hash, stream
+from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +76,7 @@ def error_table(
                 norm=float(gradient.norm()),
                 options=options,
                 errors=tuple(float((values - gradient).norm()) for values in decoded),
-                costs=tuple(float(block_cost(gradient.numel(), bits)) for bits in options),
+                costs=tuple(float(encoded_bytes(gradient.numel(), bits)) for bits in options),
             )
         )
     return layers
@@ -183,7 +181,9 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
             plan.send(gradients, step)
             first.setdefault(name, plan.error)
     sizes = {layer.name: layer.numel for layer in table}
-    cost = {name: sum(block_cost(sizes[n], b) for n, b in plan.bits.items()) for name, plan in plans.items()}
+    cost = {
+        name: sum(encoded_bytes(sizes[n], b) for n, b in plan.bits.items()) for name, plan in plans.items()
+    }
     return [
         {
             "part": "family",

@@ -11,7 +11,7 @@ import torch
 import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, Line, OperatorTime, Profile
-from trimtab.planning.what_if import workload_of
+from trimtab.measure.capture.named_model import workload_of
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.replay import replay

@@ -1,131 +1,31 @@
-"""Which setting every layer's gradient travels in: least cost at a bounded total error. Pure functions.
-
-Nothing here knows the compressor: a layer is a name with options (bits, PowerSGD ranks, per-mille
-densities), each with an error and a cost that were measured or predicted elsewhere. Errors of one run
-are all of one family, since biased and unbiased errors do not share a budget.
-"""
+"""The exact bit policy: a dynamic program over layers and bins of squared error."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import fsum, isfinite, sqrt
+from math import fsum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.planning.compression.layer_options import most_exact, within
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+    from trimtab.planning.compression.layer_options import LayerOptions
 
     Floats = npt.NDArray[np.float64]
     Indices = npt.NDArray[np.intp]
 
 BINS = 10_000
-"""Steps into which the dynamic programme cuts the budget of squared error."""
+"""Steps into which the dynamic program divides the budget of squared error."""
 
 ROUNDING = 1e-13
 """More than what rounding does to a sum of squares, as a fraction."""
 
 MAX_CELLS = 1 << 24
-"""Of the programme's table: with very many layers open, bins become wider, not memory larger (64 MiB)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerOptions:
-    """A layer, and what each way to send its gradient would do and take."""
-
-    name: str
-    numel: int
-    norm: float
-    """Euclidean norm of the gradient that the errors were measured on."""
-
-    options: tuple[int, ...]
-    """Bits, PowerSGD ranks or per-mille densities, in rising cost."""
-
-    errors: tuple[float, ...]
-    """Euclidean norm of each option's error; need not fall as the cost rises."""
-
-    costs: tuple[float, ...]
-    """Seconds on the measured link, or bytes where no link is known."""
-
-    def __post_init__(self) -> None:
-        if not self.options or not len(self.options) == len(self.errors) == len(self.costs):
-            raise ValueError(f"{self.name}: give each of its options ({self.options}) one error and one cost")
-        if len(set(self.options)) != len(self.options):
-            raise ValueError(f"{self.name}: an option appears twice in {self.options}")
-        if not all(isfinite(v) and v >= 0 for v in (self.norm, *self.errors, *self.costs)):
-            raise ValueError(
-                f"{self.name}: norm, errors and costs must be finite and at least 0; got norm {self.norm}, "
-                f"errors {self.errors}, costs {self.costs}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """An option for every layer."""
-
-    options: dict[str, int]
-    """By layer name: bits, or whatever the options of the family are."""
-
-    cost: float
-    error: float
-    """Square root of the sum of squared errors."""
-
-    policy: str
-    met: bool
-    """Whether the error is within the budget; otherwise this is the most exact assignment there is."""
-
-
-def block_cost(numel: int, bits: int, block: int = 1024, *, itemsize: int = 4) -> int:
-    """Bytes on the wire of `numel` values in `bits` (0: as they are) with one range for each `block` values.
-
-    The size table of docs/wire-format.md.
-    """
-    if numel == 0:
-        return 0
-    if bits == 0:
-        return _align8(numel * itemsize)
-    blocks = -(-numel // block)
-    last = numel - (blocks - 1) * block
-    return 8 * blocks + _align8((blocks - 1) * -(-block * bits // 8) + -(-last * bits // 8))
-
-
-def total_error(errors: Iterable[float]) -> float:
-    """Square root of the sum of squares, the same whatever the order."""
-    return sqrt(fsum(error * error for error in errors))
-
-
-def uniform_error(layers: Sequence[LayerOptions], option: int = 4) -> float:
-    """Total error with the same option for every layer: what budgets are measured against."""
-    return total_error(layer.errors[_index(layer, option)] for layer in layers)
-
-
-def uniform_cost(layers: Sequence[LayerOptions], option: int = 4) -> float:
-    """Total cost with the same option for every layer."""
-    return fsum(layer.costs[_index(layer, option)] for layer in layers)
-
-
-def choose_bits(layers: Sequence[LayerOptions], *, budget: float, policy: str = "dynamic") -> Assignment:
-    """The cheapest assignment the policy finds whose total error is at most `budget`.
-
-    Args:
-        budget: of the total error, usually `uniform_error(layers, 4)` or a little more.
-        policy: a name in `trimtab.planning.compression.policies.POLICIES`: dynamic (exact up to its bins), uniform,
-            linear, kmeans or search.
-    """
-    # Imported here: the policies are built on this module.
-    from trimtab.planning.compression.policies import POLICIES
-
-    if policy not in POLICIES:
-        raise ValueError(f"there is no policy {policy!r}; choose {', '.join(POLICIES)}")
-    if not budget >= 0:
-        raise ValueError(f"a budget of error is at least 0; got {budget}")
-    if len({layer.name for layer in layers}) != len(layers):
-        raise ValueError("two layers have the same name")
-    exact = most_exact(layers)
-    if not layers or not within(layers, exact, budget):
-        return assigned(layers, exact, budget, policy)
-    return assigned(layers, POLICIES[policy](layers, budget), budget, policy)
+"""Limit of the program's table (64 MiB): with very many open layers, bins become wider instead."""
 
 
 def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> list[int]:
@@ -299,39 +199,3 @@ def _over_bins(table: Table, kept: npt.NDArray[np.bool_], bins: int) -> Indices:
 
 def _better(table: Table, first: Indices, second: Indices) -> Indices:
     return second if table.cost(second) < table.cost(first) else first
-
-
-def most_exact(layers: Sequence[LayerOptions]) -> list[int]:
-    """Each layer's option of least error, the cheapest of equals."""
-    return [
-        min(range(len(layer.options)), key=lambda i, layer=layer: (layer.errors[i], layer.costs[i]))  # type: ignore[misc]
-        for layer in layers
-    ]
-
-
-def within(layers: Sequence[LayerOptions], chosen: Sequence[int], budget: float) -> bool:
-    """Whether these options' total error is at most the budget."""
-    return total_error(layer.errors[i] for layer, i in zip(layers, chosen, strict=True)) <= budget
-
-
-def assigned(layers: Sequence[LayerOptions], chosen: Sequence[int], budget: float, policy: str) -> Assignment:
-    """The assignment that these indices of options stand for."""
-    picked = list(zip(layers, chosen, strict=True))
-    error = total_error(layer.errors[i] for layer, i in picked)
-    return Assignment(
-        options={layer.name: layer.options[i] for layer, i in picked},
-        cost=fsum(layer.costs[i] for layer, i in picked),
-        error=error,
-        policy=policy,
-        met=error <= budget,
-    )
-
-
-def _index(layer: LayerOptions, option: int) -> int:
-    if option not in layer.options:
-        raise ValueError(f"{layer.name} has no option {option}, only {layer.options}")
-    return layer.options.index(option)
-
-
-def _align8(n: int) -> int:
-    return -(-n // 8) * 8

@@ -1,39 +1,20 @@
-"""Bits per layer: the dynamic programme against exhaustive search, and the sizes against the codec's."""
+"""Bits per layer: the dynamic program against exhaustive search."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.compression.bit_cases import cheapest_of_all, layer, small_tables
 
-from trimtab.codec import Block, Uncompressed
-from trimtab.codec.packing import Segment
-from trimtab.planning.compression.bits import (
-    BINS,
+from trimtab.planning.compression.dynamic_program import BINS
+from trimtab.planning.compression.layer_options import (
     LayerOptions,
-    block_cost,
-    choose_bits,
     total_error,
     uniform_cost,
     uniform_error,
 )
-
-
-@given(
-    numel=st.integers(0, 5000), bits=st.integers(1, 8), block=st.one_of(st.integers(8, 1100), st.just(1024))
-)
-@settings(max_examples=60)
-def test_costs_are_the_bytes_the_codec_sends(numel: int, bits: int, block: int) -> None:
-    assert block_cost(numel, bits, block) == Block(bits, block).nbytes(torch.Size([numel]), torch.float32)
-    assert block_cost(numel, 0, block) == Segment(offset=0, numel=numel, bits=0).nbytes(4)
-
-
-def test_costs_do_not_overflow_above_32_bits() -> None:
-    shape = torch.Size([3_000_000_000])
-    assert block_cost(shape.numel(), 8) == Block(8).nbytes(shape, torch.float32)
-    assert block_cost(shape.numel(), 0) == Uncompressed().nbytes(shape, torch.float32)
+from trimtab.planning.compression.policies import choose_bits
 
 
 @given(layers=small_tables(), share=st.floats(0, 1.5), scale=st.sampled_from([1e-9, 1.0, 1e9]))
@@ -99,7 +80,7 @@ def test_gradients_without_error_take_the_least_bits() -> None:
 
 
 def test_five_hundred_layers_all_alike() -> None:
-    """Nothing can be settled beforehand here: the programme runs over every option of every layer."""
+    """Nothing can be settled beforehand here: the program runs over every option of every layer."""
     layers = [layer(f"l{i}", 1 << 16, 1.0) for i in range(500)]
     budget = 1.07 * uniform_error(layers, 4)
     found = choose_bits(layers, budget=budget)
@@ -118,29 +99,6 @@ def test_other_families_of_options_serve_as_well() -> None:
         for n, e in (("steep", 0.2), ("shallow", 0.8))
     ]
     assert choose_bits(ranks, budget=0.95).options == {"steep": 4, "shallow": 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"errors": (1.0,)}, "one error and one cost"),
-        ({"options": (2, 2)}, "appears twice"),
-        ({"errors": (1.0, float("nan"))}, "finite"),
-        ({"costs": (-1.0, 2.0)}, "at least 0"),
-        ({"norm": float("inf")}, "finite"),
-    ],
-)
-def test_refuses_tables_that_make_no_sense(change: dict[str, object], said: str) -> None:
-    good: dict[str, object] = {
-        "name": "a",
-        "numel": 8,
-        "norm": 1.0,
-        "options": (1, 2),
-        "errors": (1.0, 0.5),
-        "costs": (1.0, 2.0),
-    }
-    with pytest.raises(ValueError, match=said):
-        LayerOptions(**{**good, **change})  # type: ignore[arg-type]
 
 
 def test_refuses_what_it_cannot_answer() -> None:

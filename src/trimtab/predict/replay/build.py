@@ -6,19 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.predict.links import Collective, Fit, Placement, payload, volume
-from trimtab.predict.replay.replay import Bucket, Role, Segment, Transfer, replay
+from trimtab.predict.links import Collective, Fit, Placement, volume
+from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
+from trimtab.predict.replay.replay import replay
+from trimtab.wire_format import MIN_NUMEL, TINY_BYTES, encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.workload import Workload
-
-MIN_NUMEL = 2048
-"""Smaller parameters, and all with one axis, travel as they are (see `trimtab.compress`)."""
-
-TINY_BYTES = 16 * 1024
-"""Up to this payload, and between two ranks, one all-gather takes the place of scattering and gathering."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,7 @@ def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
     chosen = bits_of(workload, bits)
     return tuple(
-        payload([sizes[name] for name in bucket.parameters], [chosen[name] for name in bucket.parameters])
+        sum(encoded_bytes(sizes[name], chosen[name]) for name in bucket.parameters)
         for bucket in workload.buckets
     )
 
@@ -59,14 +55,18 @@ def in_one_gather(nbytes: int, world: int) -> bool:
     return world <= 2 or nbytes <= TINY_BYTES
 
 
-def segments(workload: Workload, forward: Sequence[float], backward: Sequence[float]) -> tuple[Segment, ...]:
+def segments(
+    workload: Workload, forward: Sequence[float], backward: Sequence[float]
+) -> tuple[ComputeSegment, ...]:
     """The compute stream of a step: operators forward, then backward in reverse, with the buckets they complete."""
     ready: dict[int, list[int]] = {}
     for index, bucket in enumerate(workload.buckets):
         ready.setdefault(max(bucket.ready, 0), []).append(index)
-    found = [Segment(name=o.name, seconds=forward[o.index], phase="forward") for o in workload.operators]
+    found = [
+        ComputeSegment(name=o.name, seconds=forward[o.index], phase="forward") for o in workload.operators
+    ]
     found += [
-        Segment(
+        ComputeSegment(
             name=o.name,
             seconds=backward[o.index],
             phase="backward",
@@ -79,10 +79,12 @@ def segments(workload: Workload, forward: Sequence[float], backward: Sequence[fl
 
 def plain_buckets(
     workload: Workload, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
-) -> tuple[Bucket, ...]:
+) -> tuple[BucketTransfers, ...]:
     """Buckets that the backend's all-reduce carries; one fit for each role."""
     return tuple(
-        Bucket(name=f"bucket {i}", transfers=(transfer("all_reduce", bucket.nbytes, placement, fits),))
+        BucketTransfers(
+            name=f"bucket {i}", transfers=(transfer("all_reduce", bucket.nbytes, placement, fits),)
+        )
         for i, bucket in enumerate(workload.buckets)
     )
 
@@ -111,19 +113,20 @@ def compressed_buckets(
     fits: Mapping[Collective, Sequence[Fit]],
     bits: Mapping[str, int],
     codecs: Sequence[CodecSpeed],
-) -> tuple[tuple[Bucket, ...], list[tuple[tuple[float, ...], ...]]]:
+) -> tuple[tuple[BucketTransfers, ...], list[tuple[tuple[float, ...], ...]]]:
     """Buckets in fewer bits, and for each role what its codec does before and after each transfer."""
     world = placement.world
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
-    buckets: list[Bucket] = []
+    buckets: list[BucketTransfers] = []
     local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
     for index, bucket in enumerate(workload.buckets):
-        numels = [sizes[name] for name in bucket.parameters]
-        numel = sum(numels)
-        nbytes = payload(numels, [bits[name] for name in bucket.parameters])
+        numel = sum(sizes[name] for name in bucket.parameters)
+        nbytes = sum(encoded_bytes(sizes[name], bits[name]) for name in bucket.parameters)
         name = f"bucket {index}"
         if in_one_gather(nbytes, world):
-            buckets.append(Bucket(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),)))
+            buckets.append(
+                BucketTransfers(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),))
+            )
             for role, codec in zip(local, codecs, strict=True):
                 after = codec.seconds("decode", numel) + (world - 1) * codec.seconds("add", numel)
                 role.append((codec.seconds("encode", numel), after))
@@ -131,7 +134,7 @@ def compressed_buckets(
         part = numel / world
         away = nbytes * (world - 1) // world
         buckets.append(
-            Bucket(
+            BucketTransfers(
                 name=name,
                 transfers=(
                     transfer("all_to_all", away, placement, fits),
@@ -151,13 +154,15 @@ def compressed_buckets(
     return tuple(buckets), [tuple(role) for role in local]
 
 
-def idle_seconds(buckets: Sequence[Bucket], local: Sequence[tuple[tuple[float, ...], ...]]) -> float:
+def idle_seconds(buckets: Sequence[BucketTransfers], local: Sequence[tuple[tuple[float, ...], ...]]) -> float:
     """What compressed buckets take with nothing to compute: all of them are ready at once."""
-    ready = Segment(name="", seconds=0.0, phase="backward", buckets=tuple(range(len(buckets))))
-    roles = [Role(name=str(index), segments=(ready,), local=work) for index, work in enumerate(local)]
+    ready = ComputeSegment(name="", seconds=0.0, phase="backward", buckets=tuple(range(len(buckets))))
+    roles = [RoleWork(name=str(index), segments=(ready,), local=work) for index, work in enumerate(local)]
     return replay(roles, buckets).step_s
 
 
-def with_local(roles: Sequence[Role], local: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[Role, ...]:
+def with_local(
+    roles: Sequence[RoleWork], local: Sequence[tuple[tuple[float, ...], ...]]
+) -> tuple[RoleWork, ...]:
     """The roles, with what their codec does."""
     return tuple(replace(role, local=work) for role, work in zip(roles, local, strict=True))

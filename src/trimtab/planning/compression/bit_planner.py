@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trimtab.codec import Block
-from trimtab.control.compression.statistics import ALL_BITS, relative_errors, strain
-from trimtab.planning.compression.bits import Assignment, LayerOptions, block_cost, choose_bits, total_error
-from trimtab.planning.compression.family import ADAMW, BITS, BITS_FEEDBACK, BITS_SCALED, passed_families
+from trimtab.planning.compression.family import ADAMW, FAMILIES, passed_families
 from trimtab.planning.compression.guard import PATIENCE, Health, guard
+from trimtab.planning.compression.layer_options import (
+    ALL_BITS,
+    Assignment,
+    LayerOptions,
+    total_error,
+)
+from trimtab.planning.compression.policies import choose_bits
+from trimtab.wire_format import encoded_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.control.compression.statistics import Layer
+    from trimtab.planning.compression.family import Family
 
 DRIFTED = 1.25
 """A plan whose error has grown to so many times what it may be is made again before its time."""
 
-WORTH = 0.02
+MIN_SAVING = 0.02
 """A plan that saves less than this share of the cost is not worth a switch."""
 
 KEPT_LOSSES, KEPT_NORMS = 50, 5
@@ -34,60 +39,46 @@ SLACK = 1.25
 """The guard steps in at so many times the limit that plans keep to, so that the two do not quarrel."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Settings whose errors are of one kind, and so share one budget."""
-
-    stochastic: bool
-    error_feedback: bool
-    reference: int
-    """The budget is the error of these bits for every layer."""
-
-    limit: float
-    """The most that a layer's error may be, over its own gradient."""
-
-    expected: int
-    """About the mean bits that plans come to: what its exchange is timed with."""
-
-    block: int = 1024
-    """Values that share a range."""
-
-    relative: bool = False
-    """Whether a layer's error counts against its own gradient, and each of its values alike."""
-
-    def codec(self, bits: int) -> Block:
-        return Block(bits=bits, block=self.block, stochastic=self.stochastic)
+class LayerStatistics(Protocol):
+    """What is known of a layer's gradient when bits are chosen."""
 
     @property
-    def typical(self) -> tuple[Block, bool]:
-        """The codec that stands for the family when exchanges are timed, and whether feedback goes with it."""
-        return self.codec(self.expected), self.error_feedback
+    def name(self) -> str: ...
 
-    def weight(self, layer: Layer) -> float:
-        """What a layer's relative error is multiplied by before errors are added up."""
-        return math.sqrt(layer.sample.numel) if self.relative else layer.norm
+    @property
+    def numel(self) -> int: ...
 
+    @property
+    def norm(self) -> float:
+        """Norm of the whole layer's gradient in a typical step."""
+        ...
 
-FAMILIES = {
-    BITS: Family(stochastic=True, error_feedback=False, reference=4, limit=2.0, expected=3),
-    # What one step leaves out the next one sends: so rounding to nearest does least, and 2 bits serve. At 1
-    # bit the error is several times the values, and what is owed would never be paid back. (Clipping ranges
-    # makes errors smaller still, but large values late: SGD with momentum suffers more than it gains.)
-    BITS_FEEDBACK: Family(stochastic=False, error_feedback=True, reference=2, limit=2.0, expected=2),
-    # Adam divides by the size of a value, to which the rounding of its block is added: a small value among large
-    # ones hardly moves any more. Short blocks have few large ones. Feedback is no help: what is owed comes as
-    # rarely and as large as it is rounded.
-    BITS_SCALED: Family(
-        stochastic=True, error_feedback=False, reference=3, limit=2.0, expected=3, block=128, relative=True
-    ),
-}
+    @property
+    def latest(self) -> float:
+        """The same in the last step that was sampled; NaN or Inf if it overflowed."""
+        ...
 
-AT_FIRST = BITS_SCALED
-"""Until the optimiser is known: it serves them all."""
+    @property
+    def owed(self) -> float:
+        """Norm of what error feedback holds back."""
+        ...
+
+    def relative_errors(
+        self, bits: Iterable[int], *, stochastic: bool, seed: int, block: int, own: bool
+    ) -> dict[int, float]:
+        """The codec's error over the gradient's norm at each number of bits.
+
+        `own` asks for the error of this rank's own gradient, not that of the running average.
+        """
+        ...
+
+    def strain(self, block: int) -> float:
+        """Bits the layer needs beyond those that normally distributed values would need."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PlannerSettings:
     """What stays for a run, and goes into its checkpoint."""
 
     name: str
@@ -104,10 +95,10 @@ class Settings:
         return FAMILIES[self.name]
 
 
-class Planner:
+class BitPlanner:
     """Guard and plan, with what they must remember from look to look."""
 
-    def __init__(self, policy: str, settings: Settings, *, guard: bool, seed: int) -> None:
+    def __init__(self, policy: str, settings: PlannerSettings, *, guard: bool, seed: int) -> None:
         self._policy, self._guard, self._seed = policy, guard, seed
         self.settings = settings
         self._planned_at: int | None = None
@@ -120,7 +111,7 @@ class Planner:
     def decide(
         self,
         step: int,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerStatistics],
         current: Mapping[str, int],
         *,
         loss: float | None,
@@ -184,7 +175,9 @@ class Planner:
         self._norms = {name: list(norms) for name, norms in state["norms"].items()}
         self._losses = list(state["losses"])
 
-    def _due(self, step: int, layers: Sequence[Layer], current: Mapping[str, int], period: int) -> str:
+    def _due(
+        self, step: int, layers: Sequence[LayerStatistics], current: Mapping[str, int], period: int
+    ) -> str:
         """Why a plan is due; empty when none is."""
         if self._planned_at is None:
             return "the warm-up is over" if layers else ""
@@ -192,8 +185,8 @@ class Planner:
             return f"{period} steps after the last"
         known = [layer for layer in layers if layer.name in self._relative]
         family = self.settings.family
-        now = total_error(self._relative[x.name][current[x.name]] * family.weight(x) for x in known)
-        allowed = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in known)
+        now = total_error(self._relative[x.name][current[x.name]] * _weight(family, x) for x in known)
+        allowed = total_error(self._relative[x.name][family.reference] * _weight(family, x) for x in known)
         if now > DRIFTED * allowed:
             return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
         return ""
@@ -208,13 +201,13 @@ class Planner:
             f"are of {self.settings.family.block} values, and errors count against each layer's own gradient"
         )
 
-    def _errors(self, layer: Layer, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
+    def _errors(self, layer: LayerStatistics, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
         family = self.settings.family
-        return relative_errors(
-            layer, bits, block=family.block, stochastic=family.stochastic, seed=self._seed, own=own
+        return layer.relative_errors(
+            bits, stochastic=family.stochastic, seed=self._seed, block=family.block, own=own
         )
 
-    def _health(self, layer: Layer, bits: int) -> Health:
+    def _health(self, layer: LayerStatistics, bits: int) -> Health:
         name = layer.name
         self._broken[name] = 0 if math.isfinite(layer.latest) else self._broken.get(name, 0) + 1
         before = self._norms.get(name, [])
@@ -231,22 +224,22 @@ class Planner:
         )
 
     def _plan(
-        self, layers: Sequence[Layer], current: Mapping[str, int], *, at_any_gain: bool = False
+        self, layers: Sequence[LayerStatistics], current: Mapping[str, int], *, at_any_gain: bool = False
     ) -> tuple[dict[str, int], str]:
         """New bits within the budget, and what they do; or nothing, where they would gain next to nothing."""
         family = self.settings.family
         options = [self._options(layer) for layer in layers]
-        budget = total_error(self._relative[x.name][family.reference] * family.weight(x) for x in layers)
+        budget = total_error(self._relative[x.name][family.reference] * _weight(family, x) for x in layers)
         assignment = choose_bits(options, budget=budget, policy=self._policy)
         before = self._as_is(layers, current)
         needed = at_any_gain or before.error > budget * (1 + 1e-9)
         if assignment.options == before.options or (
-            not needed and assignment.cost > (1 - WORTH) * before.cost
+            not needed and assignment.cost > (1 - MIN_SAVING) * before.cost
         ):
             return {}, ""
-        numel = sum(layer.sample.numel for layer in layers)
-        mean = sum(assignment.options[x.name] * x.sample.numel for x in layers) / numel
-        was = sum(current[x.name] * x.sample.numel for x in layers) / numel
+        numel = sum(layer.numel for layer in layers)
+        mean = sum(assignment.options[x.name] * x.numel for x in layers) / numel
+        was = sum(current[x.name] * x.numel for x in layers) / numel
         said = (
             f"{mean:.2f} bits a value where it was {was:.2f}, {assignment.cost / before.cost:.2f} of the "
             f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {assignment.error / budget:.2f} of the error "
@@ -254,36 +247,41 @@ class Planner:
         )
         return dict(assignment.options), said
 
-    def _options(self, layer: Layer) -> LayerOptions:
+    def _options(self, layer: LayerStatistics) -> LayerOptions:
         """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
         table = self._relative[layer.name]
         family = self.settings.family
-        least = min(LEAST_BITS + int(strain(layer, family.block)), MOST_LEAST_BITS)
+        least = min(LEAST_BITS + int(layer.strain(family.block)), MOST_LEAST_BITS)
         floor = max(self._floors.get(layer.name, 0), least)
         allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
             ALL_BITS[-1]
         ]
         return LayerOptions(
             name=layer.name,
-            numel=layer.sample.numel,
+            numel=layer.numel,
             norm=layer.norm,
             options=tuple(allowed),
-            errors=tuple(table[bits] * family.weight(layer) for bits in allowed),
+            errors=tuple(table[bits] * _weight(family, layer) for bits in allowed),
             costs=tuple(self._cost(layer, bits) for bits in allowed),
         )
 
-    def _as_is(self, layers: Sequence[Layer], current: Mapping[str, int]) -> Assignment:
+    def _as_is(self, layers: Sequence[LayerStatistics], current: Mapping[str, int]) -> Assignment:
         return Assignment(
             options={layer.name: current[layer.name] for layer in layers},
             cost=math.fsum(self._cost(layer, current[layer.name]) for layer in layers),
             error=total_error(
-                self._relative[x.name][current[x.name]] * self.settings.family.weight(x) for x in layers
+                self._relative[x.name][current[x.name]] * _weight(self.settings.family, x) for x in layers
             ),
             policy="as it is",
             met=True,
         )
 
-    def _cost(self, layer: Layer, bits: int) -> float:
-        nbytes = block_cost(layer.sample.numel, bits, self.settings.family.block)
+    def _cost(self, layer: LayerStatistics, bits: int) -> float:
+        nbytes = encoded_bytes(layer.numel, bits, self.settings.family.block)
         rate = self.settings.gbit_per_s
         return nbytes * 8 / (rate * 1e9) if rate else float(nbytes)
+
+
+def _weight(family: Family, layer: LayerStatistics) -> float:
+    """What a layer's relative error is multiplied by before errors are added up."""
+    return math.sqrt(layer.numel) if family.relative else layer.norm

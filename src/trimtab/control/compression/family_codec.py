@@ -1,0 +1,14 @@
+"""From a family of compression settings, as plans name it, to the codec that implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.codec import Block
+
+if TYPE_CHECKING:
+    from trimtab.planning.compression.family import Family
+
+
+def family_codec(family: Family, bits: int) -> Block:
+    return Block(bits=bits, block=family.block, stochastic=family.stochastic)

@@ -1,0 +1,26 @@
+"""How long a gradient exchange takes on a job's own link, plain and compressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One gradient exchange of the same values, measured both ways on the job's own link."""
+
+    nbytes: int
+    """Size of the values, uncompressed."""
+
+    plain_s: float
+    """The backend's all-reduce."""
+
+    compressed_s: float
+    """Encode, send, decode."""
+
+    bits: int
+
+    @property
+    def gbit_per_s(self) -> float:
+        """Rate at which the plain all-reduce goes through the values."""
+        return self.nbytes * 8 / self.plain_s / 1e9

@@ -1,0 +1,16 @@
+"""What moving work between tensor-parallel ranks costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationCost:
+    """Seconds it takes to move a part of all work: fixed + slope * part."""
+
+    fixed: float
+    slope: float
+
+    def __call__(self, part: float) -> float:
+        return self.fixed + self.slope * part if part > 0 else 0.0

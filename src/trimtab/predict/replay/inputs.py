@@ -1,0 +1,102 @@
+"""What a replay starts from: every role's compute stream and codec work, and every bucket's transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSegment:
+    """A piece of a rank's compute stream: one operator in one pass, or a cast before it."""
+
+    name: str
+    seconds: float
+    """On the device, with nothing else running there."""
+
+    phase: Literal["forward", "backward"]
+    launch_s: float = 0.0
+    """What the host takes to start it. A device never runs ahead of its host."""
+
+    buckets: tuple[int, ...] = ()
+    """Gradient buckets that are complete when this ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleWork:
+    """Ranks that are alike: same device, same share, same precisions."""
+
+    name: str
+    segments: tuple[ComputeSegment, ...]
+    """Forward, then backward, in the order of the stream."""
+
+    optimiser_s: float = 0.0
+    """From the last average to the end of the step."""
+
+    local: tuple[tuple[float, ...], ...] = ()
+    """For each bucket, what encoding, reducing and decoding take: one number before each transfer and one
+    after the last."""
+
+    codec_part: float = 1.0
+    """The part of the device that a codec stage can use: one thread of several, or all of a GPU."""
+
+    ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective of one bucket, over all ranks."""
+
+    latency_s: float
+    """Before the bytes flow; costs nobody anything."""
+
+    seconds: float
+    """While they flow, the wire being free and every rank having time for it."""
+
+    drag: tuple[float, ...] = ()
+    """For each role, the part of its device that the transfer takes while it flows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketTransfers:
+    """One gradient bucket: the collectives it takes."""
+
+    name: str
+    transfers: tuple[Transfer, ...]
+
+
+def compute_runs(role: RoleWork) -> list[tuple[float, tuple[int, ...], str]]:
+    """The compute stream cut where a bucket becomes ready or the phase changes: (seconds, buckets, phase).
+
+    The device's clock is carried along with the host's, so that runs in which launching is the
+    slower of the two last as long as the launching.
+    """
+    runs: list[tuple[float, tuple[int, ...], str]] = []
+    host = device = since = 0.0
+    phase = role.segments[0].phase if role.segments else "forward"
+    for segment in role.segments:
+        if segment.phase != phase:
+            if device > since:
+                runs.append((device - since, (), phase))
+            phase, since = segment.phase, device
+        host += segment.launch_s
+        device = max(device, host) + segment.seconds
+        if segment.buckets:
+            runs.append((device - since, segment.buckets, phase))
+            since = device
+    if device > since:
+        runs.append((device - since, (), phase))
+    return runs
+
+
+def check_inputs(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> None:
+    for role in roles:
+        named = sorted(b for segment in role.segments for b in segment.buckets)
+        assert named == list(range(len(buckets))), f"role {role.name} fills buckets {named} of {len(buckets)}"
+        assert not role.local or [len(x) for x in role.local] == [len(b.transfers) + 1 for b in buckets]
+        assert 0 < role.codec_part <= 1
+    for bucket in buckets:
+        assert bucket.transfers, "a bucket travels at least once"

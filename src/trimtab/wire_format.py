@@ -1,0 +1,27 @@
+"""Sizes of gradients on the wire, and which of them are compressed: shared by the codec and the planner.
+
+The size table is that of docs/wire-format.md.
+"""
+
+from __future__ import annotations
+
+MIN_NUMEL = 2048
+"""Smaller parameters, and all with one axis, travel uncompressed: few bytes, and the most sensitive."""
+
+TINY_BYTES = 16 * 1024
+"""Up to this payload one all-gather is used: a second round of latency costs more than scattering saves."""
+
+
+def encoded_bytes(numel: int, bits: int, block: int = 1024, *, itemsize: int = 4) -> int:
+    """Bytes of `numel` values in `bits` each (0: uncompressed), with one range for each `block` values."""
+    if numel == 0:
+        return 0
+    if bits == 0:
+        return _align8(numel * itemsize)
+    blocks = -(-numel // block)
+    last = numel - (blocks - 1) * block
+    return 8 * blocks + _align8((blocks - 1) * -(-block * bits // 8) + -(-last * bits // 8))
+
+
+def _align8(n: int) -> int:
+    return -(-n // 8) * 8

@@ -1,0 +1,195 @@
+"""One operator of a model: its tensors, what autograd saves for it, and its floating-point operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from math import isqrt, prod
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from trimtab.workload.tensor import STRICT, Tensor
+
+PRODUCTS = ("linear", "conv", "attention", "matmul")
+
+_PER_ELEMENT = {
+    "norm": 8, "softmax": 5, "loss": 5, "activation": 8, "elementwise": 1, "dropout": 2, "reduce": 1, "pool": 1,
+}  # fmt: skip
+"""For kinds that are bound by memory, so that a rough count serves; those not listed compute nothing."""
+
+Kind = Literal[
+    "linear", "conv", "attention", "matmul", "embedding",
+    "norm", "softmax", "loss", "activation", "elementwise", "dropout", "reduce", "pool", "copy", "cast",
+    "index", "fill", "other",
+]  # fmt: skip
+"""The first five are products whose precision may be set; no kind is free of cost (views are no operators)."""
+
+Category = Literal["adjustable", "dependent", "fixed"]
+
+DEPENDENT: frozenset[str] = frozenset(
+    {"activation", "elementwise", "dropout", "reduce", "pool", "copy", "index", "fill"}
+)
+"""Kinds that compute in whatever type their inputs have; mixed inputs promote."""
+
+OUTSIDE = -1
+"""In the place of an operator's index: the tensor is no operator's result (the batch, a buffer, a constant)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Saved:
+    """A tensor that autograd keeps for an operator's backward pass. Parameters are left out."""
+
+    role: Literal["input", "weight", "output", "other"]
+    """`input` and `weight`: the argument itself, or the operator's own copy of it in another type (a weight
+    itself costs nothing and is left out). `other`: made for backward alone (statistics, masks)."""
+
+    producer: int
+    """The operator that made the memory, or OUTSIDE: two operators that keep the same memory keep it once."""
+
+    storage: int
+    """Which piece of memory, among all of the workload."""
+
+    tensor: Tensor
+    """The memory as a whole: a view keeps all of what it is a view of."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Operator:
+    """One call that runs kernels. Views are followed through and do not appear."""
+
+    index: int
+    name: str
+    """Unique; the module, and what it calls: ``blocks.0.qkv``, ``blocks.0/gelu``, ``blocks.0/add.1``."""
+
+    kind: Kind
+    module: str
+    """Qualified name of the innermost module whose forward makes the call; empty for the model's own."""
+
+    target: str
+    """What is called: ``linear``, ``conv``, ``embedding`` for whole modules, else torch's operator:
+    ``aten.gelu.default``."""
+
+    setting: str | None = None
+    """The name by which `trimtab.set_precision` sets this operator; None where it cannot."""
+
+    inputs: tuple[int, ...] = ()
+    """For each tensor argument that is no parameter: the operator whose result it is, or OUTSIDE."""
+
+    input_tensors: tuple[Tensor, ...] = ()
+    """The same arguments' shapes and types, in the same order."""
+
+    input_storages: tuple[int, ...] = ()
+    """And their memory; see `Saved.storage`."""
+
+    outputs: tuple[Tensor, ...] = ()
+    output_storages: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    """Names of parameters it uses (the first name of a shared one), in the order of the arguments."""
+
+    parameter_tensors: tuple[Tensor, ...] = ()
+    """What the call is given of them: a view may be turned, cut or expanded."""
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """What the call is given, by name: numbers, flags, lists; a tensor as ``$i``, the i-th input, or ``%i``,
+    the i-th parameter. Of whole modules and attention: only what is neither tensor nor usual."""
+
+    saved: tuple[Saved, ...] = ()
+    differentiable: bool = True
+    """Whether backward passes through it."""
+
+    gradients: int = 2
+    """How many of a product's two operands need a gradient: the first layer's input, for one, does not."""
+
+    views: int = 0
+    """Calls that only made views, between the previous operator and this one: the host's work, no kernel's."""
+
+    @property
+    def category(self) -> Category:
+        if self.setting is not None:
+            return "adjustable"
+        return "dependent" if self.kind in DEPENDENT else "fixed"
+
+    @property
+    def dtype(self) -> str:
+        """The type in which values arrive: that of the first floating argument, else of the result."""
+        for tensor in (*self.input_tensors, *self.parameter_tensors, *self.outputs):
+            if tensor.floating:
+                return tensor.dtype
+        return self.outputs[0].dtype if self.outputs else "fp32"
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the forward call."""
+        return _forward_flops(self)
+
+    @cached_property
+    def backward_flops(self) -> int:
+        """Those of the gradients of inputs and parameters together."""
+        return _backward_flops(self)
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes of all arguments, each read once."""
+        if self.kind == "embedding":  # only the rows that are looked up
+            return sum(t.nbytes for t in (*self.input_tensors, *self.outputs))
+        return sum(t.nbytes for t in (*self.input_tensors, *self.parameter_tensors))
+
+    @cached_property
+    def bytes_written(self) -> int:
+        return sum(t.nbytes for t in self.outputs)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What it keeps for backward, if no other operator kept any of the same."""
+        return sum(s.tensor.nbytes for s in self.saved)
+
+    def grown(self, samples: int) -> Operator:
+        """The same operator in a batch with so many more samples."""
+        return replace(
+            self,
+            input_tensors=tuple(t.grown(samples) for t in self.input_tensors),
+            outputs=tuple(t.grown(samples) for t in self.outputs),
+            parameter_tensors=tuple(t.grown(samples) for t in self.parameter_tensors),
+            saved=tuple(replace(s, tensor=s.tensor.grown(samples)) for s in self.saved),
+        )
+
+
+def _forward_flops(operator: Operator) -> int:
+    """From the kind and the shapes; a multiply and its add count as two."""
+    if operator.kind in PRODUCTS:
+        return _product(operator)
+    largest = max((t.numel for t in (*operator.input_tensors, *operator.outputs)), default=0)
+    return _PER_ELEMENT.get(operator.kind, 0) * largest
+
+
+def _backward_flops(operator: Operator) -> int:
+    if not operator.differentiable:
+        return 0
+    if operator.kind == "attention":
+        # Scores are made anew beside the four gradient products.
+        return _product(operator) * 5 // 2
+    if operator.kind in PRODUCTS:
+        return _product(operator) * operator.gradients
+    if operator.kind == "embedding":
+        return operator.outputs[0].numel
+    return _forward_flops(operator)
+
+
+def _product(operator: Operator) -> int:
+    out = operator.outputs[0]
+    if operator.kind == "attention":
+        query, key, value = (t.shape for t in operator.input_tensors[:3])
+        pairs = prod(query[:-1]) * key[-2]
+        return 2 * pairs * (query[-1] + value[-1])
+    if operator.kind == "conv":
+        weight = next(t for t in operator.parameter_tensors if len(t.shape) == len(out.shape))
+        return 2 * out.numel * prod(weight.shape[1:])
+    if operator.kind == "linear":
+        weight = next(t for t in operator.parameter_tensors if len(t.shape) == 2)
+        return 2 * out.numel * weight.numel // out.shape[-1]
+    # Of the operands, b·m·k and b·k·n elements, and the result's b·m·n, follow k, whatever their order.
+    operands = sorted(t.numel for t in (*operator.input_tensors, *operator.parameter_tensors))[-2:]
+    batch = prod(out.shape[:-2]) if len(out.shape) > 2 else 1
+    return 2 * out.numel * isqrt(prod(operands) // max(1, out.numel * batch))
