@@ -20,7 +20,7 @@ from trimtab.bench.result import Result
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import offers
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 if TYPE_CHECKING:
     from collections.abc import Callable

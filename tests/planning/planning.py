@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile, workload
 
 from trimtab.cluster import Cluster, Device, Host
-from trimtab.planning.make import make_plan
+from trimtab.planning.make_plan import make_plan
 
 if TYPE_CHECKING:
     from trimtab.planning.plan import Plan

@@ -12,7 +12,7 @@ from tests.measure.capture.models import MODELS, batch_for
 from trimtab.cluster.profile import Line
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
-from trimtab.predict.settings import settable
+from trimtab.predict.precision_patterns import settable
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload

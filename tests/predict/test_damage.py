@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trimtab.precision import reference
 from trimtab.predict.damage import (
     Source,
-    Statistics,
+    TensorStatistics,
     bidirectional,
     damage_of,
     fixed_point_variance,
@@ -56,8 +56,8 @@ def test_one_bit_less_is_about_four_times_worse(amax: float, numel: int, bits: i
     )
 
 
-def _tensor(squared: float = 1.0) -> Statistics:
-    return Statistics(squared=squared, amax=1.0, numel=100, exponent=-4)
+def _tensor(squared: float = 1.0) -> TensorStatistics:
+    return TensorStatistics(squared=squared, amax=1.0, numel=100, exponent=-4)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "fp8", "int8"])

@@ -20,14 +20,14 @@ from trimtab.measure.damage.indicators import gradient_damage as damage_of
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
-from trimtab.planning.compose import BUDGET
-from trimtab.planning.make import make_plan
+from trimtab.planning.make_plan import make_plan
+from trimtab.planning.plan_search import BUDGET
 from trimtab.precision.half import DTYPES
 from trimtab.precision_names import PRECISIONS
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.pace import probed
+from trimtab.predict.operators.measured_precisions import probed
 from trimtab.predict.step import rank_counts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.cluster import Profile
-    from trimtab.planning.make import Bits
+    from trimtab.planning.make_plan import Bits
     from trimtab.planning.plan import Plan
 
 RANKING = ("depth", "curvature", "random")

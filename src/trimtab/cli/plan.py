@@ -11,7 +11,7 @@ import typer
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.planning.make import Bits
+    from trimtab.planning.make_plan import Bits
     from trimtab.planning.plan import Plan
 
 

@@ -70,7 +70,7 @@ def probe(
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
     """A table row for each device class and each link."""
     from trimtab.measure.probe import LINK
-    from trimtab.predict.pace import probed
+    from trimtab.predict.operators.measured_precisions import probed
 
     assert cluster.profile is not None
     table: list[dict[str, Any]] = []

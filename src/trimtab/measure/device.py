@@ -26,7 +26,7 @@ from trimtab.measure.codec import CodecProbe
 from trimtab.measure.lockstep import StepTrainer
 from trimtab.measure.operators import with_steps
 from trimtab.precision.devices import offers
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

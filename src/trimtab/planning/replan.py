@@ -7,14 +7,14 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.compose import AHEAD, GAIN, SLOWER
 from trimtab.planning.plan import Choice, Plan, Role
+from trimtab.planning.plan_search import AHEAD, GAIN, SLOWER
+from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import allocate
-from trimtab.planning.precision.fastest import Lowerable
 from trimtab.planning.precision.options import damage_of, lowered, memory_of, own_only
-from trimtab.planning.precision.pace import AdditivePace
-from trimtab.planning.remembered import Recalled, chosen_of
-from trimtab.planning.roles import Layout, even, layout
+from trimtab.planning.precision.plan_tradeoffs import PlanTradeoffs, chosen_of
+from trimtab.planning.precision.starting_point import Lowerable
+from trimtab.planning.roles import RoleLayout, even, layout
 from trimtab.planning.shares.with_precision import quickest
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
             raise TrimtabError(f"replan: the plan has no role {name!r}; it has {', '.join(plan.roles)}")
         if not 0 < seconds < float("inf"):
             raise TrimtabError(f"replan: {name} cannot have computed for {seconds} seconds")
-    trades = Recalled(plan, observed)
-    present = _Job(plan, trades, _layout(plan), {name: chosen_of(role) for name, role in plan.roles.items()})
+    tradeoffs = PlanTradeoffs(plan, observed)
+    present = _Candidate(
+        plan, tradeoffs, _layout(plan), {name: chosen_of(role) for name, role in plan.roles.items()}
+    )
     try:
-        found = _free(plan, trades) if plan.batch == "free" else _fixed(plan, trades, present)
+        found = _free(plan, tradeoffs) if plan.batch == "free" else _fixed(plan, tradeoffs, present)
     except TrimtabError:  # no choice that fits: what runs does
         return plan
     if found.same_as(present):
@@ -67,26 +69,30 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
     return found.plan(observed)
 
 
-class _Job:
+class _Candidate:
     """A job that could be run from now on."""
 
-    def __init__(self, plan: Plan, trades: Recalled, job: Layout, chosen: Mapping[str, Chosen]) -> None:
-        self.old, self.trades, self.job, self.chosen = plan, trades, job, chosen
+    def __init__(
+        self, plan: Plan, tradeoffs: PlanTradeoffs, job: RoleLayout, chosen: Mapping[str, Chosen]
+    ) -> None:
+        self.old, self.tradeoffs, self.job, self.chosen = plan, tradeoffs, job, chosen
         before = max(role.compute_s - role.after_s for role in plan.roles.values())
         exposed = max(0.0, plan.predicted.step_s - before)
         meet = {
-            name: trades.meet_s(device, job.samples[name], chosen[name])
+            name: tradeoffs.meet_s(device, job.samples[name], chosen[name])
             for name, device in job.devices.items()
         }
         self.step_s = max(meet.values()) + exposed
-        self.after = {name: trades.roles[d].after_s * trades.slower[d] for name, d in job.devices.items()}
+        self.after = {
+            name: tradeoffs.roles[d].after_s * tradeoffs.slower[d] for name, d in job.devices.items()
+        }
         self.compute = {name: seconds + self.after[name] for name, seconds in meet.items()}
         self.damage = fsum(
-            job.counts[name] * damage_of(trades.menu(device, job.samples[name]).options, chosen[name])
+            job.counts[name] * damage_of(tradeoffs.menu(device, job.samples[name]).options, chosen[name])
             for name, device in job.devices.items()
         )
 
-    def same_as(self, other: _Job) -> bool:
+    def same_as(self, other: _Candidate) -> bool:
         return self._said() == other._said()
 
     def _said(self) -> list[tuple[int, Chosen, int]]:
@@ -112,16 +118,16 @@ class _Job:
 
     def _role(self, name: str) -> Role:
         device, samples, chosen = self.job.devices[name], self.job.samples[name], self.chosen[name]
-        old, trades = self.trades.roles[device], self.trades
-        options = trades.menu(device, samples).options
+        old, tradeoffs = self.tradeoffs.roles[device], self.tradeoffs
+        options = tradeoffs.menu(device, samples).options
         return replace(
             old,
             samples=samples,
             precisions=lowered(chosen),
             compute_s=self.compute[name],
-            fixed_s=min(old.fixed_s * trades.slower[device], self.compute[name]),
+            fixed_s=min(old.fixed_s * tradeoffs.slower[device], self.compute[name]),
             after_s=min(self.after[name], self.compute[name]),
-            peak_bytes=max(0, trades.peak(device, samples, chosen)),
+            peak_bytes=max(0, tradeoffs.peak(device, samples, chosen)),
             choices={
                 operator: {
                     o.precision: Choice(
@@ -139,66 +145,68 @@ class _Job:
         """Plain DDP as it would be now: its slowest rank in place of the one that was predicted."""
         devices = _devices(self.old)
         shares = even(devices, self.old.batch_size)
-        before = Recalled(self.old, {})
+        before = PlanTradeoffs(self.old, {})
         slowest = [
             max(known.menu(device, own[0]).own_s for device, own in shares.items())
-            for known in (before, self.trades)
+            for known in (before, self.tradeoffs)
         ]
         return max(0.0, self.old.predicted.plain_step_s - slowest[0]) + slowest[1]
 
 
-def _free(plan: Plan, trades: Recalled) -> _Job:
+def _free(plan: Plan, tradeoffs: PlanTradeoffs) -> _Candidate:
     devices = _devices(plan)
     counts = {device: devices.count(device) for device in dict.fromkeys(devices)}
 
-    def job(shared: Shared) -> _Job:
+    def job(shared: Shared) -> _Candidate:
         made = layout(devices, shared.samples)
         chosen = {
-            role: trades.chosen(device, made.samples[role], shared.seconds)
+            role: tradeoffs.chosen(device, made.samples[role], shared.seconds)
             for role, device in made.devices.items()
         }
-        return _Job(plan, trades, made, chosen)
+        return _Candidate(plan, tradeoffs, made, chosen)
 
-    lowering = job(quickest(trades, counts, plan.batch_size, budget=plan.budget))
+    lowering = job(quickest(tradeoffs, counts, plan.batch_size, budget=plan.budget))
     if not lowering.damage:
         return lowering
     try:
-        sharing = job(quickest(trades, counts, plan.batch_size, budget=0.0))
+        sharing = job(quickest(tradeoffs, counts, plan.batch_size, budget=0.0))
     except TrimtabError:  # memory leaves no choice but to lower
         return lowering
     return sharing if sharing.step_s < GAIN * lowering.step_s else lowering
 
 
-def _fixed(plan: Plan, trades: Recalled, present: _Job) -> _Job:
+def _fixed(plan: Plan, tradeoffs: PlanTradeoffs, present: _Candidate) -> _Candidate:
     job = present.job
-    menus = {name: trades.menu(device, job.samples[name]) for name, device in job.devices.items()}
+    menus = {name: tradeoffs.menu(device, job.samples[name]) for name, device in job.devices.items()}
     fastest = min(menu.own_s for menu in menus.values())
     roles = {
         name: Lowerable(
             damages={o: {c.precision: c.damage for c in several} for o, several in menu.options.items()},
             ranks=job.counts[name],
-            memory_bytes=trades.limits[job.devices[name]],
+            memory_bytes=tradeoffs.limits[job.devices[name]],
         )
         for name, menu in menus.items()
-        if menu.own_s > SLOWER * fastest or not trades.fits(job.devices[name], job.samples[name], {})
+        if menu.own_s > SLOWER * fastest or not tradeoffs.fits(job.devices[name], job.samples[name], {})
     }
     own = {name: own_only(menu.options) for name, menu in menus.items()}
-    plain = _Job(plan, trades, job, own)
+    plain = _Candidate(plan, tradeoffs, job, own)
     if not roles:
         return plain
     others = max((menu.own_s for name, menu in menus.items() if name not in roles), default=0.0)
-    pace = AdditivePace(
+    additive = AdditiveJob(
         {name: menus[name].options for name in roles},
         base_s={name: menus[name].base_s for name in roles},
         base_bytes={
-            name: trades.peak(job.devices[name], job.samples[name], own[name])
+            name: tradeoffs.peak(job.devices[name], job.samples[name], own[name])
             - memory_of(menus[name].options, own[name])
             for name in roles
         },
         least_s=others,
     )
-    lowering = _Job(plan, trades, job, {**own, **allocate(pace, roles, others_s=others, ahead=AHEAD).chosen})
-    fits = all(trades.fits(job.devices[name], job.samples[name], {}) for name in roles)
+    lowering = _Candidate(
+        plan, tradeoffs, job, {**own, **allocate(additive, roles, others_s=others, ahead=AHEAD).chosen}
+    )
+    fits = all(tradeoffs.fits(job.devices[name], job.samples[name], {}) for name in roles)
     return plain if fits and plain.step_s < GAIN * lowering.step_s else lowering
 
 
@@ -207,8 +215,8 @@ def _devices(plan: Plan) -> list[str]:
     return [plan.roles[name].device for name, count in plan.ranks for _ in range(count)]
 
 
-def _layout(plan: Plan) -> Layout:
-    return Layout(
+def _layout(plan: Plan) -> RoleLayout:
+    return RoleLayout(
         devices={name: role.device for name, role in plan.roles.items()},
         samples={name: role.samples for name, role in plan.roles.items()},
         ranks=plan.ranks,

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.planning.precision.options import lowered
-from trimtab.predict.pace import ReplayPace, RoleSetting
+from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from trimtab.cluster import Cluster
     from trimtab.planning.precision.options import Chosen
-    from trimtab.predict.pace import Offers
+    from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
     from trimtab.workload import Workload
 
 Ranks = tuple[tuple[str, int], ...]
@@ -21,7 +21,7 @@ Ranks = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RoleLayout:
     """Which role every rank has, and what the roles are."""
 
     devices: dict[str, str]
@@ -41,7 +41,7 @@ class Layout:
         return [role for role, own in self.devices.items() if own == device]
 
 
-def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> Layout:
+def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> RoleLayout:
     """Roles for shares: one for each device class, two where its ranks differ by a sample.
 
     Args:
@@ -66,7 +66,7 @@ def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> La
         else:
             ranks.append((name, 1))
     assert not any(left.values()), "every rank has a share"
-    return Layout(
+    return RoleLayout(
         devices={name: device for (device, _), name in names.items()},
         samples={name: count for (_, count), name in names.items()},
         ranks=tuple(ranks),
@@ -83,15 +83,19 @@ def even(devices: Iterable[str], total: int) -> dict[str, tuple[int, ...]]:
     return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}
 
 
-def pace_of(
-    offers: Offers, cluster: Cluster, job: Layout, chosen: Mapping[str, Chosen], bits: int | None
-) -> ReplayPace:
+def replayed_job(
+    measured: MeasuredPrecisions,
+    cluster: Cluster,
+    job: RoleLayout,
+    chosen: Mapping[str, Chosen],
+    bits: int | None,
+) -> ReplayedJob:
     """The job, replayable."""
     roles = {
         name: RoleSetting(device=device, samples=job.samples[name], precisions=lowered(chosen.get(name, {})))
         for name, device in job.devices.items()
     }
-    return ReplayPace(offers, cluster, roles, job.ranks, bits=bits)
+    return ReplayedJob(measured, cluster, roles, job.ranks, bits=bits)
 
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:

@@ -12,9 +12,9 @@ from trimtab.errors import TrimtabError
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import known_as, with_estimates
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.pace import RoleSetting, by_roles
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import Timeline, bottleneck
+from trimtab.predict.replayed_job import RoleSetting, by_roles
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, rank_counts
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.costs import load_costs as load_costs
     from trimtab.predict.operators.costs import save_costs as save_costs
     from trimtab.predict.operators.measured import Measured as Measured
-    from trimtab.predict.settings import matched as matched
+    from trimtab.predict.precision_patterns import matched as matched
     from trimtab.predict.step import JobSetting as JobSetting
     from trimtab.predict.step import RankSetting as RankSetting
     from trimtab.predict.step import predict_memory as predict_memory
@@ -33,7 +33,7 @@ _MODULES = {
     "OperatorKey": "trimtab.predict.operators.costs",
     "RankSetting": "trimtab.predict.step",
     "load_costs": "trimtab.predict.operators.costs",
-    "matched": "trimtab.predict.settings",
+    "matched": "trimtab.predict.precision_patterns",
     "plan_damage": "trimtab.predict.damage",
     "predict_memory": "trimtab.predict.step",
     "predict_step": "trimtab.predict.step",

@@ -81,7 +81,7 @@ def floating_point_variance(exponent: int, numel: int, mantissa: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class TensorStatistics:
     """What the formula of depth needs to know of a tensor."""
 
     squared: float
@@ -100,9 +100,9 @@ class Statistics:
 
 
 def bidirectional(
-    weight: Statistics,
-    value: Statistics,
-    gradient: Statistics,
+    weight: TensorStatistics,
+    value: TensorStatistics,
+    gradient: TensorStatistics,
     precision: str,
     *,
     depth: int,

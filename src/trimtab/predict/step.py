@@ -9,6 +9,7 @@ from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
 from trimtab.predict.memory.step_peak import Memory, step_memory
+from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.build import (
     CodecSpeed,
     bits_of,
@@ -19,7 +20,6 @@ from trimtab.predict.replay.build import (
 )
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork
 from trimtab.predict.replay.replay import replay
-from trimtab.predict.settings import matched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from trimtab.planning.compression.family import (
     LOSS_BENCH,
     POWERSGD,
     SGD,
-    Candidate,
+    FamilyCandidate,
     choose_family,
     passed_families,
 )
@@ -27,9 +27,9 @@ FAST = {BITS: 0.051, BITS_FEEDBACK: 0.1005, POWERSGD: 0.03}
 """Seconds a step, by family: fewer bytes win on a slow link, less work on a fast one."""
 
 
-def candidates(link: dict[str, float]) -> list[Candidate]:
+def candidates(link: dict[str, float]) -> list[FamilyCandidate]:
     return [
-        Candidate(family=family, seconds=seconds, how="measured in 2 bits")
+        FamilyCandidate(family=family, seconds=seconds, how="measured in 2 bits")
         for family, seconds in link.items()
     ]
 
@@ -86,8 +86,8 @@ def _rows(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("slower", "chosen"), [(1.05, BITS), (1.2, BITS_FEEDBACK)])
 def test_of_two_that_are_about_as_fast_the_one_that_errs_less_is_taken(slower: float, chosen: str) -> None:
     two = [
-        Candidate(family=BITS_FEEDBACK, seconds=0.1, how="measured"),
-        Candidate(family=BITS, seconds=0.1 * slower, how="measured"),
+        FamilyCandidate(family=BITS_FEEDBACK, seconds=0.1, how="measured"),
+        FamilyCandidate(family=BITS, seconds=0.1 * slower, how="measured"),
     ]
     choice = choose_family(two)
     assert choice.family == chosen

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.planning.compression.guard import BROKEN_PATIENCE, OWED_LIMIT, Health, guard, loss_trouble
+from trimtab.planning.compression.guard import BROKEN_PATIENCE, OWED_LIMIT, LayerHealth, guard, loss_trouble
 
 
-def layer(name: str = "a", bits: int = 2, error: float = 0.5, **more: float) -> Health:
-    return Health(name=name, bits=bits, norm=more.pop("norm", 1.0), error=error, **more)  # type: ignore[arg-type]
+def layer(name: str = "a", bits: int = 2, error: float = 0.5, **more: float) -> LayerHealth:
+    return LayerHealth(name=name, bits=bits, norm=more.pop("norm", 1.0), error=error, **more)  # type: ignore[arg-type]
 
 
 def test_a_healthy_run_is_left_alone() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.collectives import Method as ReductionMethod
-from trimtab.planning.compression.route import Links, Method, Path, choose_route
+from trimtab.planning.compression.route import Links, LinkSpeed, Method, choose_route
 
 MB = 1_000_000
 
@@ -18,8 +18,8 @@ def links(
     *, gbit: float = 1.0, latency_s: float = 1e-4, inside_gb: float = 4.0, codec_gb: float = 3.0
 ) -> Links:
     return Links(
-        between=Path(latency_s=latency_s, bytes_per_s=gbit * 1e9 / 8),
-        inside=Path(latency_s=2e-5, bytes_per_s=inside_gb * 1e9),
+        between=LinkSpeed(latency_s=latency_s, bytes_per_s=gbit * 1e9 / 8),
+        inside=LinkSpeed(latency_s=2e-5, bytes_per_s=inside_gb * 1e9),
         codec_bytes_per_s=codec_gb * 1e9,
     )
 

@@ -19,7 +19,7 @@ from trimtab.codec import Block
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 
 def allocated_at_most(step: Any) -> int:

@@ -12,7 +12,7 @@ from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import CostTable, DeviceCosts, key_of
 from trimtab.predict.operators.low_precision import backward_casts, forward_casts
-from trimtab.predict.settings import settable
+from trimtab.predict.precision_patterns import settable
 
 NAMES = ("gpt", "conv")
 

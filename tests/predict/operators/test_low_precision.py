@@ -127,7 +127,7 @@ def test_int8_quantises_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "int8", "int8/int8/bf16"])
 def test_saved_bytes_are_those_that_autograd_keeps(case: str, precision: str) -> None:
     from trimtab.precision_names import Precision
-    from trimtab.predict.settings import settable
+    from trimtab.predict.precision_patterns import settable
 
     model, x, setting = CASES[case]
     operator = operator_of(case)

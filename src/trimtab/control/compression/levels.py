@@ -14,7 +14,7 @@ from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
 from trimtab.collectives import Hierarchy, Method, Piece, find_hosts, finish, plan_layout
 from trimtab.errors import TrimtabError
-from trimtab.planning.compression.route import Links, Path, choose_route
+from trimtab.planning.compression.route import Links, LinkSpeed, choose_route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,8 +102,8 @@ def measure_links(
     return Links(between=network, inside=memory, codec_bytes_per_s=large * 4 / encoding)
 
 
-def _path(quick: float, slow: float, nbytes: float) -> Path:
-    return Path(latency_s=quick, bytes_per_s=nbytes / max(slow - quick, 1e-9))
+def _path(quick: float, slow: float, nbytes: float) -> LinkSpeed:
+    return LinkSpeed(latency_s=quick, bytes_per_s=nbytes / max(slow - quick, 1e-9))
 
 
 def _piece(codec: Block, numel: int) -> Piece:

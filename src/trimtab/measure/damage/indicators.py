@@ -14,7 +14,7 @@ from trimtab.measure.damage.rounding import of_weight
 from trimtab.precision.operators import operators
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import OPERATOR_PRECISIONS, PRECISIONS
-from trimtab.predict.damage import Damage, Statistics, bidirectional, damage_of
+from trimtab.predict.damage import Damage, TensorStatistics, bidirectional, damage_of
 from trimtab.random_bits import absorb, stream
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
         for depth, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
             if call.kind == "embedding":  # nothing is multiplied: the rows are the values
                 weight, value = (
-                    Statistics(squared=1.0, amax=0.0, numel=0, exponent=0),
+                    TensorStatistics(squared=1.0, amax=0.0, numel=0, exponent=0),
                     _statistics(call.result),
                 )
             else:
@@ -219,11 +219,11 @@ def _squared(gradient: Mapping[str, torch.Tensor]) -> float:
     return sum(float(g.double().square().sum()) for g in gradient.values())
 
 
-def _statistics(tensor: torch.Tensor) -> Statistics:
+def _statistics(tensor: torch.Tensor) -> TensorStatistics:
     values = tensor.detach().double()
     squared = float(values.square().sum())
     size = math.sqrt(squared / max(1, values.numel()))
-    return Statistics(
+    return TensorStatistics(
         squared=squared,
         amax=float(values.abs().amax()) if values.numel() else 0.0,
         numel=values.numel(),

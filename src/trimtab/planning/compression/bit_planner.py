@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.planning.compression.family import ADAMW, FAMILIES, passed_families
-from trimtab.planning.compression.guard import PATIENCE, Health, guard
+from trimtab.planning.compression.guard import PATIENCE, LayerHealth, guard
 from trimtab.planning.compression.layer_options import (
     ALL_BITS,
     Assignment,
@@ -207,13 +207,13 @@ class BitPlanner:
             bits, stochastic=family.stochastic, seed=self._seed, block=family.block, own=own
         )
 
-    def _health(self, layer: LayerStatistics, bits: int) -> Health:
+    def _health(self, layer: LayerStatistics, bits: int) -> LayerHealth:
         name = layer.name
         self._broken[name] = 0 if math.isfinite(layer.latest) else self._broken.get(name, 0) + 1
         before = self._norms.get(name, [])
         self._norms[name] = [*before, layer.norm][-KEPT_NORMS:]
         usual = median(before) if before else 0.0
-        return Health(
+        return LayerHealth(
             name=name,
             bits=bits,
             norm=layer.norm,

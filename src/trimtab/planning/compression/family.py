@@ -99,7 +99,7 @@ LOSS_BENCH = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class FamilyCandidate:
     """A family as it would run here."""
 
     family: str
@@ -124,7 +124,9 @@ def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimiser: str 
     return frozenset(v.family for v in verdicts if v.passed and v.optimiser == optimiser)
 
 
-def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | None = None) -> FamilyChoice:
+def choose_family(
+    candidates: Sequence[FamilyCandidate], *, passed: Collection[str] | None = None
+) -> FamilyChoice:
     """The candidate that takes least time among the families that passed the loss bench; see `SAME`.
 
     Raises:
@@ -156,5 +158,5 @@ def choose_family(candidates: Sequence[Candidate], *, passed: Collection[str] | 
     return FamilyChoice(family=best.family, seconds=best.seconds, reason="; ".join(said))
 
 
-def _timed(candidate: Candidate) -> str:
+def _timed(candidate: FamilyCandidate) -> str:
     return f"{candidate.seconds * 1e3:.3g} ms a step ({candidate.how})"

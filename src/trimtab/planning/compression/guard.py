@@ -39,7 +39,7 @@ BROKEN_PATIENCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Health:
+class LayerHealth:
     """A layer as the guard sees it."""
 
     name: str
@@ -69,7 +69,7 @@ class Raise:
     reason: str
 
 
-def guard(layers: Sequence[Health], *, limit: float, losses: Sequence[float] = ()) -> list[Raise]:
+def guard(layers: Sequence[LayerHealth], *, limit: float, losses: Sequence[float] = ()) -> list[Raise]:
     """The layers that need more bits.
 
     Args:
@@ -118,11 +118,11 @@ def loss_trouble(losses: Sequence[float]) -> str:
     return ""
 
 
-def _most_of_the_error(layers: Sequence[Health]) -> list[Health]:
+def _most_of_the_error(layers: Sequence[LayerHealth]) -> list[LayerHealth]:
     """The fewest layers that hold half of the squared error."""
     falling = sorted(layers, key=lambda layer: (-layer.error * layer.norm, layer.name))
     total = sum((layer.error * layer.norm) ** 2 for layer in layers)
-    found: list[Health] = []
+    found: list[LayerHealth] = []
     held = 0.0
     for layer in falling:
         if held >= total / 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.planning.compression.family import Candidate, choose_family
+from trimtab.planning.compression.family import FamilyCandidate, choose_family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
 def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tuple[str, Decision]:
     """The family that takes least time, of those that were tried on this link, and whether even that pays."""
     candidates = [
-        Candidate(
+        FamilyCandidate(
             family=name,
             seconds=exchange.compressed_s * gradient_bytes / exchange.nbytes,
             how=f"measured in {exchange.bits} bits",

@@ -20,7 +20,7 @@ EXTRA_ROUNDING_RATIO = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
+class LinkSpeed:
     """One kind of link, as measured: a message takes `latency_s`, then its bytes at the rate."""
 
     latency_s: float
@@ -34,10 +34,10 @@ class Path:
 class Links:
     """What was measured of a job's links."""
 
-    between: Path
+    between: LinkSpeed
     """Between hosts; the rate is that of one host's interface, which its ranks share."""
 
-    inside: Path
+    inside: LinkSpeed
     """Between ranks of one host, exact values; the rate at which one rank gives and takes them."""
 
     codec_bytes_per_s: float

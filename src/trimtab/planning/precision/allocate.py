@@ -17,15 +17,15 @@ from math import fsum, inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from trimtab.planning.precision.fastest import Lowerable, fastest, priced
 from trimtab.planning.precision.frontier import Frontier, within_both
 from trimtab.planning.precision.options import Option, damage_of, ladder, memory_of, option_of, seconds_of
+from trimtab.planning.precision.starting_point import Lowerable, fastest, priced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from trimtab.planning.precision.adjustable_job import AdjustableJob
     from trimtab.planning.precision.options import Chosen, Options
-    from trimtab.planning.precision.pace import Pace
 
 TOLERANCE = 0.002
 """The part by which a step may exceed the pace. Far below what a prediction is off by; without it the last digit
@@ -63,17 +63,17 @@ class Allocation:
 
 
 def allocate(
-    pace: Pace,
+    job: AdjustableJob,
     roles: Mapping[str, Lowerable],
     *,
     others_s: float = 0.0,
     ahead: float = 0.0,
     tolerance: float = TOLERANCE,
 ) -> Allocation:
-    """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `pace` so set.
+    """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `job` so set.
 
     Args:
-        pace: the job, nothing lowered yet.
+        job: the job, nothing lowered yet.
         others_s: the step of the ranks that stay as they are, by themselves: nobody needs to be faster.
         ahead: the part of that by which the lowered roles shall be done before, where they can: real times
             flutter, and of two that are equal on average the longer one counts in every step.
@@ -81,57 +81,57 @@ def allocate(
     Raises:
         TrimtabError: a role that does not fit its memory at any precisions; how much is missing.
     """
-    start = {name: fastest(pace, name, role) for name, role in roles.items()}
-    most = {name: max((1 - ahead) * others_s, pace.compute_s(name)) for name in roles} if ahead else {}
-    return _improved(pace, roles, start, max(pace.step_s(), others_s), tolerance, most)
+    start = {name: fastest(job, name, role) for name, role in roles.items()}
+    most = {name: max((1 - ahead) * others_s, job.compute_s(name)) for name in roles} if ahead else {}
+    return _improved(job, roles, start, max(job.step_s(), others_s), tolerance, most)
 
 
 def relieve(
-    pace: Pace,
+    job: AdjustableJob,
     roles: Mapping[str, Lowerable],
     chosen: Mapping[str, Chosen],
     *,
     pace_s: float,
     tolerance: float = TOLERANCE,
 ) -> Allocation:
-    """Raise what need not be lowered to keep a given pace; `pace` is set to `chosen`, and is left as found."""
-    return _improved(pace, roles, chosen, pace_s, tolerance)
+    """Raise what need not be lowered to keep a given pace; `job` is set to `chosen`, and is left as found."""
+    return _improved(job, roles, chosen, pace_s, tolerance)
 
 
 def _improved(
-    pace: Pace,
+    job: AdjustableJob,
     roles: Mapping[str, Lowerable],
     start: Mapping[str, Chosen],
     pace_s: float,
     tolerance: float,
     most: Mapping[str, float] = MappingProxyType({}),
 ) -> Allocation:
-    options = {name: priced(pace, name, role, start[name]) for name, role in roles.items()}
+    options = {name: priced(job, name, role, start[name]) for name, role in roles.items()}
     own = {name: seconds * (1 + tolerance) for name, seconds in most.items()}
-    job = _Job(pace, roles, options, start, pace_s * (1 + tolerance), own)
-    before = job.damage()
-    job.improve()
+    recovery = _Recovery(job, roles, options, start, pace_s * (1 + tolerance), own)
+    before = recovery.damage()
+    recovery.improve()
     return Allocation(
-        chosen={name: dict(own) for name, own in job.chosen.items()},
+        chosen={name: dict(own) for name, own in recovery.chosen.items()},
         options=options,
         pace_s=pace_s,
-        step_s=pace.step_s(),
-        damage=job.damage(),
+        step_s=job.step_s(),
+        damage=recovery.damage(),
         start_damage=before,
-        recovered=sum(job.chosen[n][o] != precision for n in roles for o, precision in start[n].items()),
-        trials=job.trials,
+        recovered=sum(recovery.chosen[n][o] != precision for n in roles for o, precision in start[n].items()),
+        trials=recovery.trials,
     )
 
 
 # Recovering
 
 
-class _Job:
+class _Recovery:
     """Roles at some precisions, and what may still be raised."""
 
     def __init__(
         self,
-        pace: Pace,
+        job: AdjustableJob,
         roles: Mapping[str, Lowerable],
         options: Mapping[str, Options],
         chosen: Mapping[str, Chosen],
@@ -139,7 +139,7 @@ class _Job:
         most: Mapping[str, float],
     ) -> None:
         """The step may take `limit_s`, and each role in `most` may compute so long."""
-        self.pace, self.roles, self.options, self.limit_s = pace, roles, options, limit_s
+        self.job, self.roles, self.options, self.limit_s = job, roles, options, limit_s
         self._most = most
         self.chosen = {name: dict(own) for name, own in chosen.items()}
         self.trials = 0
@@ -204,7 +204,7 @@ class _Job:
                 continue
             # At most: what others or the link add to the step shows when a trade is tried.
             limit = min(self.limit_s, self._most.get(name, inf))
-            room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.pace.compute_s(name))
+            room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.job.compute_s(name))
             if role.memory_bytes is None:
                 better |= self._trade(name, Frontier(options), room)
             else:
@@ -231,7 +231,7 @@ class _Job:
         """The same under a limit of memory, whose bytes add up as well as they do."""
         options = self.options[name]
         damage = damage_of(options, self.chosen[name])
-        free = memory_of(options, self.chosen[name]) + limit - self.pace.peak(name)
+        free = memory_of(options, self.chosen[name]) + limit - self.job.peak(name)
         for _ in range(ATTEMPTS):
             found = within_both(options, seconds=room, memory=free)
             if found is None or damage_of(options, found) >= damage * (1 - 1e-9):
@@ -253,7 +253,7 @@ class _Job:
         self.trials += 1
         limit = self.roles[name].memory_bytes
         late = self._late(name)
-        over = 0 if limit is None else max(0, self.pace.peak(name) - limit)
+        over = 0 if limit is None else max(0, self.job.peak(name) - limit)
         if not late and not over:
             return None
         self._apply(name, before)
@@ -262,7 +262,7 @@ class _Job:
     def _try(self, name: str, changes: Mapping[str, str]) -> bool:
         """Change operators; keep that if the pace is kept and the memory suffices, else take it back exactly."""
         made = [
-            self.pace.change(name, operator, precision)
+            self.job.change(name, operator, precision)
             for operator, precision in changes.items()
             if precision != self.chosen[name][operator]
         ]
@@ -271,17 +271,17 @@ class _Job:
             self.chosen[name].update(changes)
             return True
         for change in reversed(made):
-            self.pace.undo(change)
+            self.job.undo(change)
         return False
 
     def _late(self, name: str) -> float:
         """Seconds by which the step, or the role by itself, is too long."""
-        own = self.pace.compute_s(name) - self._most[name] if name in self._most else 0.0
-        return max(0.0, self.pace.step_s() - self.limit_s, own)
+        own = self.job.compute_s(name) - self._most[name] if name in self._most else 0.0
+        return max(0.0, self.job.step_s() - self.limit_s, own)
 
     def _fits(self, name: str) -> bool:
         limit = self.roles[name].memory_bytes
-        return limit is None or self.pace.peak(name) <= limit
+        return limit is None or self.job.peak(name) <= limit
 
     def _saved(self) -> dict[str, Chosen]:
         return {name: dict(own) for name, own in self.chosen.items()}
@@ -293,5 +293,5 @@ class _Job:
     def _apply(self, name: str, wanted: Mapping[str, str]) -> None:
         for operator, precision in wanted.items():
             if precision != self.chosen[name][operator]:
-                self.pace.change(name, operator, precision)
+                self.job.change(name, operator, precision)
                 self.chosen[name][operator] = precision

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import OWN
+from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
-from trimtab.planning.precision.fastest import Lowerable
 from trimtab.planning.precision.options import damage_of, memory_of, seconds_of
-from trimtab.planning.precision.pace import AdditivePace
+from trimtab.planning.precision.starting_point import Lowerable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from trimtab.planning.precision.adjustable_job import AdjustableJob
     from trimtab.planning.precision.options import Chosen, Options
-    from trimtab.planning.precision.pace import Pace
 
 MOST_OPERATORS = 10
 """More than these are not enumerated."""
@@ -100,10 +100,12 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def exhaustive(pace: Pace, roles: Mapping[str, Lowerable], *, limit_s: float) -> dict[str, Chosen] | None:
+def exhaustive(
+    job: AdjustableJob, roles: Mapping[str, Lowerable], *, limit_s: float
+) -> dict[str, Chosen] | None:
     """The least damaging of all choices whose step keeps within the limit and that fit, every one of them replayed.
 
-    `pace` is left with nothing lowered. Damages are those of `Lowerable`.
+    `job` is left with nothing lowered. Damages are those of `Lowerable`.
     """
     places = [
         (name, operator, (OWN, *(p for p in role.damages[operator] if p != OWN)))
@@ -117,24 +119,24 @@ def exhaustive(pace: Pace, roles: Mapping[str, Lowerable], *, limit_s: float) ->
     best: tuple[float, dict[str, Chosen]] | None = None
     for precisions in product(*(offered for _, _, offered in places)):
         changes = [
-            pace.change(name, operator, precision)
+            job.change(name, operator, precision)
             for (name, operator, _), precision in zip(places, precisions, strict=True)
             if precision != OWN
         ]
         fits = all(
-            role.memory_bytes is None or pace.peak(name) <= role.memory_bytes for name, role in roles.items()
+            role.memory_bytes is None or job.peak(name) <= role.memory_bytes for name, role in roles.items()
         )
         damage = fsum(
             roles[name].ranks * roles[name].damages[operator].get(precision, 0.0)
             for (name, operator, _), precision in zip(places, precisions, strict=True)
         )
-        if fits and (best is None or damage < best[0]) and pace.step_s() <= limit_s:
+        if fits and (best is None or damage < best[0]) and job.step_s() <= limit_s:
             chosen: dict[str, Chosen] = {name: {} for name in roles}
             for (name, operator, _), precision in zip(places, precisions, strict=True):
                 chosen[name][operator] = precision
             best = damage, chosen
         for change in reversed(changes):
-            pace.undo(change)
+            job.undo(change)
     return None if best is None else best[1]
 
 
@@ -164,8 +166,8 @@ def grade(options: Options, *, pace_s: float) -> Grade:
     # The allocator may exceed the pace by its tolerance: both get that.
     limit = max(pace_s, least)
     role = Lowerable(damages={n: {o.precision: o.damage for o in several} for n, several in options.items()})
-    pace = AdditivePace({"role": options}, least_s=pace_s)
-    found = allocate(pace, {"role": role}, others_s=pace_s)
+    job = AdditiveJob({"role": options}, least_s=pace_s)
+    found = allocate(job, {"role": role}, others_s=pace_s)
     best = exact(options, seconds=limit * (1 + TOLERANCE))
     assert best is not None, "the fastest of each is within the limit"
     return Grade(damage=found.damage, exact_damage=damage_of(options, best))

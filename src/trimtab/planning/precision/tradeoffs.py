@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Menu:
+class RankMenu:
     """One rank of a device class with so many samples."""
 
     base_s: float
@@ -29,8 +29,8 @@ class Menu:
     options: Options
 
 
-class Trading(ABC):
-    """Implements `trimtab.planning.shares.with_precision.Trades` for whoever knows menus and memory."""
+class Tradeoffs(ABC):
+    """Implements `trimtab.planning.shares.with_precision.RankTradeoffs` for whoever knows menus and memory."""
 
     def __init__(self, limits: Mapping[str, int | None], *, resolution: int) -> None:
         """
@@ -42,7 +42,7 @@ class Trading(ABC):
         self._frontiers: dict[tuple[str, int, float], Frontier] = {}
 
     @abstractmethod
-    def menu(self, device: str, samples: int) -> Menu:
+    def menu(self, device: str, samples: int) -> RankMenu:
         """What a rank with so many samples offers; asking twice costs nothing."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ PRECISE = 1e-4
 """A step is found to within this part of it."""
 
 
-class Trades(Protocol):
+class RankTradeoffs(Protocol):
     """What a rank of a device class can do in a time."""
 
     def own_s(self, device: str, samples: int) -> float:
@@ -47,7 +47,7 @@ class Shared:
 
 
 def quickest(
-    trades: Trades,
+    tradeoffs: RankTradeoffs,
     ranks: Mapping[str, int],
     total: int,
     *,
@@ -60,7 +60,7 @@ def quickest(
         ranks: by device class, how many there are.
         total: samples, at least one for each rank.
         budget: of all ranks together.
-        beside_s: by device class, what its step takes beside what `trades` knows.
+        beside_s: by device class, what its step takes beside what `tradeoffs` knows.
 
     Raises:
         TrimtabError: no shares fit the memory, or only with more damage than the budget.
@@ -68,18 +68,18 @@ def quickest(
     world = sum(ranks.values())
     assert total >= world
     beside = beside_s or {}
-    high = max(_positive(trades, device, -(-total // world)) + beside.get(device, 0.0) for device in ranks)
-    found = within(trades, ranks, total, high, beside)
+    high = max(_positive(tradeoffs, device, -(-total // world)) + beside.get(device, 0.0) for device in ranks)
+    found = within(tradeoffs, ranks, total, high, beside)
     doubled = 0
     while found is None or found.damage > budget:
         high, doubled = high * 2, doubled + 1
         if doubled > 40:
             raise _impossible(found, budget)
-        found = within(trades, ranks, total, high, beside)
+        found = within(tradeoffs, ranks, total, high, beside)
     low = 0.0
     while high - low > PRECISE * high:
         middle = (low + high) / 2
-        tried = within(trades, ranks, total, middle, beside)
+        tried = within(tradeoffs, ranks, total, middle, beside)
         if tried is None or tried.damage > budget:
             low = middle
         else:
@@ -88,19 +88,23 @@ def quickest(
 
 
 def within(
-    trades: Trades, ranks: Mapping[str, int], total: int, seconds: float, beside_s: Mapping[str, float]
+    tradeoffs: RankTradeoffs,
+    ranks: Mapping[str, int],
+    total: int,
+    seconds: float,
+    beside_s: Mapping[str, float],
 ) -> Shared | None:
     """The least damaging shares with which every rank keeps to so many seconds; None if there are none."""
     room = {device: seconds - beside_s.get(device, 0.0) for device in ranks}
     level: dict[str, int] = {}
     for device in ranks:
-        level[device] = max(1, _most(trades, device, room[device], total))
+        level[device] = max(1, _most(tradeoffs, device, room[device], total))
     free = sum(level[device] * count for device, count in ranks.items())
     if free >= total:
-        return _shared(trades, ranks, total, seconds, room, level, free - total)
+        return _shared(tradeoffs, ranks, total, seconds, room, level, free - total)
     # Beyond that, one sample after another goes where it does least.
     samples = {device: [level[device]] * count for device, count in ranks.items()}
-    heap = [(_more(trades, d, level[d], room[d]), index, d) for index, d in enumerate(ranks)]
+    heap = [(_more(tradeoffs, d, level[d], room[d]), index, d) for index, d in enumerate(ranks)]
     heapify(heap)
     left = total - free
     while left and heap:
@@ -111,29 +115,29 @@ def within(
             samples[device][rank] += 1
             left -= 1
         level[device] += 1
-        heappush(heap, (_more(trades, device, level[device], room[device]), index, device))
-    return _measured(trades, seconds, room, samples)
+        heappush(heap, (_more(tradeoffs, device, level[device], room[device]), index, device))
+    return _measured(tradeoffs, seconds, room, samples)
 
 
-def _most(trades: Trades, device: str, seconds: float, total: int) -> int:
+def _most(tradeoffs: RankTradeoffs, device: str, seconds: float, total: int) -> int:
     """The most samples that a rank does in a time in the model's own precision."""
     low, high = 0, 1
-    while high <= total and trades.own_s(device, high) <= seconds:
+    while high <= total and tradeoffs.own_s(device, high) <= seconds:
         low, high = high, high * 2
     high = min(high, total + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if trades.own_s(device, middle) <= seconds else (low, middle)
+        low, high = (middle, high) if tradeoffs.own_s(device, middle) <= seconds else (low, middle)
     return low
 
 
-def _more(trades: Trades, device: str, samples: int, seconds: float) -> float:
-    now = trades.damage(device, samples, seconds)
-    return inf if now == inf else trades.damage(device, samples + 1, seconds) - now
+def _more(tradeoffs: RankTradeoffs, device: str, samples: int, seconds: float) -> float:
+    now = tradeoffs.damage(device, samples, seconds)
+    return inf if now == inf else tradeoffs.damage(device, samples + 1, seconds) - now
 
 
 def _shared(
-    trades: Trades,
+    tradeoffs: RankTradeoffs,
     ranks: Mapping[str, int],
     total: int,
     seconds: float,
@@ -144,7 +148,7 @@ def _shared(
     """Give back what is too much, each time where the rank has least room left."""
     samples = {device: [level[device]] * count for device, count in ranks.items()}
     heap = [
-        (room[device] - trades.own_s(device, level[device]), index, device)
+        (room[device] - tradeoffs.own_s(device, level[device]), index, device)
         for index, device in enumerate(ranks)
         if level[device] > 1
     ]
@@ -157,16 +161,18 @@ def _shared(
             spare -= 1
         now[device] -= 1
         if now[device] > 1:
-            heappush(heap, (room[device] - trades.own_s(device, now[device]), index, device))
+            heappush(heap, (room[device] - tradeoffs.own_s(device, now[device]), index, device))
     assert not spare, f"{total} samples are fewer than ranks"
-    return _measured(trades, seconds, room, samples)
+    return _measured(tradeoffs, seconds, room, samples)
 
 
 def _measured(
-    trades: Trades, seconds: float, room: Mapping[str, float], samples: Mapping[str, list[int]]
+    tradeoffs: RankTradeoffs, seconds: float, room: Mapping[str, float], samples: Mapping[str, list[int]]
 ) -> Shared | None:
     damage = fsum(
-        trades.damage(device, count, room[device]) for device, counts in samples.items() for count in counts
+        tradeoffs.damage(device, count, room[device])
+        for device, counts in samples.items()
+        for count in counts
     )
     if damage == inf:
         return None
@@ -175,7 +181,7 @@ def _measured(
 
 
 def pace_for(
-    trades: Trades,
+    tradeoffs: RankTradeoffs,
     samples: Mapping[str, tuple[int, ...]],
     *,
     budget: float,
@@ -186,9 +192,11 @@ def pace_for(
 
     def at(seconds: float) -> Shared | None:
         room = {device: seconds - beside.get(device, 0.0) for device in samples}
-        return _measured(trades, seconds, room, {device: list(own) for device, own in samples.items()})
+        return _measured(tradeoffs, seconds, room, {device: list(own) for device, own in samples.items()})
 
-    high = max(_positive(trades, device, own[0]) + beside.get(device, 0.0) for device, own in samples.items())
+    high = max(
+        _positive(tradeoffs, device, own[0]) + beside.get(device, 0.0) for device, own in samples.items()
+    )
     found = at(high)
     for _ in range(12):
         if found is not None and found.damage <= budget:
@@ -208,8 +216,8 @@ def pace_for(
     return found
 
 
-def _positive(trades: Trades, device: str, samples: int) -> float:
-    own = trades.own_s(device, samples)
+def _positive(tradeoffs: RankTradeoffs, device: str, samples: int) -> float:
+    own = tradeoffs.own_s(device, samples)
     return own if 0 < own < inf else 1e-6
 
 

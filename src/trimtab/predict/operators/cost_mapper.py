@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trimtab.predict.operators.costs import CostTable, OperatorKey, Times, key_of
 from trimtab.predict.operators.low_precision import DeviceKind, backward_casts, forward_casts, values_of
 from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

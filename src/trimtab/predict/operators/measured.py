@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen, Options
 
 
-class Pace(Protocol):
+class AdjustableJob(Protocol):
     """A job whose operators' precisions can be changed, and what it then takes."""
 
     def change(self, role: str, operator: str, precision: str) -> Any:
@@ -37,7 +37,7 @@ class Pace(Protocol):
         ...
 
 
-class AdditivePace:
+class AdditiveJob:
     """Seconds and bytes of operators add up, and a step lasts as long as its slowest rank and what follows."""
 
     def __init__(

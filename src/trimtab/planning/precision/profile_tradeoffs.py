@@ -1,4 +1,4 @@
-"""What each device class offers at each share: seconds, damage and memory of every operator, from measurements."""
+"""What each device class measured at each share: seconds, damage and memory of every operator, from measurements."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option
-from trimtab.planning.precision.tradeoffs import Menu, Trading
+from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.predict.operators.costs import key_of
-from trimtab.predict.pace import needed_bytes
+from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step import rank_counts
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from trimtab.cluster import Cluster
     from trimtab.planning.precision.options import Options
-    from trimtab.predict.pace import Offers
+    from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 
 EVERY = 16
 """Up to this many samples, costs are looked up one by one; above, at steps of a fifth, and between them linear."""
 
 
-class Menus(Trading):
+class ProfileTradeoffs(Tradeoffs):
     """Of the device classes of a cluster, from its profile."""
 
     def __init__(
         self,
-        offers: Offers,
+        measured: MeasuredPrecisions,
         cluster: Cluster,
         damages: Mapping[str, Mapping[str, float]],
         total: int,
@@ -41,7 +41,7 @@ class Menus(Trading):
             damages: by operator and precision: of a rank that computes the whole batch.
             total: samples of the whole batch.
         """
-        self.offers, self.cluster, self.damages, self.total = offers, cluster, damages, total
+        self.measured, self.cluster, self.damages, self.total = measured, cluster, damages, total
         self.bits: int | None = None
         """Of gradients, whose codec takes memory."""
 
@@ -50,10 +50,10 @@ class Menus(Trading):
             for name, device in cluster.devices.items()
         }
         super().__init__(limits, resolution=resolution)
-        self._menus: dict[tuple[str, int], Menu] = {}
+        self._menus: dict[tuple[str, int], RankMenu] = {}
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
 
-    def menu(self, device: str, samples: int) -> Menu:
+    def menu(self, device: str, samples: int) -> RankMenu:
         asked = (device, samples)
         if asked not in self._menus:
             low, high = _around(samples)
@@ -70,7 +70,7 @@ class Menus(Trading):
         asked = (device, samples, self.bits, lowered)
         if asked not in self._peaks:
             self._peaks[asked] = needed_bytes(
-                self.offers.measured.at(samples),
+                self.measured.operators.at(samples),
                 dict(lowered),
                 self.cluster.devices[device].kind,
                 self.cluster.world_size,
@@ -80,14 +80,14 @@ class Menus(Trading):
 
     # From measurements
 
-    def _looked_up(self, device: str, samples: int) -> Menu:
-        offers, weight = self.offers, (samples / self.total) ** 2
-        mapper = offers.mapper(device, samples, self.cluster.devices[device].kind)
+    def _looked_up(self, device: str, samples: int) -> RankMenu:
+        measured, weight = self.measured, (samples / self.total) ** 2
+        mapper = measured.mapper(device, samples, self.cluster.devices[device].kind)
         workload = mapper.workload
         whole = mapper.total_s
         offered = {
             name: tuple(p for p in several if p in self.damages.get(name, {}))
-            for name, several in offers.precisions(device, samples).items()
+            for name, several in measured.precisions(device, samples).items()
         }
         saved = self._saved(device, samples, offered)
         options: Options = {}
@@ -115,7 +115,7 @@ class Menus(Trading):
                 for precision, seconds in of_key[key].items()
             )
         own = fsum(several[0].seconds for several in options.values())
-        return Menu(base_s=max(0.0, whole - own), own_s=whole, options=options)
+        return RankMenu(base_s=max(0.0, whole - own), own_s=whole, options=options)
 
     def _saved(
         self, device: str, samples: int, offered: Mapping[str, tuple[str, ...]]
@@ -128,7 +128,7 @@ class Menus(Trading):
         found: dict[tuple[str, str], int] = {}
         if self.limits[device] is None:
             return found
-        workload = self.offers.measured.at(samples)
+        workload = self.measured.operators.at(samples)
         for precision in dict.fromkeys(p for several in offered.values() for p in several):
             names = [name for name, several in offered.items() if precision in several]
             sizes = {
@@ -142,7 +142,7 @@ class Menus(Trading):
             found |= {(name, precision): round(size * per_byte) for name, size in sizes.items()}
         return found
 
-    def _between(self, device: str, samples: int, low: int, high: int) -> Menu:
+    def _between(self, device: str, samples: int, low: int, high: int) -> RankMenu:
         a, b = self.menu(device, low), self.menu(device, high)
         part = (samples - low) / (high - low)
         weight = (samples / self.total) ** 2
@@ -165,7 +165,7 @@ class Menus(Trading):
                 for o in a.options[name]
                 if o.precision in theirs
             )
-        return Menu(base_s=mixed(a.base_s, b.base_s), own_s=mixed(a.own_s, b.own_s), options=options)
+        return RankMenu(base_s=mixed(a.base_s, b.base_s), own_s=mixed(a.own_s, b.own_s), options=options)
 
     @property
     def counts(self) -> dict[str, int]:

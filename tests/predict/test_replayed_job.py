@@ -10,23 +10,24 @@ from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.pace import OWN, Offers, ReplayPace, RoleSetting, by_roles, probed
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions, probed
+from trimtab.predict.replayed_job import OWN, ReplayedJob, RoleSetting, by_roles
 from trimtab.predict.step import JobSetting, RankSetting, predict_memory, predict_step
 
 RANKS = ((FAST, 1), (SLOW, 1))
 
 
-def offers() -> Offers:
-    return Offers(Measured(workload(), profile()))
+def offers() -> MeasuredPrecisions:
+    return MeasuredPrecisions(Measured(workload(), profile()))
 
 
 def setting(samples: int, device: str, **precisions: str) -> RoleSetting:
     return RoleSetting(device=device, samples=samples, precisions=precisions)
 
 
-def pace(bits: int | None = None, **precisions: str) -> ReplayPace:
+def pace(bits: int | None = None, **precisions: str) -> ReplayedJob:
     roles = {FAST: setting(3, FAST), SLOW: setting(2, SLOW, **precisions)}
-    return ReplayPace(offers(), cluster(), roles, RANKS, bits=bits)
+    return ReplayedJob(offers(), cluster(), roles, RANKS, bits=bits)
 
 
 def lowered() -> dict[str, str]:
@@ -91,7 +92,7 @@ def test_two_roles_may_have_devices_of_one_class() -> None:
     ranks = (("more", 1), ("less", 2), (SLOW, 1))
     changed, _ = by_roles(both, roles, ranks)
     assert [rank.device for rank in changed.ranks()] == ["more", "less", "less", SLOW]
-    tried = ReplayPace(offers(), both, roles, ranks)
+    tried = ReplayedJob(offers(), both, roles, ranks)
     assert tried.compute_s("more") == pytest.approx(1.5 * tried.compute_s("less"))
     assert {role.name: role.ranks for role in tried.timeline().roles} == {"more": 1, "less": 2, SLOW: 1}
 
@@ -106,12 +107,12 @@ def test_a_device_nobody_measured_is_named() -> None:
     )
     roles = {FAST: setting(1, FAST), "odd": setting(1, "odd")}
     with pytest.raises(TrimtabError, match="device class 'odd' was not measured"):
-        ReplayPace(offers(), unknown, roles, ((FAST, 1), ("odd", 1)))
+        ReplayedJob(offers(), unknown, roles, ((FAST, 1), ("odd", 1)))
 
 
 def test_one_rank_meets_nobody() -> None:
     alone = replace(cluster(), hosts=cluster().hosts[:1])
-    tried = ReplayPace(offers(), alone, {FAST: setting(2, FAST)}, ((FAST, 1),))
+    tried = ReplayedJob(offers(), alone, {FAST: setting(2, FAST)}, ((FAST, 1),))
     name = next(iter(lowered()))
     before = tried.step_s()
     tried.change(FAST, name, "int8")

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.precision.allocate import allocate, relieve
-from trimtab.planning.precision.fastest import Lowerable
-from trimtab.planning.precision.menus import Menus
 from trimtab.planning.precision.options import Option, damage_of, lowered, own_only
-from trimtab.planning.roles import Layout, alike, even, layout, pace_of
+from trimtab.planning.precision.profile_tradeoffs import ProfileTradeoffs
+from trimtab.planning.precision.starting_point import Lowerable
+from trimtab.planning.roles import RoleLayout, alike, even, layout, replayed_job
 from trimtab.planning.shares.with_precision import Shared, pace_for, quickest
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.pace import Offers
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trimtab.cluster import Cluster
     from trimtab.planning.precision.options import Chosen, Options
-    from trimtab.predict.pace import ReplayPace
+    from trimtab.predict.replayed_job import ReplayedJob
     from trimtab.workload import Workload
 
 BUDGET = 0.01
@@ -43,21 +43,21 @@ CLOSE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class JobCandidate:
     """A job that could be run."""
 
-    job: Layout
+    job: RoleLayout
     chosen: dict[str, Chosen]
-    pace: ReplayPace
+    replayed: ReplayedJob
     damage: float
     bits: int | None
 
     @property
     def step_s(self) -> float:
-        return self.pace.step_s()
+        return self.replayed.step_s()
 
 
-class Composer:
+class PlanSearch:
     """Plans for one model on one cluster."""
 
     def __init__(
@@ -94,14 +94,14 @@ class Composer:
         self.profile = with_estimates(cluster, cluster.profile)
         self.cluster = replace(cluster, profile=self.profile)
         self.workload, self.total = workload, total
-        self.offers = Offers(Measured(workload, self.profile))
+        self.measured = MeasuredPrecisions(Measured(workload, self.profile))
         finite = {
             name: {precision: value for precision, value in by.items() if isfinite(value)}
             for name, by in damages.items()
         }
-        self.menus = Menus(self.offers, self.cluster, finite, total)
+        self.tradeoffs = ProfileTradeoffs(self.measured, self.cluster, finite, total)
         self.devices = [rank.device for rank in cluster.ranks()]
-        self.counts = self.menus.counts
+        self.counts = self.tradeoffs.counts
         self.alike = alike(workload)
         self.progress = progress
         self._done = 0
@@ -110,17 +110,17 @@ class Composer:
         self._done += 1
         self.progress(self._done, max(self._done, 12))
 
-    def plain(self) -> Candidate:
+    def plain(self) -> JobCandidate:
         """Plain DDP: even shares, nothing lowered, nothing compressed."""
         job = layout(self.devices, even(self.devices, self.total))
         chosen: dict[str, Chosen] = {role: {} for role in job.devices}
-        pace = pace_of(self.offers, self.cluster, job, chosen, None)
+        pace = replayed_job(self.measured, self.cluster, job, chosen, None)
         self.tick()
-        return Candidate(job=job, chosen=chosen, pace=pace, damage=0.0, bits=None)
+        return JobCandidate(job=job, chosen=chosen, replayed=pace, damage=0.0, bits=None)
 
     # Fixed shares
 
-    def fixed(self, bits: int | None) -> Candidate:
+    def fixed(self, bits: int | None) -> JobCandidate:
         """Equal shares; slow ranks, and such as do not fit, are lowered just enough."""
         if self.total % len(self.devices):
             below = self.total // len(self.devices) * len(self.devices)
@@ -128,9 +128,9 @@ class Composer:
                 f"a batch of {self.total} cannot be shared equally among {len(self.devices)} ranks; give --batch-size "
                 f"{below or len(self.devices)} or {below + len(self.devices)}, or --batch free"
             )
-        self.menus.bits = bits
+        self.tradeoffs.bits = bits
         job = layout(self.devices, even(self.devices, self.total))
-        plain = pace_of(self.offers, self.cluster, job, {}, bits)
+        plain = replayed_job(self.measured, self.cluster, job, {}, bits)
         roles = {
             name: self._lowerable(device, job.samples[name], job.counts[name])
             for name, device in job.devices.items()
@@ -140,7 +140,7 @@ class Composer:
         own = {
             name: own_only(self._options(device, job.samples[name])) for name, device in job.devices.items()
         }
-        same = Candidate(job=job, chosen=own, pace=plain, damage=0.0, bits=bits)
+        same = JobCandidate(job=job, chosen=own, replayed=plain, damage=0.0, bits=bits)
         if not roles:
             return same
         before = plain.step_s()
@@ -149,13 +149,16 @@ class Composer:
         found = allocate(plain, roles, others_s=others, ahead=AHEAD)
         self.tick()
         if fits and before < GAIN * found.step_s:
-            return replace(same, pace=pace_of(self.offers, self.cluster, job, own, bits))
-        return Candidate(job=job, chosen={**own, **found.chosen}, pace=plain, damage=found.damage, bits=bits)
+            return replace(same, replayed=replayed_job(self.measured, self.cluster, job, own, bits))
+        return JobCandidate(
+            job=job, chosen={**own, **found.chosen}, replayed=plain, damage=found.damage, bits=bits
+        )
 
-    def slow(self, job: Layout) -> set[str]:
+    def slow(self, job: RoleLayout) -> set[str]:
         """Device classes that compute longer than the fastest, with the same samples."""
         own = {
-            device: self.menus.menu(device, job.samples[job.of(device)[0]]).own_s for device in self.counts
+            device: self.tradeoffs.menu(device, job.samples[job.of(device)[0]]).own_s
+            for device in self.counts
         }
         return {device for device, seconds in own.items() if seconds > SLOWER * min(own.values())}
 
@@ -171,9 +174,9 @@ class Composer:
 
     # Free shares
 
-    def free(self, bits: int | None, budget: float) -> Candidate:
+    def free(self, bits: int | None, budget: float) -> JobCandidate:
         """Shares and precisions of all ranks: the fastest step whose damage is within the budget."""
-        self.menus.bits = bits
+        self.tradeoffs.bits = bits
         self._refuse_too_large()
         lowering = self._searched(bits, budget)
         if not lowering.damage:
@@ -187,10 +190,10 @@ class Composer:
 
     def _refuse_too_large(self) -> None:
         """A batch for which there is no memory, however it is shared and lowered."""
-        room = {device: self.menus.most(device, self.total) for device in self.counts}
+        room = {device: self.tradeoffs.most(device, self.total) for device in self.counts}
         for device, most in room.items():
             if most < 1:
-                need, have = self.menus.least_peak(device, 1), self.menus.limits[device] or 0
+                need, have = self.tradeoffs.least_peak(device, 1), self.tradeoffs.limits[device] or 0
                 raise TrimtabError(
                     f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
                     f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
@@ -205,11 +208,11 @@ class Composer:
                 "accumulate over several batches, or use more ranks"
             )
 
-    def _searched(self, bits: int | None, budget: float) -> Candidate:
+    def _searched(self, bits: int | None, budget: float) -> JobCandidate:
         beside: dict[str, float] = {}
-        best: Candidate | None = None
+        best: JobCandidate | None = None
         for _ in range(3):
-            shared = quickest(self.menus, self.counts, self.total, budget=budget, beside_s=beside)
+            shared = quickest(self.tradeoffs, self.counts, self.total, budget=budget, beside_s=beside)
             found = self._realised(shared, beside, bits)
             self.tick()
             if best is None or found.step_s < best.step_s:
@@ -221,15 +224,15 @@ class Composer:
         return self._moved(best, beside, bits, budget)
 
     def _moved(
-        self, best: Candidate, beside: Mapping[str, float], bits: int | None, budget: float
-    ) -> Candidate:
+        self, best: JobCandidate, beside: Mapping[str, float], bits: int | None, budget: float
+    ) -> JobCandidate:
         """Move single samples between device classes while the replayed step becomes faster."""
         for _ in range(4):
-            better: Candidate | None = None
+            better: JobCandidate | None = None
             for giver in self.counts:
                 for taker in self.counts:
                     samples = _with_one_moved(best.job, giver, taker)
-                    shared = samples and pace_for(self.menus, samples, budget=budget, beside_s=beside)
+                    shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
                     if shared:
                         found = self._realised(shared, beside, bits)
                         if found.step_s < (better or best).step_s * (1 - CLOSE):
@@ -240,46 +243,48 @@ class Composer:
             best = better
         return best
 
-    def _realised(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> Candidate:
+    def _realised(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> JobCandidate:
         job = layout(self.devices, shared.samples)
         chosen = {
-            role: self.menus.chosen(device, job.samples[role], shared.seconds - beside.get(device, 0.0))
+            role: self.tradeoffs.chosen(device, job.samples[role], shared.seconds - beside.get(device, 0.0))
             for role, device in job.devices.items()
         }
-        return Candidate(
+        return JobCandidate(
             job=job,
             chosen=chosen,
-            pace=pace_of(self.offers, self.cluster, job, chosen, bits),
+            replayed=replayed_job(self.measured, self.cluster, job, chosen, bits),
             damage=shared.damage,
             bits=bits,
         )
 
-    def _beside(self, found: Candidate) -> dict[str, float]:
+    def _beside(self, found: JobCandidate) -> dict[str, float]:
         """What transfers and codec take of each device class's time."""
-        times = {role.name: role for role in found.pace.timeline().roles}
+        times = {role.name: role for role in found.replayed.timeline().roles}
         return {
             device: max(times[role].compute_s - times[role].own_s for role in found.job.of(device))
             for device in self.counts
         }
 
-    def _relieved(self, found: Candidate) -> Candidate:
+    def _relieved(self, found: JobCandidate) -> JobCandidate:
         """With what need not be lowered raised again."""
         roles = {
             name: self._lowerable(device, found.job.samples[name], found.job.counts[name])
             for name, device in found.job.devices.items()
             if lowered(found.chosen[name])
         }
-        done = relieve(found.pace, roles, {name: found.chosen[name] for name in roles}, pace_s=found.step_s)
+        done = relieve(
+            found.replayed, roles, {name: found.chosen[name] for name in roles}, pace_s=found.step_s
+        )
         self.tick()
         return replace(found, chosen={**found.chosen, **done.chosen}, damage=done.damage)
 
     # What both ask
 
     def _options(self, device: str, samples: int) -> Options:
-        return self.menus.menu(device, samples).options
+        return self.tradeoffs.menu(device, samples).options
 
     def _fits(self, device: str, samples: int) -> bool:
-        return self.menus.fits(device, samples, {})
+        return self.tradeoffs.fits(device, samples, {})
 
     def _lowerable(self, device: str, samples: int, ranks: int) -> Lowerable:
         return Lowerable(
@@ -288,15 +293,15 @@ class Composer:
                 for name, several in self._options(device, samples).items()
             },
             ranks=ranks,
-            memory_bytes=self.menus.limits[device],
+            memory_bytes=self.tradeoffs.limits[device],
             alike=self.alike,
         )
 
     def choose(
         self, batch: Literal["fixed", "free"], bits: tuple[int | None, ...], budget: float
-    ) -> Candidate:
+    ) -> JobCandidate:
         """The fastest over these bits; fewer bits only where that gains. The first must be possible."""
-        best: Candidate | None = None
+        best: JobCandidate | None = None
         for count in sorted(bits, key=lambda b: -(b or 32)):
             try:
                 found = self.fixed(count) if batch == "fixed" else self.free(count, budget)
@@ -314,7 +319,7 @@ class Composer:
         known = [set(self.profile.devices[d].codec) for d in self.counts if d in self.profile.devices]
         return tuple(sorted(int(b) for b in set.intersection(*known))) if known else ()
 
-    def damage_of(self, found: Candidate) -> float:
+    def damage_of(self, found: JobCandidate) -> float:
         return fsum(
             found.job.counts[name]
             * damage_of(self._options(device, found.job.samples[name]), found.chosen[name])
@@ -326,7 +331,7 @@ def _fastest_damage(several: tuple[Option, ...]) -> float:
     return min(several, key=lambda option: (option.seconds, option.damage)).damage
 
 
-def _with_one_moved(job: Layout, giver: str, taker: str) -> dict[str, tuple[int, ...]] | None:
+def _with_one_moved(job: RoleLayout, giver: str, taker: str) -> dict[str, tuple[int, ...]] | None:
     """Shares with a sample of one device class given to another; None where that cannot be."""
     if giver == taker:
         return None

@@ -7,7 +7,7 @@ from tests.predict.tables import workload_of
 
 from trimtab.errors import TrimtabError
 from trimtab.precision.setting import match
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 PATTERNS: list[dict[str, str]] = [
     {"*": "bf16"},

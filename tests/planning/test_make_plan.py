@@ -11,16 +11,17 @@ from tests.predict.profiles import profile, workload
 
 from trimtab.cluster import Host
 from trimtab.errors import TrimtabError
-from trimtab.planning.compose import GAIN, Composer
-from trimtab.planning.make import make_plan
+from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan import OWN, Plan
 from trimtab.planning.plan_file import load_plan, save_plan
+from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
 from trimtab.planning.precision.exact import exhaustive
-from trimtab.planning.precision.fastest import Lowerable
+from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import layout
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.pace import Offers, ReplayPace, RoleSetting
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
+from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
 
 
@@ -244,7 +245,7 @@ def test_role_names_stay_unique() -> None:
 
 
 def test_through_the_replayer_the_allocator_is_as_good_as_trying_everything() -> None:
-    offers = Offers(Measured(workload(), profile(1.3)))
+    offers = MeasuredPrecisions(Measured(workload(), profile(1.3)))
     names = [name for name, several in offers.precisions(SLOW, 4).items() if several][:7]
     of = {name: damages()[name] for name in names}
     roles = {
@@ -252,8 +253,8 @@ def test_through_the_replayer_the_allocator_is_as_good_as_trying_everything() ->
         SLOW: RoleSetting(device=SLOW, samples=4, precisions={}),
     }
 
-    def pace() -> ReplayPace:
-        return ReplayPace(offers, uneven(1.3), roles, ((FAST, 1), (SLOW, 1)))
+    def pace() -> ReplayedJob:
+        return ReplayedJob(offers, uneven(1.3), roles, ((FAST, 1), (SLOW, 1)))
 
     slow = {SLOW: Lowerable(damages=of)}
     # A pace between all low and nothing low, so that there is something to choose.
@@ -271,4 +272,4 @@ def test_progress_is_told() -> None:
     planned(uneven(2.0), progress=lambda done, total: seen.append((done, total)))
     assert len(seen) > 2
     assert all(done <= total for done, total in seen)
-    assert isinstance(Composer(uneven(), workload(), {}, 8).plain().step_s, float)
+    assert isinstance(PlanSearch(uneven(), workload(), {}, 8).plain().step_s, float)

@@ -12,8 +12,8 @@ from trimtab.planning.precision.options import Option, option_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from trimtab.planning.precision.adjustable_job import AdjustableJob
     from trimtab.planning.precision.options import Chosen, Options
-    from trimtab.planning.precision.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Lowerable:
         return list(found.values())
 
 
-def fastest(pace: Pace, name: str, role: Lowerable) -> Chosen:
+def fastest(job: AdjustableJob, name: str, role: Lowerable) -> Chosen:
     """Set a role to its fastest precisions that fit; operators that are alike get what the first one gets.
 
     Raises:
@@ -50,36 +50,36 @@ def fastest(pace: Pace, name: str, role: Lowerable) -> Chosen:
     for _ in range(2):  # a second time, now that the neighbours are what they will be
         again = False
         for group in role.groups():
-            best = _fastest_of(pace, name, role, group[0], chosen[group[0]])
+            best = _fastest_of(job, name, role, group[0], chosen[group[0]])
             again |= best != chosen[group[0]]
             for operator in group:
                 if chosen[operator] != best:
-                    pace.change(name, operator, best)
+                    job.change(name, operator, best)
                     chosen[operator] = best
         if not again:
             break
-    if role.memory_bytes is not None and pace.peak(name) > role.memory_bytes:
-        _fit(pace, name, role, chosen)
+    if role.memory_bytes is not None and job.peak(name) > role.memory_bytes:
+        _fit(job, name, role, chosen)
     return chosen
 
 
-def _fastest_of(pace: Pace, name: str, role: Lowerable, operator: str, now: str) -> str:
+def _fastest_of(job: AdjustableJob, name: str, role: Lowerable, operator: str, now: str) -> str:
     times = {}
     for precision, _ in sorted(
         _levels(role, operator), key=lambda level: level[1]
     ):  # the least damaging first
-        change = pace.change(name, operator, precision) if precision != now else None
-        times[precision] = pace.compute_s(name)
+        change = job.change(name, operator, precision) if precision != now else None
+        times[precision] = job.compute_s(name)
         if change is not None:
-            pace.undo(change)
+            job.undo(change)
     return min(times, key=lambda precision: times[precision])
 
 
-def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
+def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None:
     """Lower further what saves most memory for its time, until the role fits."""
     assert role.memory_bytes is not None
     start = dict(chosen)
-    options = priced(pace, name, role, chosen)
+    options = priced(job, name, role, chosen)
     smaller = []
     for operator, several in options.items():
         now = option_of(options, operator, chosen[operator])
@@ -92,22 +92,22 @@ def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
         now = option_of(options, operator, chosen[operator])
         if option.memory >= now.memory:
             continue
-        pace.change(name, operator, option.precision)
+        job.change(name, operator, option.precision)
         chosen[operator] = option.precision
-        if pace.peak(name) <= role.memory_bytes:
+        if job.peak(name) <= role.memory_bytes:
             return
     # Where the peak is elsewhere, one operator by itself shows nothing of what all of them save.
-    least = pace.peak(name)
+    least = job.peak(name)
     every = dict.fromkeys(p for operator in role.damages for p, _ in _levels(role, operator))
     for wanted in every:
         for operator in chosen:
             precision = wanted if wanted in dict(_levels(role, operator)) else start[operator]
             if precision != chosen[operator]:
-                pace.change(name, operator, precision)
+                job.change(name, operator, precision)
                 chosen[operator] = precision
-        if pace.peak(name) <= role.memory_bytes:
+        if job.peak(name) <= role.memory_bytes:
             return
-        least = min(least, pace.peak(name))
+        least = min(least, job.peak(name))
     raise TrimtabError(
         f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that keeps least, and "
         f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
@@ -115,7 +115,7 @@ def _fit(pace: Pace, name: str, role: Lowerable, chosen: Chosen) -> None:
     )
 
 
-def priced(pace: Pace, name: str, role: Lowerable, chosen: Mapping[str, str]) -> Options:
+def priced(job: AdjustableJob, name: str, role: Lowerable, chosen: Mapping[str, str]) -> Options:
     """Seconds, damage and memory of every operator in every precision, the others being as they are now."""
     limited = role.memory_bytes is not None
     found: Options = {}
@@ -123,10 +123,10 @@ def priced(pace: Pace, name: str, role: Lowerable, chosen: Mapping[str, str]) ->
         first = group[0]
         measured: dict[str, tuple[float, int]] = {}
         for precision, _ in _levels(role, first):
-            change = pace.change(name, first, precision) if precision != chosen[first] else None
-            measured[precision] = pace.compute_s(name), pace.peak(name) if limited else 0
+            change = job.change(name, first, precision) if precision != chosen[first] else None
+            measured[precision] = job.compute_s(name), job.peak(name) if limited else 0
             if change is not None:
-                pace.undo(change)
+                job.undo(change)
         least_s = min(seconds for seconds, _ in measured.values())
         least_bytes = min(peak for _, peak in measured.values())
         for operator in group:

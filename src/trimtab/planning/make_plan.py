@@ -6,8 +6,8 @@ from math import fsum
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.compose import BUDGET, GAIN, Candidate, Composer
 from trimtab.planning.plan import OWN, PLAN_VERSION, Choice, Plan, Predicted, Role
+from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
 
 if TYPE_CHECKING:
@@ -50,30 +50,30 @@ def make_plan(
     Raises:
         TrimtabError: what was not measured, or does not fit, and what to do.
     """
-    composer = Composer(cluster, workload, damages, batch_size, progress=progress)
-    plain = composer.plain()
-    found = composer.choose(batch, _tried(composer, bits), budget)
-    damage = composer.damage_of(found)
-    uniform = composer.uniform_damage()
+    search = PlanSearch(cluster, workload, damages, batch_size, progress=progress)
+    plain = search.plain()
+    found = search.choose(batch, _tried(search, bits), budget)
+    damage = search.damage_of(found)
+    uniform = search.uniform_damage()
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
         model=model,
         batch=batch,
         bits="adaptive" if bits == "adaptive" else found.bits,
-        roles=_roles(composer, found),
+        roles=_roles(search, found),
         ranks=found.job.ranks,
         predicted=Predicted(
             step_s=found.step_s, plain_step_s=plain.step_s, damage=damage, uniform_damage=uniform
         ),
         budget=budget if batch == "free" else 0.0,
-        reasons=tuple(_reasons(composer, plain, found, batch, bits, damage, budget)),
+        reasons=tuple(_reasons(search, plain, found, batch, bits, damage, budget)),
     )
 
 
-def _tried(composer: Composer, bits: Bits) -> tuple[int | None, ...]:
-    known = composer.bits_measured()
-    if len(composer.devices) == 1:
+def _tried(search: PlanSearch, bits: Bits) -> tuple[int | None, ...]:
+    known = search.bits_measured()
+    if len(search.devices) == 1:
         return (None,)
     if bits == "auto":
         return (None, *(b for b in TRIED if b in known))
@@ -87,38 +87,38 @@ def _tried(composer: Composer, bits: Bits) -> tuple[int | None, ...]:
     return (bits,)
 
 
-def _roles(composer: Composer, found: Candidate) -> dict[str, Role]:
-    job, menus = found.job, composer.menus
-    menus.bits = found.bits
-    times = {role.name: role for role in found.pace.timeline().roles}
+def _roles(search: PlanSearch, found: JobCandidate) -> dict[str, Role]:
+    job, tradeoffs = found.job, search.tradeoffs
+    tradeoffs.bits = found.bits
+    times = {role.name: role for role in found.replayed.timeline().roles}
     roles = {}
     for name, device in job.devices.items():
         samples, chosen = job.samples[name], found.chosen[name]
-        menu, more = menus.menu(device, samples), menus.menu(device, samples + 1)
+        menu, more = tradeoffs.menu(device, samples), tradeoffs.menu(device, samples + 1)
         picked = {operator: chosen.get(operator, OWN) for operator in menu.options}
         seconds = [
             one.base_s
             + fsum(o.seconds for op, p in picked.items() for o in one.options.get(op, ()) if o.precision == p)
             for one in (menu, more)
         ]
-        after = found.pace.optimiser_s(name)
+        after = found.replayed.optimiser_s(name)
         fixed = max(0.0, seconds[0] - samples * (seconds[1] - seconds[0])) + after
-        peak = menus.peak(device, samples, picked)
+        peak = tradeoffs.peak(device, samples, picked)
         memory = {
             operator: next(o.memory for o in several if o.precision == picked[operator])
             for operator, several in menu.options.items()
         }
         roles[name] = Role(
             device=device,
-            kind=composer.cluster.devices[device].kind,
+            kind=search.cluster.devices[device].kind,
             samples=samples,
             precisions=lowered(chosen),
             compute_s=times[name].compute_s,
             peak_bytes=peak,
-            memory_bytes=menus.limits[device],
+            memory_bytes=tradeoffs.limits[device],
             fixed_s=min(fixed, times[name].compute_s),
             after_s=min(after, times[name].compute_s),
-            bytes_per_sample=float(max(0, menus.peak(device, samples + 1, picked) - peak)),
+            bytes_per_sample=float(max(0, tradeoffs.peak(device, samples + 1, picked) - peak)),
             choices={
                 operator: {
                     o.precision: Choice(
@@ -133,16 +133,16 @@ def _roles(composer: Composer, found: Candidate) -> dict[str, Role]:
 
 
 def _reasons(
-    composer: Composer,
-    plain: Candidate,
-    found: Candidate,
+    search: PlanSearch,
+    plain: JobCandidate,
+    found: JobCandidate,
     batch: str,
     bits: Bits,
     damage: float,
     budget: float,
 ) -> list[str]:
     said: list[str] = []
-    waits = {role.name: role for role in plain.pace.timeline().roles}
+    waits = {role.name: role for role in plain.replayed.timeline().roles}
     own = {name: time.own_s for name, time in waits.items()}
     slow, fast = max(own, key=lambda n: own[n]), min(own, key=lambda n: own[n])
     if own[slow] > 1.02 * own[fast]:
@@ -157,9 +157,9 @@ def _reasons(
     if batch == "free":
         shares = ", ".join(f"{job.samples[n]} for each of {counts[n]} {n}" for n in job.devices)
         said.append(f"shares follow speed, which changes no result: {shares}")
-    said += _lowered_words(composer, found, batch, damage, budget)
-    said += _bits_words(composer, found, bits)
-    estimated = [d for d in composer.counts if composer.profile.devices[d].estimated]
+    said += _lowered_words(search, found, batch, damage, budget)
+    said += _bits_words(search, found, bits)
+    estimated = [d for d in search.counts if search.profile.devices[d].estimated]
     if estimated:
         said.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
     gain = plain.step_s / found.step_s
@@ -173,7 +173,7 @@ def _reasons(
 
 
 def _lowered_words(
-    composer: Composer, found: Candidate, batch: str, damage: float, budget: float
+    search: PlanSearch, found: JobCandidate, batch: str, damage: float, budget: float
 ) -> list[str]:
     lower = {name: lowered(chosen) for name, chosen in found.chosen.items()}
     if any(lower.values()):
@@ -187,10 +187,10 @@ def _lowered_words(
         said = [f"{words}: damage {damage:.3g}{allowed}"]
         for name, own in lower.items():
             device = found.job.devices[name]
-            if own and not composer.menus.fits(device, found.job.samples[name], {}):
+            if own and not search.tradeoffs.fits(device, found.job.samples[name], {}):
                 said.append(f"{name} would not fit its memory with nothing lowered")
         return said
-    if len(_unprobed(composer, found)) == len(composer.counts):
+    if len(_unprobed(search, found)) == len(search.counts):
         return ["nothing is lowered: no lower precision was probed; see `trimtab probe --precision`"]
     if batch == "free" and not budget:
         return ["nothing is lowered: no damage is allowed"]
@@ -199,23 +199,23 @@ def _lowered_words(
     return [f"nothing is lowered: no rank is slow, or lowering it would gain less than {GAIN - 1:.0%}"]
 
 
-def _unprobed(composer: Composer, found: Candidate) -> list[str]:
+def _unprobed(search: PlanSearch, found: JobCandidate) -> list[str]:
     """Device classes on which no operator can be lowered."""
     return [
         device
-        for device in composer.counts
-        if not composer.menus.menu(device, found.job.samples[found.job.of(device)[0]]).options
+        for device in search.counts
+        if not search.tradeoffs.menu(device, found.job.samples[found.job.of(device)[0]]).options
     ]
 
 
-def _bits_words(composer: Composer, found: Candidate, bits: Bits) -> list[str]:
+def _bits_words(search: PlanSearch, found: JobCandidate, bits: Bits) -> list[str]:
     if bits == "adaptive":
         return [f"bits follow the gradients while training; predicted at {found.bits}"]
-    if bits != "auto" or len(composer.devices) == 1:
+    if bits != "auto" or len(search.devices) == 1:
         return []
     if found.bits is not None:
         return [f"gradients travel in {found.bits} bits, with which the step is fastest"]
-    if not composer.bits_measured():
+    if not search.bits_measured():
         return ["gradients travel as they are: the codec was not measured on every device class"]
     return [f"gradients travel as they are: fewer bits would gain less than {GAIN - 1:.0%}"]
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.operators.cost_mapper import CostMapper
-from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
@@ -19,16 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.cluster.profile import CollectiveTime, Profile
-    from trimtab.predict.operators.cost_mapper import Change
+    from trimtab.predict.operators.cost_mapper import Change, CostMapper
     from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
     from trimtab.predict.replay.inputs import RoleWork
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
 
 OWN = "own"
 """In the place of a precision: the model's."""
-
-ADJUSTABLE = ("linear", "conv", "attention", "matmul", "embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,71 +36,6 @@ class RoleSetting:
     samples: int
     precisions: Mapping[str, str]
     """By the operator's name."""
-
-
-def probed(profile: Profile, device: str) -> tuple[str, ...]:
-    """The precisions in which some operator was measured on a device class."""
-    found: dict[str, None] = {}
-    for text in profile.devices[device].operators:
-        key = OperatorKey.parse(text)
-        if key.kind in ADJUSTABLE:
-            found[key.precision] = None
-    return tuple(sorted(found))
-
-
-class Offers:
-    """The precisions that every operator was measured in, and all of their times in one table."""
-
-    def __init__(self, measured: Measured) -> None:
-        self.measured = measured
-        self._tables: dict[tuple[str, int], tuple[CostTable, dict[str, tuple[str, ...]]]] = {}
-
-    def table(self, device: str, samples: int) -> CostTable:
-        return self._found(device, samples)[0]
-
-    def precisions(self, device: str, samples: int) -> dict[str, tuple[str, ...]]:
-        """By the name that sets an operator; its own precision is left out."""
-        return self._found(device, samples)[1]
-
-    def _found(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
-        asked = (device, samples)
-        if asked not in self._tables:
-            self._tables[asked] = self._collect(device, samples)
-        return self._tables[asked]
-
-    def _collect(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
-        measured, workload = self.measured, self.measured.at(samples)
-        times: dict[str, Times] = dict(measured.table(device, samples, {}).devices[device].operators)
-        offered: dict[str, tuple[str, ...]] = dict.fromkeys(workload.settings, ())
-        for precision in probed(measured.profile, device):
-            known: dict[tuple[OperatorKey, ...], bool] = {}
-            chosen = {}
-            for name, indices in workload.settings.items():
-                # Operators with equal keys take equal times: one of them is asked for.
-                keys = tuple(dict.fromkeys(key_of(workload.operators[i], precision) for i in indices))
-                if keys == tuple(dict.fromkeys(key_of(workload.operators[i]) for i in indices)):
-                    continue
-                if keys not in known:
-                    known[keys] = self._is_known(device, samples, name, precision)
-                if known[keys]:
-                    chosen[name] = precision
-                    offered[name] = (*offered[name], precision)
-            if chosen:
-                times |= measured.table(device, samples, chosen).devices[device].operators
-        profile = measured.device(device)
-        costs = DeviceCosts(operators=times, casts=profile.casts, estimated=profile.estimated)
-        return CostTable(version=COSTS_VERSION, devices={device: costs}), offered
-
-    def _is_known(self, device: str, samples: int, name: str, precision: str) -> bool:
-        try:
-            self.measured.table(device, samples, {name: precision})
-        except TrimtabError:
-            return False
-        return True
-
-    def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
-        """One of its own, nothing lowered, in which every precision on offer can be set."""
-        return CostMapper(self.measured.at(samples), self.table(device, samples), device, kind=kind)
 
 
 def by_roles(
@@ -169,12 +101,12 @@ def needed_bytes(
     return found.reserved if kind == "cuda" else found.peak
 
 
-class ReplayPace:
+class ReplayedJob:
     """A job on a cluster, replayed for every question about its step time (a `Pace` of the precision planner)."""
 
     def __init__(
         self,
-        offers: Offers,
+        measured: MeasuredPrecisions,
         cluster: Cluster,
         roles: Mapping[str, RoleSetting],
         ranks: Sequence[tuple[str, int]],
@@ -183,16 +115,16 @@ class ReplayPace:
     ) -> None:
         """
         Args:
-            offers: of the model on this cluster; jobs that share them look nothing up twice.
+            measured: of the model on this cluster; jobs that share them look nothing up twice.
             cluster: with its profile, estimates included.
             ranks: roles in rank order, each with how many ranks in a row have it.
         """
-        workload = offers.measured.workload
+        workload = measured.operators.workload
         self.roles, self.bits = dict(roles), bits
         self.cluster, profile = by_roles(cluster, roles, ranks)
-        measured = Measured(workload, profile)
+        by_role = Measured(workload, profile)
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
-        self._replayed, self._buckets = build_step(measured, self.cluster, JobSetting(ranks=plain, bits=bits))
+        self._replayed, self._buckets = build_step(by_role, self.cluster, JobSetting(ranks=plain, bits=bits))
         self._place = {role.name: i for i, role in enumerate(self._replayed)}
         self._now: list[RoleWork] = list(self._replayed)
         self._dirty: set[str] = set()
@@ -201,7 +133,7 @@ class ReplayPace:
         self.mappers: dict[str, CostMapper] = {}
         for name, own in roles.items():
             kind = cluster.devices[own.device].kind
-            self.mappers[name] = offers.mapper(own.device, own.samples, kind)
+            self.mappers[name] = measured.mapper(own.device, own.samples, kind)
             for operator, precision in own.precisions.items():
                 self.change(name, operator, precision)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option, memory_of, own_only, scaled, seconds_of
-from trimtab.planning.precision.tradeoffs import Menu, Trading
+from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen, Options
 
 
-class Recalled(Trading):
+class PlanTradeoffs(Tradeoffs):
     """Times of the plan's roles by device class, each multiplied by how far off the prediction was."""
 
     def __init__(self, plan: Plan, observed: Mapping[str, float], *, resolution: int = 1500) -> None:
@@ -30,20 +30,22 @@ class Recalled(Trading):
             # Of several roles on one class the slowest counts: a step waits for it.
             self.slower[role.device] = max(self.slower.get(role.device, 0.0), ratio)
         super().__init__({d: role.memory_bytes for d, role in self.roles.items()}, resolution=resolution)
-        self._menus: dict[tuple[str, int], Menu] = {}
+        self._menus: dict[tuple[str, int], RankMenu] = {}
 
-    def menu(self, device: str, samples: int) -> Menu:
+    def menu(self, device: str, samples: int) -> RankMenu:
         asked = (device, samples)
         if asked not in self._menus:
             self._menus[asked] = self._menu(self.roles[device], samples, self.slower[device])
         return self._menus[asked]
 
-    def _menu(self, role: Role, samples: int, slower: float) -> Menu:
+    def _menu(self, role: Role, samples: int, slower: float) -> RankMenu:
         part = samples / role.samples
         options = scaled(options_of(role), seconds=slower * part, damage=part**2, memory=part)
         whole = slower * (role.fixed_s - role.after_s + (role.compute_s - role.fixed_s) * part)
         base = max(0.0, whole - seconds_of(options, chosen_of(role)))
-        return Menu(base_s=base, own_s=fsum((base, seconds_of(options, own_only(options)))), options=options)
+        return RankMenu(
+            base_s=base, own_s=fsum((base, seconds_of(options, own_only(options)))), options=options
+        )
 
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
         role = self.roles[device]
