@@ -19,11 +19,11 @@ from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import interleave
 from trimtab.bench.scenarios import precision as bench
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
-from trimtab.precision import reference, triton_quantise
+from trimtab.precision import reference, triton_quantize
 from trimtab.precision.devices import measure, offers
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.linear import linear
-from trimtab.precision.triton_quantise import by_rows, whole
+from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
 from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
@@ -50,22 +50,22 @@ def check_kernels() -> dict[str, Any]:
             base = base_key(1, 0, 99)
             draw, other = Draw(base, calls, stochastic), Draw(base, host, stochastic)
             key = other.key(Operand.INPUT)
-            wanted, scales = reference.quantise(x, "rows", key=key, stochastic=stochastic)
-            codes, got = by_rows(x.cuda(), torch.int8, draw, Operand.INPUT)
+            wanted, scales = reference.quantize(x, "rows", key=key, stochastic=stochastic)
+            codes, got = quantize_by_row(x.cuda(), torch.int8, draw, Operand.INPUT)
             name = f"{rows}x{columns} {'stochastic' if stochastic else 'nearest'}"
             found[f"int8 rows {name}"] = bool(
                 (codes[:rows, :columns].cpu() == wanted).all() and (got.cpu() == scales).all()
             )
-            wanted, scales = reference.quantise(x, "whole", key=key, stochastic=stochastic)
-            codes, turned, one = whole(x.cuda(), torch.int8, draw, Operand.INPUT)
+            wanted, scales = reference.quantize(x, "whole", key=key, stochastic=stochastic)
+            codes, turned, one = quantize_whole(x.cuda(), torch.int8, draw, Operand.INPUT)
             found[f"int8 whole {name}"] = bool(
                 (codes[:rows, :columns].cpu() == wanted).all()
                 and (turned == codes.t()).all()
                 and one.cpu() == scales[0]
             )
             for dtype in (E4M3, E5M2):
-                codes, turned, one = whole(x.cuda(), dtype, draw, Operand.INPUT)
-                right, scale = reference.quantise_fp8(x, dtype, key=key, stochastic=stochastic)
+                codes, turned, one = quantize_whole(x.cuda(), dtype, draw, Operand.INPUT)
+                right, scale = reference.quantize_fp8(x, dtype, key=key, stochastic=stochastic)
                 found[f"{dtype} {name}"] = bool(
                     torch.equal(codes[:rows, :columns].cpu().view(torch.int8), right.view(torch.int8))
                     and torch.equal(turned.float(), codes.float().t())
@@ -76,13 +76,15 @@ def check_kernels() -> dict[str, Any]:
     for dtype in (torch.int8, E4M3, E5M2):
         total = torch.zeros_like(x)
         for seed in range(32):
-            codes, _, scale = whole(x, dtype, Draw(base_key(seed, 0, 1), calls, True), Operand.INPUT)
+            codes, _, scale = quantize_whole(x, dtype, Draw(base_key(seed, 0, 1), calls, True), Operand.INPUT)
             total += codes.float() * scale
         bias = float((total[:, 1:] / 32 - 0.3).mean().abs()) / 0.3
         found[f"unbiased {dtype}"] = bias < 2e-4
         found[f"bias {dtype}"] = bias
     x[3, 5] = float("nan")
-    found["nan reaches the scale"] = bool(whole(x, E4M3, Draw(1, calls, False), Operand.INPUT)[2].isnan())
+    found["nan reaches the scale"] = bool(
+        quantize_whole(x, E4M3, Draw(1, calls, False), Operand.INPUT)[2].isnan()
+    )
     return found
 
 
@@ -100,7 +102,7 @@ def check_linear() -> dict[str, Any]:
                 weight = torch.randn(shape, device=CUDA, requires_grad=True)
                 bias = torch.randn(outputs, device=CUDA, requires_grad=True)
                 g = torch.randn(rows, outputs, device=CUDA)
-                y = linear(x, weight, bias, precision, base=7, calls=calls, turned=turned)
+                y = linear(x, weight, bias, precision, base=7, calls=calls, transposed=turned)
                 grads = torch.autograd.grad(y, (x, weight, bias), g)
                 wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
                 straight = wide[1].t() if turned else wide[1]
@@ -239,7 +241,7 @@ def time_tiles() -> list[dict[str, Any]]:
     x = torch.randn(16384, 8192, device=CUDA, dtype=torch.bfloat16)
     calls = torch.zeros(1, dtype=torch.int64, device=CUDA)
     rows = []
-    before = triton_quantise.TILE
+    before = triton_quantize.TILE
     for tile in (
         (64, 64, 4),
         (64, 128, 4),
@@ -251,18 +253,18 @@ def time_tiles() -> list[dict[str, Any]]:
         (64, 256, 8),
         (32, 256, 4),
     ):
-        triton_quantise.TILE = tile
+        triton_quantize.TILE = tile
         for name, stochastic, dtype in (("nearest", False, E4M3), ("stochastic", True, E5M2)):
             draw = Draw(1, calls, stochastic)
 
             def run(draw: Draw = draw, dtype: torch.dtype = dtype) -> Any:
-                return whole(x, dtype, draw, Operand.INPUT)
+                return quantize_whole(x, dtype, draw, Operand.INPUT)
 
             run()
             timed = {"run": lambda run=run: bench._seconds(run, CUDA, 5)}
             timing = interleave(timed, warmup=1, repeats=5)["run"]
             rows.append({"tile": tile, "rounding": name, "ms": timing.median_ms})
-    triton_quantise.TILE = before
+    triton_quantize.TILE = before
     return rows
 
 
@@ -271,20 +273,20 @@ def time_rows() -> list[dict[str, Any]]:
     x = torch.randn(16384, 8192, device=CUDA, dtype=torch.bfloat16)
     calls = torch.zeros(1, dtype=torch.int64, device=CUDA)
     rows = []
-    before = triton_quantise.PER_WARP
+    before = triton_quantize.PER_WARP
     for values in (256, 512, 1024, 2048):
-        triton_quantise.PER_WARP = values
+        triton_quantize.PER_WARP = values
         for name, stochastic in (("nearest", False), ("stochastic", True)):
             draw = Draw(1, calls, stochastic)
 
             def run(draw: Draw = draw) -> Any:
-                return by_rows(x, torch.int8, draw, Operand.INPUT)
+                return quantize_by_row(x, torch.int8, draw, Operand.INPUT)
 
             run()
             timed = {"run": lambda run=run: bench._seconds(run, CUDA, 5)}
             timing = interleave(timed, warmup=1, repeats=5)["run"]
             rows.append({"values a warp": values, "rounding": name, "ms": timing.median_ms})
-    triton_quantise.PER_WARP = before
+    triton_quantize.PER_WARP = before
     return rows
 
 

@@ -40,10 +40,10 @@ class ModelState:
     """`trimtab.control.tensor.balancer.Balancer` of a tensor-parallel model."""
 
     tensor_parallel: Any = None
-    """`trimtab.sharding.block.Elastic`: all units of a tensor-parallel model."""
+    """`trimtab.sharding.unit_block.ShardedModel`: all units of a tensor-parallel model."""
 
     unit_block: Any = None
-    """`trimtab.sharding.block` unit block of an attention module with dropout, and the kind of attention."""
+    """`trimtab.sharding.unit_block` unit block of an attention module with dropout, and the kind of attention."""
 
 
 def state_of(module: object) -> ModelState:

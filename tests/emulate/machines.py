@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.cluster import Cluster, Device, Host, Link
-from trimtab.emulate.job import jobs_home, recorded
-from trimtab.emulate.leftovers import marked
+from trimtab.emulate.cleanup import marked
+from trimtab.emulate.job_directory import jobs_home, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from tests.emulate.machines import jobs_of, resources_of, traces, until
 from tests.support.requirements import requires
 
 from trimtab.emulate import sweep
-from trimtab.emulate.job import is_alive
-from trimtab.emulate.leftovers import marked
+from trimtab.emulate.cleanup import marked
+from trimtab.emulate.job_directory import is_alive
 
 pytestmark = requires(root=True, tools=["ip", "tc", "nsenter"])
 

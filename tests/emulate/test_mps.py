@@ -10,8 +10,8 @@ from tests.support.requirements import requires
 
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.emulate import Emulation
-from trimtab.emulate.layout import lay_out, nodes
 from trimtab.emulate.mps import PARTS, PROCESSES, _parts, check_products, share_out
+from trimtab.emulate.placement import nodes, place_ranks
 from trimtab.errors import TrimtabError
 
 
@@ -28,13 +28,13 @@ def _cards(memory_gib: float | None = None) -> Cluster:
 
 
 def test_one_gpu_is_shared_out_by_speed() -> None:
-    shares = share_out(lay_out(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 80.0)])
+    shares = share_out(place_ranks(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 80.0)])
     assert [shares[rank].percentage for rank in range(3)] == pytest.approx([26.2, 14.0, 26.2], abs=2)
     assert [shares[rank].memory_fraction for rank in range(3)] == [0.25] * 3
 
 
 def test_speeds_keep_their_proportion_over_several_gpus() -> None:
-    shares = share_out(lay_out(_cards(), [0, 1, 2]), [("x", 80.0), ("y", 80.0)])
+    shares = share_out(place_ranks(_cards(), [0, 1, 2]), [("x", 80.0), ("y", 80.0)])
     assert [shares[rank].gpu for rank in range(3)] == ["x", "y", "x"]
     assert [shares[rank].percentage for rank in range(3)] == pytest.approx([50.4, 26.2, 50.4], abs=0.1)
 
@@ -63,12 +63,12 @@ def test_a_whole_gpu_multiplies_rightly() -> None:
 
 def test_refuses_more_memory_than_there_is() -> None:
     with pytest.raises(TrimtabError, match=r"GPU gpu ask for 60 GiB in all and it has 40\.0"):
-        share_out(lay_out(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 40.0)])
+        share_out(place_ranks(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 40.0)])
 
 
 def test_each_rank_of_a_shared_gpu_is_a_node() -> None:
-    found = nodes(lay_out(_cards(), [0, 1, 2]))
-    assert [(node.host, len(node.seats)) for node in found] == [("a", 1), ("a", 1), ("b", 1)]
+    found = nodes(place_ranks(_cards(), [0, 1, 2]))
+    assert [(node.host, len(node.placements)) for node in found] == [("a", 1), ("a", 1), ("b", 1)]
 
 
 def test_without_a_gpu_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

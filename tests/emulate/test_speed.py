@@ -11,7 +11,7 @@ from tests.emulate.machines import pair
 from tests.support.requirements import requires
 
 from trimtab.emulate import Emulation, parse_contention
-from trimtab.emulate.layout import lay_out
+from trimtab.emulate.placement import place_ranks
 from trimtab.emulate.throttling.competitor import niceness
 from trimtab.emulate.throttling.quota import cpus
 from trimtab.errors import TrimtabError
@@ -48,13 +48,16 @@ def test_speed_and_contention(throttle: str) -> None:
 
 def test_ranks_take_turns_where_cores_are_few() -> None:
     cluster = pair(speed=0.4)
-    alone = lay_out(cluster, [4, 5, 6, 7, 8])
-    assert [seat.cores for seat in alone] == [(4, 5), (6, 7)]
-    assert [seat.sharing for seat in alone] == [1, 1]
-    crowded = lay_out(cluster, [3])
-    assert [(seat.cores, seat.slot, seat.sharing) for seat in crowded] == [((3,), 0, 2), ((3,), 1, 2)]
+    alone = place_ranks(cluster, [4, 5, 6, 7, 8])
+    assert [placement.cores for placement in alone] == [(4, 5), (6, 7)]
+    assert [placement.sharing for placement in alone] == [1, 1]
+    crowded = place_ranks(cluster, [3])
+    assert [(placement.cores, placement.slot, placement.sharing) for placement in crowded] == [
+        ((3,), 0, 2),
+        ((3,), 1, 2),
+    ]
     # The proportion holds, and both together do not ask for more than the core.
-    assert [cpus(seat.speed, 1, seat.sharing) for seat in crowded] == [0.5, 0.2]
+    assert [cpus(placement.speed, 1, placement.sharing) for placement in crowded] == [0.5, 0.2]
 
 
 def test_competitors_leave_the_asked_part() -> None:

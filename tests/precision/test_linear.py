@@ -22,21 +22,21 @@ def calls(count: int = 0) -> torch.Tensor:
     return torch.tensor([count])
 
 
-def case(shape: tuple[int, int, int], turned: bool) -> tuple[torch.Tensor, ...]:
+def case(shape: tuple[int, int, int], transposed: bool) -> tuple[torch.Tensor, ...]:
     rows, inputs, outputs = shape
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs, generator=generator) * torch.logspace(-2, 2, rows)[:, None]
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-1, 1, outputs)[:, None]
     bias, g = torch.randn(outputs, generator=generator), torch.randn(rows, outputs, generator=generator)
-    weight = weight.t().contiguous() if turned else weight
+    weight = weight.t().contiguous() if transposed else weight
     return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), g
 
 
 def run(
     precision: Precision | str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    g: torch.Tensor, turned: bool = False, base: int = 3,
+    g: torch.Tensor, transposed: bool = False, base: int = 3,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    y = linear(x, weight, bias, Precision.of(precision), base=base, calls=calls(), turned=turned)
+    y = linear(x, weight, bias, Precision.of(precision), base=base, calls=calls(), transposed=transposed)
     wanted = [t for t in (x, weight, bias) if t is not None]
     return (y, *torch.autograd.grad(y, wanted, g))
 
@@ -55,7 +55,7 @@ def bounds(name: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tupl
             product_bound(g.t(), x, eg.t(), ex, last) + of_gradients,
         )
     ex, ew = int8_step(x, "rows"), int8_step(w, "rows")
-    # The gradient is quantised with the other operand's scales folded in: its error, unfolded again.
+    # The gradient is quantized with the other operand's scales folded in: its error, unfolded again.
     eg_input = int8_step(g * ew[:, 0], "rows") / ew[:, 0]
     eg_weight = int8_step(g * ex[:, :1], "columns") / ex[:, :1]
     return (
@@ -65,17 +65,17 @@ def bounds(name: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tupl
     )
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ALL)
 def test_products_are_within_the_bound_of_their_rounding(
-    name: str, shape: tuple[int, int, int], turned: bool
+    name: str, shape: tuple[int, int, int], transposed: bool
 ) -> None:
-    x, weight, bias, g = case(shape, turned)
-    y, gx, gw, gb = run(name, x, weight, bias, g, turned)
+    x, weight, bias, g = case(shape, transposed)
+    y, gx, gw, gb = run(name, x, weight, bias, g, transposed)
     x64, w64, g64 = x.detach().double(), weight.detach().double(), g.double()
-    w64 = w64.t() if turned else w64
-    gw = gw.t() if turned else gw
+    w64 = w64.t() if transposed else w64
+    gw = gw.t() if transposed else gw
     exact = (x64 @ w64.t(), g64 @ w64, g64.t() @ x64)
     found = (y.detach() - bias.detach(), gx, gw)
     slack = bias.detach().double().abs() * RELATIVE.get(name, 2.0**-23) * 4 + y.detach().abs() * 2.0**-22
@@ -189,11 +189,11 @@ def test_shapes_types_and_what_needs_no_gradient(name: str) -> None:
     empty.sum().backward()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_registered_operators_keep_their_promises(name: str, turned: bool) -> None:
-    x, weight, bias, _ = case((6, 8, 4), turned)
-    arguments = (x, weight, bias, calls(), 3, Precision.of(name).encode(), turned, torch.float32)
+def test_registered_operators_keep_their_promises(name: str, transposed: bool) -> None:
+    x, weight, bias, _ = case((6, 8, 4), transposed)
+    arguments = (x, weight, bias, calls(), 3, Precision.of(name).encode(), transposed, torch.float32)
     torch.library.opcheck(torch.ops.trimtab.linear.default, arguments)
 
 

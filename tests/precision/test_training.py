@@ -37,14 +37,14 @@ def final_loss(name: str, seed: int) -> float:
             block.register_full_backward_hook(lambda _, grads, __: (_truncated(grads[0]),))  # type: ignore[index]
     elif name != "fp32":
         set_precision(model, {"blocks.*": Precision.of(name)}, seed=seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = text_bytes(1 << 16)
     losses = []
     for step in range(STEPS):
         loss = model(batch_of(text, step + 1000 * seed, 8, 48).to(DEVICE))
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[0] > 5
     return sum(losses[-LAST:]) / LAST

@@ -22,7 +22,7 @@ POINTERS = {
     "calls": "*i64",
     "keys": "*i64",
     "codes": "*i8",
-    "turned": "*i8",
+    "transposed": "*i8",
     "largest": "*i32",
     "sums": "*i32",
     "out": "*fp32",
@@ -69,13 +69,13 @@ def test_it_compiles_to_the_specified_arithmetic(
     for form in formats:
         drawn = {"FORMAT": form, "STOCHASTIC": True}
         rows = drawn | {"OPERAND": 2, "FACTOR": True, "BLOCK": 1024, "CHUNKS": 1}
-        tiles = drawn | {"STRAIGHT": True, "TURNED": True, "BM": 64, "BN": 64}
-        for kernel, constants in ((kernels.quantise_rows, rows), (kernels.quantise_tiles, tiles)):
+        tiles = drawn | {"STRAIGHT": True, "TRANSPOSED": True, "BM": 64, "BN": 64}
+        for kernel, constants in ((kernels.quantize_rows, rows), (kernels.quantize_tiles, tiles)):
             assert "fma.rn.f32" not in _ptx(kernel, constants, capability)
     surveyed = {"OPERAND": 2, "STOCHASTIC": True, "ROWS": 16, "BLOCK": 1024}
     assert ".max" in _ptx(kernels.survey, surveyed, capability)
     scaled = {"ROW": True, "COLUMN": True, "BIAS": True, "BLOCK": 1024}
-    assert "fma.rn.f32" not in _ptx(kernels.dequantise, scaled, capability)
+    assert "fma.rn.f32" not in _ptx(kernels.dequantize, scaled, capability)
 
 
 def _ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:

@@ -12,7 +12,7 @@ from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.fp8 import Fp8
 from trimtab.precision.int8_cuda import Int8Cuda
 from trimtab.precision.products import Products, Sizes
-from trimtab.precision.triton_quantise import HELD, by_rows, dequantise, whole
+from trimtab.precision.triton_quantize import HELD, dequantize, quantize_by_row, quantize_whole
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -38,14 +38,14 @@ def kernel_faults() -> list[str]:
             draw = Draw(base_key(1, 0, rows), torch.tensor([7]), stochastic)
             key = draw.key(Operand.INPUT)
             name = f"{rows}x{columns} {spoil} {'stochastic' if stochastic else 'nearest'}"
-            codes, scales = by_rows(x, torch.int8, draw, Operand.INPUT, column_factor=factor)
-            wanted = reference.quantise(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
+            codes, scales = quantize_by_row(x, torch.int8, draw, Operand.INPUT, column_factor=factor)
+            wanted = reference.quantize(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
             found += differing(f"rows {name}", codes, scales, wanted)
             if columns < 1000:
-                codes, turned, scale = whole(x, torch.int8, draw, Operand.INPUT)
-                wanted = reference.quantise(x, "whole", key=key, stochastic=stochastic)
+                codes, transposed, scale = quantize_whole(x, torch.int8, draw, Operand.INPUT)
+                wanted = reference.quantize(x, "whole", key=key, stochastic=stochastic)
                 found += differing(f"whole {name}", codes, scale.reshape(1), wanted)
-                if not torch.equal(codes.t(), turned):
+                if not torch.equal(codes.t(), transposed):
                     found.append(f"transposed {name}")
                 if not spoil:
                     found += fp8_faults(x, draw, name)
@@ -69,9 +69,9 @@ def differing(
 def fp8_faults(x: torch.Tensor, draw: Draw, name: str) -> list[str]:
     found = []
     for dtype, (top, mantissa, least) in reference.FP8.items():
-        codes, turned, scale = whole(x, dtype, draw, Operand.INPUT)
+        codes, transposed, scale = quantize_whole(x, dtype, draw, Operand.INPUT)
         key = draw.key(Operand.INPUT)
-        wanted, wanted_scale = reference.quantise_fp8(x, dtype, key=key, stochastic=draw.stochastic)
+        wanted, wanted_scale = reference.quantize_fp8(x, dtype, key=key, stochastic=draw.stochastic)
         values = codes[: len(x), : x.shape[1]]
         if not torch.equal(values.view(torch.int8), wanted.view(torch.int8)):
             found.append(f"{dtype} {name}: codes")
@@ -79,7 +79,7 @@ def fp8_faults(x: torch.Tensor, draw: Draw, name: str) -> list[str]:
         step = 2.0 ** (scaled.abs().clamp_min(2.0**least).log2().floor() - mantissa)
         if not bool(((values.float() - scaled).abs() <= step * 1.001).all()):
             found.append(f"{dtype} {name}: further than a step")
-        if not torch.equal(turned.float(), codes.float().t()):
+        if not torch.equal(transposed.float(), codes.float().t()):
             found.append(f"{dtype} {name}: transposed")
         if not torch.equal(scale, wanted_scale):
             found.append(f"{dtype} {name}: scale")
@@ -92,7 +92,7 @@ def bias_faults() -> list[str]:
     for dtype in (torch.int8, E4M3, E5M2):
         draws = []
         for seed in range(100):
-            codes, _, scale = whole(
+            codes, _, scale = quantize_whole(
                 x, dtype, Draw(base_key(seed, 0, 1), torch.tensor([0]), True), Operand.INPUT
             )
             draws.append(codes.float()[:8, :64] * scale)
@@ -115,14 +115,14 @@ def product_faults() -> list[str]:
             torch.manual_seed(m)
             x, w, g, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n), torch.randn(n)
             draw, sizes = Draw(5, torch.tensor([1]), True), Sizes(m, n, k)
-            for turned in (False, True):
-                weight = w.t().contiguous().t() if turned else w
+            for transposed in (False, True):
+                weight = w.t().contiguous().t() if transposed else w
                 x_operands, w_operands = products.input(x, draw), products.weight(weight, draw)
                 y = products.forward(x_operands, w_operands, bias, sizes, torch.float32)
                 gradient = products.gradient(g, draw)
                 gx = products.grad_input(gradient, products.saved(w_operands), sizes, torch.float32, draw)
-                gw = products.grad_weight(gradient, products.saved(x_operands), sizes, turned, draw)
-                gw = gw.t() if turned else gw
+                gw = products.grad_weight(gradient, products.saved(x_operands), sizes, transposed, draw)
+                gw = gw.t() if transposed else gw
                 like = products.saved_like(x)
                 if [(t.shape, t.dtype) for t in like] != [
                     (t.shape, t.dtype) for t in products.saved(x_operands)
@@ -131,12 +131,12 @@ def product_faults() -> list[str]:
                 for got, true in ((y, x @ w.t() + bias), (gx, g @ w), (gw, g.t() @ x)):
                     error = float((got - true).norm() / true.norm())
                     if got.shape != true.shape or error > largest:
-                        found.append(f"{name} {sizes} turned {turned}: {error}")
+                        found.append(f"{name} {sizes} transposed {transposed}: {error}")
     sums = torch.randint(-1000, 1000, (5, 1040), dtype=torch.int32)
     row, column, bias = torch.rand(5), torch.rand(1030), torch.rand(1030)
-    got = dequantise(sums, 5, 1030, torch.float32, row_scale=row, column_scale=column, bias=bias)
-    if not torch.equal(got, reference.dequantise(sums[:, :1030], row, column, bias)):
-        found.append("dequantise")
+    got = dequantize(sums, 5, 1030, torch.float32, row_scale=row, column_scale=column, bias=bias)
+    if not torch.equal(got, reference.dequantize(sums[:, :1030], row, column, bias)):
+        found.append("dequantize")
     return found
 
 

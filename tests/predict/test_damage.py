@@ -26,7 +26,7 @@ def test_fixed_point_variance_is_that_of_real_draws(seed: int, amax: float) -> N
     values[:, 0] = amax
     squared = 0.0
     for key in range(8):
-        codes, scales = reference.quantise(values, "rows", key=seed + key, stochastic=True)
+        codes, scales = reference.quantize(values, "rows", key=seed + key, stochastic=True)
         squared += float((codes.float() * scales[:, None] - values).double().square().sum()) / 8
     assert squared == pytest.approx(fixed_point_variance(amax, values.numel(), 8), rel=0.05)
 
@@ -41,7 +41,7 @@ def test_floating_point_variance_is_that_of_real_draws(seed: int, exponent: int)
     inside = values < 1.75 * 2.0**exponent
     squared = 0.0
     for key in range(8):
-        codes, scale = reference.quantise_fp8(values, torch.float8_e5m2, key=seed + key, stochastic=True)
+        codes, scale = reference.quantize_fp8(values, torch.float8_e5m2, key=seed + key, stochastic=True)
         squared += float(((codes.float() * scale - values)[inside]).double().square().sum()) / 8
     assert squared == pytest.approx(floating_point_variance(exponent, int(inside.sum()), 2), rel=0.1)
 

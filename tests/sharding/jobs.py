@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.api.tensor_parallel import tensor_parallel
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     import random
@@ -66,7 +66,7 @@ class Pair:
 
 def difference(alone: nn.Module, spread: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> float:
     """The largest difference between what this rank holds and the same part of the single device's."""
-    places = {tensor.name: (block, tensor) for block, tensor in elastic_of(spread, "test").tensors()}
+    places = {tensor.name: (block, tensor) for block, tensor in sharded_model(spread, "test").tensors()}
     whole = dict(alone.named_parameters())
     assert whole.keys() == dict(spread.named_parameters()).keys()
     worst = 0.0
@@ -88,11 +88,11 @@ def difference(alone: nn.Module, spread: nn.Module, of: Callable[[nn.Parameter],
 
 def random_assignment(model: nn.Module, source: random.Random) -> dict[str, list[list[int]]]:
     """Any assignment of some blocks, empty ranks included; the same on every rank."""
-    elastic = elastic_of(model, "test")
+    sharded = sharded_model(model, "test")
     chosen = {}
-    for name, block in elastic.blocks.items():
+    for name, block in sharded.blocks.items():
         if source.random() < 0.7:
-            lists: list[list[int]] = [[] for _ in range(elastic.group.size)]
+            lists: list[list[int]] = [[] for _ in range(sharded.group.size)]
             weights = [source.random() for _ in lists]
             for unit in range(block.units):
                 source.choices(lists, weights)[0].append(unit)

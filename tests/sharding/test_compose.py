@@ -17,7 +17,7 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.codec import Block
 from trimtab.errors import TrimtabError
 from trimtab.sharding import assignment_for, clip_grad_norm_, move
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -71,7 +71,7 @@ def train_compressed() -> list[Any]:
         losses.append(float(loss.detach()))
         assert step >= 0
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    spread = {tensor.name for _, tensor in elastic_of(ddp, "").tensors()}
+    spread = {tensor.name for _, tensor in sharded_model(ddp, "").tensors()}
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, state)
     for name in state:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.sharding import move
-from trimtab.sharding.block import elastic_of
 from trimtab.sharding.dropout import KeyedDropout
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -53,11 +53,11 @@ def properties() -> None:
     assert set(first.unique().tolist()) == {0.0, 4 / 3}
     assert abs(float(first.mean()) - 1) < 0.01
     assert abs(float((first * second).mean()) - 1) < 0.01, "and they are independent"
-    elastic = elastic_of(model, "")
-    elastic.inside = block = next(iter(elastic.blocks.values()))
+    sharded = sharded_model(model, "")
+    sharded.inside = block = next(iter(sharded.blocks.values()))
     units = dropout(torch.ones(5000, block.count, dtype=torch.float64))
     assert not any(torch.equal(units[:, 0], units[:, i]) for i in range(1, block.count)), "so has each unit"
-    elastic.inside = None
+    sharded.inside = None
     model.eval()
     assert dropout(ones) is ones
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.sharding.jobs import Pair, convert
 from tests.sharding.models import KINDS, make
 
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -21,7 +21,7 @@ CLOSE = 1e-10
 def train(kind: str, options: dict[str, Any]) -> tuple[float, dict[str, tuple[int, ...]]]:
     pair = Pair.make(kind, **options)
     worst = max(pair.step() for _ in range(3))
-    return worst, {name: block.table.counts for name, block in elastic_of(pair.spread, "").blocks.items()}
+    return worst, {name: block.table.counts for name, block in sharded_model(pair.spread, "").blocks.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,7 +46,7 @@ def test_relatives_of_llama_train_as_a_single_device(ranks: Pool, kind: str) -> 
         assert worst < CLOSE
 
 
-def test_units_need_not_be_neighbours(ranks: Pool) -> None:
+def test_units_need_not_be_neighbors(ranks: Pool) -> None:
     """Every third unit to the same rank, out of order."""
     shares = {
         f"blocks.{layer}.{part}": [list(range(units))[::-1][rank::3] for rank in range(3)]
@@ -63,7 +63,7 @@ def replicated_gradients() -> dict[str, torch.Tensor]:
     # Ranks begin with different parameters and random states: those of rank 0 must count.
     model = convert(make("gpt2", seed=dist.get_rank()), shares=[1, 3])
     loss_of("gpt2", model, 0).backward()
-    spread = {tensor.name for _, tensor in elastic_of(model, "").tensors()}
+    spread = {tensor.name for _, tensor in sharded_model(model, "").tensors()}
     return {name: p.grad for name, p in model.named_parameters() if name not in spread and p.grad is not None}
 
 
@@ -102,7 +102,7 @@ def test_a_block_costs_one_all_reduce_each_way(ranks: Pool, kind: str) -> None:
 
 def measured_shares() -> list[tuple[int, ...]]:
     model = convert(make("gpt"), shares="measured")
-    return [block.table.counts for block in elastic_of(model, "").blocks.values()]
+    return [block.table.counts for block in sharded_model(model, "").blocks.values()]
 
 
 def test_measured_shares_are_the_same_on_every_rank(ranks: Pool) -> None:

@@ -25,8 +25,8 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.control.tensor.resizing import clear_resize, set_resize
 from trimtab.errors import TrimtabError
 from trimtab.sharding import Checkpoint, clip_grad_norm_, move
-from trimtab.sharding.block import elastic_of
 from trimtab.sharding.lease import end_leases, lease, leased, loans
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,11 +39,11 @@ MLP = {"blocks.0.mlp": [80, 16], "blocks.1.mlp": [30, 66]}
 
 def random_counts(model: Any, source: random.Random) -> dict[str, list[int]]:
     """Any counts of some blocks, empty ranks included; the same on every rank."""
-    elastic = elastic_of(model, "test")
+    sharded = sharded_model(model, "test")
     chosen = {}
-    for name, block in elastic.blocks.items():
+    for name, block in sharded.blocks.items():
         if source.random() < 0.7:
-            cuts = sorted(source.randint(0, block.units) for _ in range(elastic.group.size - 1))
+            cuts = sorted(source.randint(0, block.units) for _ in range(sharded.group.size - 1))
             chosen[name] = [b - a for a, b in zip([0, *cuts], [*cuts, block.units], strict=True)]
     return chosen
 
@@ -261,7 +261,7 @@ def random_life(sequences: int) -> float:
             pair.spread_optimizer.zero_grad()
         if source.random() < 0.5:
             worst = max(worst, pair.step())
-    total = torch.tensor(sum(block.count for block in elastic_of(pair.spread, "").blocks.values()))
+    total = torch.tensor(sum(block.count for block in sharded_model(pair.spread, "").blocks.values()))
     dist.all_reduce(total)
     assert total == 6 + 96, "a unit was lost or doubled"
     return worst

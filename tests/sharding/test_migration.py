@@ -1,4 +1,4 @@
-"""Units move with their optimiser state, exactly, and only they travel."""
+"""Units move with their optimizer state, exactly, and only they travel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import TrimtabError
 from trimtab.sharding import Checkpoint, assignment, assignment_for, move
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def move_and_train(kind: str, optimizer: str, headroom: float) -> float:
         now = assignment(pair.spread)
         assert all([sorted(units) for units in now[name]] == lists for name, lists in wanted.items())
         worst = max(worst, difference(pair.alone, pair.spread, lambda p: p.data))
-    assert list(map(id, pair.spread.parameters())) == objects, "the optimiser would update other tensors"
+    assert list(map(id, pair.spread.parameters())) == objects, "the optimizer would update other tensors"
     return worst
 
 
@@ -97,7 +97,7 @@ def with_headroom() -> list[tuple[int, ...]]:
     assert pair.step() < 1e-10
     move(pair.spread, pair.spread_optimizer, assignment_for(pair.spread, {"blocks.0.mlp": [30, 66]}))
     assert pair.step() < 1e-10
-    return [elastic_of(pair.spread, "").blocks["blocks.0.mlp"].room]
+    return [sharded_model(pair.spread, "").blocks["blocks.0.mlp"].room]
 
 
 def test_headroom_is_used_before_memory_is_allocated(ranks: Pool) -> None:
@@ -114,7 +114,7 @@ def random_life(sequences: int) -> float:
                 move(pair.spread, pair.spread_optimizer, random_assignment(pair.spread, source))
             else:
                 worst = max(worst, pair.step())
-    owned = sum(block.count for block in elastic_of(pair.spread, "").blocks.values())
+    owned = sum(block.count for block in sharded_model(pair.spread, "").blocks.values())
     total = torch.tensor(owned)
     dist.all_reduce(total)
     assert total == 6 + 96, "a unit was lost or doubled"
@@ -166,7 +166,7 @@ def refused(what: str) -> str:
         ("ranks", "blocks.1.mlp: the assignment speaks of 1 ranks and there are 2"),
         ("block", "no block 'blocks.7.mlp'; there are blocks.0.attention"),
         ("differs", "rank 1 was given another assignment than rank 0"),
-        ("optimizer", "blocks.0.qkv.weight is in none of the given optimisers"),
+        ("optimizer", "blocks.0.qkv.weight is in none of the given optimizers"),
         ("state", "'row_mean' of shape (3,) for blocks.0.up.weight"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.sharding.jobs import convert, difference
 
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -26,7 +26,7 @@ def train() -> tuple[list[str], float]:
     tokens = torch.randint(256, (2, 9))
     for model in (alone, spread):
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    return list(elastic_of(spread, "").blocks), difference(alone, spread, lambda p: p.grad)
+    return list(sharded_model(spread, "").blocks), difference(alone, spread, lambda p: p.grad)
 
 
 def test_the_gpt_of_the_examples_is_spread(ranks: Pool) -> None:

@@ -31,7 +31,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import attach_state, state_of
 from trimtab.precision.devices import refuse_unsupported
-from trimtab.precision.operators import Calls, operators
+from trimtab.precision.operators import CallCounter, operators
 from trimtab.precision_names import ATTENTION, Precision
 
 if TYPE_CHECKING:
@@ -317,8 +317,8 @@ def _device(root: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _calls(root: nn.Module) -> Calls | None:
-    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, Calls)), None)
+def _calls(root: nn.Module) -> CallCounter | None:
+    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, CallCounter)), None)
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:

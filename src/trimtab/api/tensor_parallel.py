@@ -15,13 +15,13 @@ from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import convert
 from trimtab.sharding.group import TensorGroup
-from trimtab.sharding.table import Table
+from trimtab.sharding.unit_table import UnitTable
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trimtab.sharding.kinds import Kind
+    from trimtab.sharding.unit_kinds import UnitKind
 
     Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
 
@@ -43,7 +43,7 @@ def tensor_parallel(
     *,
     shares: Shares = None,
     headroom: float = 0.0,
-    kinds: Mapping[type[nn.Module], Kind | Sequence[Kind]] | None = None,
+    kinds: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]] | None = None,
     replicate: Sequence[str] = (),
     seed: int = 0,
     balance: Literal["auto"] | None = None,
@@ -123,14 +123,16 @@ def _group(mesh: DeviceMesh) -> tuple[TensorGroup, int]:
 
 def _tables(
     blocks: Mapping[str, tuple[int, int]], shares: Shares, group: TensorGroup, like: torch.Tensor
-) -> dict[str, Table]:
+) -> dict[str, UnitTable]:
     if isinstance(shares, Mapping):
         for name in [*(shares.keys() - blocks.keys()), *(blocks.keys() - shares.keys())]:
             raise TrimtabError(
                 f"tensor_parallel: shares and the model do not both have {name}; "
                 f"give the units of each rank for {', '.join(blocks)}"
             )
-        return {name: Table.of(name, blocks[name][0], lists, group.size) for name, lists in shares.items()}
+        return {
+            name: UnitTable.of(name, blocks[name][0], lists, group.size) for name, lists in shares.items()
+        }
     sizes = {
         name: BlockSize(units=units, unit_bytes=each * _BYTES_IN_TRAINING)
         for name, (units, each) in blocks.items()
@@ -152,7 +154,7 @@ def _tables(
                 f"tensor_parallel: shares has {len(speeds)} numbers for {group.size} ranks; give one for each"
             )
     counts = share_blocks(sizes, speeds, memory_bytes=memory)
-    return {name: Table.consecutive(count) for name, count in counts.items()}
+    return {name: UnitTable.consecutive(count) for name, count in counts.items()}
 
 
 def measure(

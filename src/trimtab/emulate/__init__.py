@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.emulate.cleanup import sweep as sweep
     from trimtab.emulate.emulation import Emulation as Emulation
     from trimtab.emulate.emulation import emulate as emulate
-    from trimtab.emulate.leftovers import sweep as sweep
     from trimtab.emulate.outcome import Failure as Failure
     from trimtab.emulate.outcome import Outcome as Outcome
     from trimtab.emulate.throttling.schedule import Contention as Contention
@@ -25,7 +25,7 @@ _HOMES = {
     "Outcome": "trimtab.emulate.outcome",
     "emulate": "trimtab.emulate.emulation",
     "parse_contention": "trimtab.emulate.throttling.schedule",
-    "sweep": "trimtab.emulate.leftovers",
+    "sweep": "trimtab.emulate.cleanup",
 }
 __all__ = ["Contention", "Emulation", "Failure", "Outcome", "emulate", "parse_contention", "sweep"]
 

@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.emulate.output import Output
+    from trimtab.emulate.rank_output import RankOutput
 
 _LOOK_S = 0.02
 # After a failure: for the other agents to report what their ranks died of, and then to end them.
@@ -23,7 +23,9 @@ _REPORT_S = 2.0
 _END_S = 3.0
 
 
-def wait(agents: Sequence[subprocess.Popen[Any]], run: Path, output: Output, timeout: float | None) -> None:
+def wait(
+    agents: Sequence[subprocess.Popen[Any]], run: Path, output: RankOutput, timeout: float | None
+) -> None:
     """Until every agent has ended, or one has failed and the others had time to say so."""
     started = time.monotonic()
     failed_at: float | None = None

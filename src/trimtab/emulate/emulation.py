@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.emulate import links, mps
 from trimtab.emulate.agents import end, free_port, require_free, require_script, wait
+from trimtab.emulate.cleanup import kill_marked, remove, sweep
 from trimtab.emulate.guardian import Guardian
-from trimtab.emulate.job import RUN_MARK, Job, create_job
-from trimtab.emulate.layout import Node, Seat, lay_out, nodes
-from trimtab.emulate.leftovers import kill_marked, remove, sweep
+from trimtab.emulate.job_directory import EMULATION_RUN, Job, create_job
 from trimtab.emulate.memory import kills, limit_memory
 from trimtab.emulate.outcome import Failure, Outcome, first_failure
-from trimtab.emulate.output import Output
-from trimtab.emulate.spec import Spec, state_path
-from trimtab.emulate.throttling.duty import start_duty_cycle
+from trimtab.emulate.placement import Node, Placement, nodes, place_ranks
+from trimtab.emulate.rank_output import RankOutput
+from trimtab.emulate.rank_settings import RankSettings, state_path
+from trimtab.emulate.throttling.duty_cycle import start_duty_cycle
+from trimtab.emulate.throttling.rank_state import RankState
 from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
-from trimtab.emulate.throttling.state import State
 from trimtab.emulate.throttling.throttle import Throttle, check_throttle
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -65,8 +65,8 @@ class Emulation:
         port: int | None = None,
     ) -> None:
         self.cluster = cluster
-        self._seats = lay_out(cluster, sorted(os.sched_getaffinity(0)))
-        self._nodes = nodes(self._seats)
+        self._placements = place_ranks(cluster, sorted(os.sched_getaffinity(0)))
+        self._nodes = nodes(self._placements)
         self._asked = throttle
         self._schedule = tuple(schedule)
         self._port = port
@@ -78,7 +78,7 @@ class Emulation:
         self._mps: dict[str, str] = {}
         self._memory: dict[int, Group] = {}
         check_schedule(self._schedule, cluster)
-        check_throttle(throttle, self._seats, self._schedule)
+        check_throttle(throttle, self._placements, self._schedule)
 
     def __enter__(self) -> Emulation:
         for name in sweep():
@@ -87,18 +87,18 @@ class Emulation:
             links.require()
         elif self._port is not None:
             require_free(self._port)
-        if any(seat.kind == "cuda" for seat in self._seats):
+        if any(placement.kind == "cuda" for placement in self._placements):
             mps.require()
-            self._shares = mps.share_out(self._seats, mps.visible_gpus())
+            self._shares = mps.share_out(self._placements, mps.visible_gpus())
         self._job = create_job()
         try:
             self._guardian = Guardian(self._job)
             self._memory = {
-                seat.rank: limit_memory(self._job, seat)
-                for seat in self._seats
-                if seat.kind == "cpu" and seat.memory_gib is not None
+                placement.rank: limit_memory(self._job, placement)
+                for placement in self._placements
+                if placement.kind == "cpu" and placement.memory_gib is not None
             }
-            self._throttle = Throttle(self._job, self._asked, self._seats, self._schedule)
+            self._throttle = Throttle(self._job, self._asked, self._placements, self._schedule)
             if links.wanted(self.cluster):
                 self._links = links.Links(self._job, self.cluster)
             if any(share.percentage < 100 for share in self._shares.values()):
@@ -170,8 +170,8 @@ class Emulation:
         run = job.path / f"run-{self._runs}"
         run.mkdir()
         killed = {rank: kills(group) for rank, group in self._memory.items()}
-        states = [self._prepare(run, seat) for seat in self._seats]
-        output = Output(run, self._seats, capture=capture)
+        states = [self._prepare(run, placement) for placement in self._placements]
+        output = RankOutput(run, self._placements, capture=capture)
         agents: list[subprocess.Popen[Any]] = []
         duty: subprocess.Popen[bytes] | None = None
         captured = ""
@@ -180,12 +180,12 @@ class Emulation:
             for index, node in enumerate(self._nodes):
                 agents.append(self._start_agent(run, index, node, port, argv, env or {}))
             if self.throttle == "duty":
-                slowed = [(state_path(run, s.rank), s) for s in self._seats if self._throttle.slows(s)]
-                duty = start_duty_cycle(slowed, {**os.environ, **job.marked, RUN_MARK: str(run)})
+                slowed = [(state_path(run, s.rank), s) for s in self._placements if self._throttle.slows(s)]
+                duty = start_duty_cycle(slowed, {**os.environ, **job.marked, EMULATION_RUN: str(run)})
             wait(agents, run, output, timeout)
         finally:
             end(agents)
-            kill_marked(run, RUN_MARK)
+            kill_marked(run, EMULATION_RUN)
             for process in [*agents, *([] if duty is None else [duty])]:
                 process.wait()
             captured = output.finish()
@@ -204,24 +204,24 @@ class Emulation:
             raise TrimtabError("emulate: the emulation is not up; use it inside its `with` block")
         return self._job
 
-    def _prepare(self, run: Path, seat: Seat) -> State:
+    def _prepare(self, run: Path, placement: Placement) -> RankState:
         """Write down one rank's part in a run."""
-        schedule = tuple(c for c in self._schedule if c.host == seat.host)
-        share = self._shares.get(seat.rank)
+        schedule = tuple(c for c in self._schedule if c.host == placement.host)
+        share = self._shares.get(placement.rank)
         # A GPU's speed is its share; what is left to the throttle is contention.
-        speed = seat.speed if share is None else 1.0
-        Spec(
-            kind=seat.kind,
-            cores=seat.cores,
-            sharing=seat.sharing,
+        speed = placement.speed if share is None else 1.0
+        RankSettings(
+            kind=placement.kind,
+            cores=placement.cores,
+            sharing=placement.sharing,
             speed=speed,
-            throttle=self.throttle if self._throttle.slows(seat) else None,
+            throttle=self.throttle if self._throttle.slows(placement) else None,
             schedule=schedule,
-            quota=self._throttle.groups.get(seat.rank),
-            memory=self._memory.get(seat.rank),
+            quota=self._throttle.groups.get(placement.rank),
+            memory=self._memory.get(placement.rank),
             memory_fraction=None if share is None else share.memory_fraction,
-        ).save(run, seat.rank)
-        return State.create(state_path(run, seat.rank), speed * speed_left(schedule, 0))
+        ).save(run, placement.rank)
+        return RankState.create(state_path(run, placement.rank), speed * speed_left(schedule, 0))
 
     def _start_agent(
         self, run: Path, index: int, node: Node, port: int, argv: Sequence[str], env: Mapping[str, str]
@@ -230,18 +230,18 @@ class Emulation:
         variables = {
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
-            "OMP_NUM_THREADS": str(len(node.seats[0].cores)),
+            "OMP_NUM_THREADS": str(len(node.placements[0].cores)),
             # Else torch warns at every connection that addresses in a namespace have no name.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **self._mps,
         }
-        share = self._shares.get(node.seats[0].rank)
+        share = self._shares.get(node.placements[0].rank)
         if share is not None:
-            variables.update(mps.client_environment(share, node.seats[0].rank, interface))
+            variables.update(mps.client_environment(share, node.placements[0].rank, interface))
         torchrun = [
             f"--nnodes={len(self._nodes)}",
             f"--node-rank={index}",
-            f"--nproc-per-node={len(node.seats)}",
+            f"--nproc-per-node={len(node.placements)}",
             f"--master-addr={self.address(self._nodes[0].host)}",
             f"--master-port={port}",
             "--module",
@@ -250,8 +250,8 @@ class Emulation:
         with (run / f"agent-{index}.log").open("wb") as log:
             return self.start(
                 node.host,
-                [sys.executable, "-m", "trimtab.emulate.agent", str(index), *torchrun, *argv],
-                env={**variables, **env, RUN_MARK: str(run)},
+                [sys.executable, "-m", "trimtab.emulate.torchrun_agent", str(index), *torchrun, *argv],
+                env={**variables, **env, EMULATION_RUN: str(run)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -263,15 +263,15 @@ class Emulation:
     ) -> Failure | None:
         if all(agent.returncode == 0 for agent in agents):
             return None
-        failure = first_failure(run, self._seats)
+        failure = first_failure(run, self._placements)
         if failure is None:
             logs = [run / f"agent-{i}.log" for i, agent in enumerate(agents) if agent.returncode != 0]
             return Failure(rank=None, host=None, status=1, text=logs[0].read_text(errors="replace"))
         rank = failure.rank
         if rank is not None and rank in killed and kills(self._memory[rank]) > killed[rank]:
-            seat = self._seats[rank]
-            text = f"killed for using more than the {seat.memory_gib:g} GiB of device class {seat.device!r}"
-            return Failure(rank=seat.rank, host=seat.host, status=failure.status, text=text)
+            placement = self._placements[rank]
+            text = f"killed for using more than the {placement.memory_gib:g} GiB of device class {placement.device!r}"
+            return Failure(rank=placement.rank, host=placement.host, status=failure.status, text=text)
         return failure
 
 

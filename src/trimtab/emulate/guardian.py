@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.emulate.leftovers import remove
+from trimtab.emulate.cleanup import remove
 
 if TYPE_CHECKING:
-    from trimtab.emulate.job import Job
+    from trimtab.emulate.job_directory import Job
 
 
 class Guardian:

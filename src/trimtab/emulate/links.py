@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.cluster import Cluster, Link
-    from trimtab.emulate.job import Job
+    from trimtab.emulate.job_directory import Job
 
 INTERFACE = "eth0"
 """Name of the interface in each host's namespace."""

@@ -8,22 +8,22 @@ from trimtab.emulate.throttling.cgroups import Group, make_group
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.emulate.job import Job
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.job_directory import Job
+    from trimtab.emulate.placement import Placement
 
 _GIB = 1 << 30
 
 
-def limit_memory(job: Job, seat: Seat) -> Group:
+def limit_memory(job: Job, placement: Placement) -> Group:
     """Make the group that holds the rank to its `memory_gib`; past it the kernel kills the rank."""
-    assert seat.memory_gib is not None
+    assert placement.memory_gib is not None
     try:
-        group = make_group(job, "memory", f"rank-{seat.rank}")
+        group = make_group(job, "memory", f"rank-{placement.rank}")
     except TrimtabError as error:
         raise TrimtabError(
-            f"{error}, or remove memory_gib from device class {seat.device!r} to run without a limit"
+            f"{error}, or remove memory_gib from device class {placement.device!r} to run without a limit"
         ) from None
-    size = int(seat.memory_gib * _GIB)
+    size = int(placement.memory_gib * _GIB)
     if group.version == 2:
         group.write("memory.max", size)
         if (group.path / "memory.swap.max").exists():

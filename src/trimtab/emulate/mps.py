@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trimtab.emulate.job import Job
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.job_directory import Job
+    from trimtab.emulate.placement import Placement
 
 PROCESSES = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 _GIB = 1024  # in the MiB that nvidia-smi speaks
@@ -54,31 +54,35 @@ def require() -> None:
             )
 
 
-def share_out(seats: Sequence[Seat], gpus: Sequence[tuple[str, float]]) -> dict[int, Share]:
+def share_out(placements: Sequence[Placement], gpus: Sequence[tuple[str, float]]) -> dict[int, Share]:
     """Divide the GPUs, given by id and GiB, among the CUDA ranks: parts as near as `PARTS` has them to the speeds.
 
     Ranks take the GPUs in turn; speeds keep their proportion from one GPU to another.
     """
-    takers = [seat for seat in seats if seat.kind == "cuda"]
-    placed = {seat.rank: index % len(gpus) for index, seat in enumerate(takers)}
+    takers = [placement for placement in placements if placement.kind == "cuda"]
+    placed = {placement.rank: index % len(gpus) for index, placement in enumerate(takers)}
     memory = [0.0] * len(gpus)
-    for seat in takers:
-        memory[placed[seat.rank]] += seat.memory_gib or 0.0
+    for placement in takers:
+        memory[placed[placement.rank]] += placement.memory_gib or 0.0
     for (gpu, size), asked in zip(gpus, memory, strict=True):
         if asked > size:
             raise TrimtabError(
                 f"emulate: the ranks on GPU {gpu} ask for {asked:g} GiB in all and it has {size:.1f}; "
                 "lower memory_gib or take fewer ranks"
             )
-    parts = _parts([seat.speed for seat in takers], [placed[seat.rank] for seat in takers])
+    parts = _parts(
+        [placement.speed for placement in takers], [placed[placement.rank] for placement in takers]
+    )
     return {
-        seat.rank: Share(
-            gpu=gpus[placed[seat.rank]][0],
+        placement.rank: Share(
+            gpu=gpus[placed[placement.rank]][0],
             # A little more than the part: the service rounds down to whole pairs of multiprocessors.
             percentage=min(100.0, 100 * part + 0.4),
-            memory_fraction=None if seat.memory_gib is None else seat.memory_gib / gpus[placed[seat.rank]][1],
+            memory_fraction=None
+            if placement.memory_gib is None
+            else placement.memory_gib / gpus[placed[placement.rank]][1],
         )
-        for seat, part in zip(takers, parts, strict=True)
+        for placement, part in zip(takers, parts, strict=True)
     }
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def report_path(run: Path, node: int) -> Path:
     return run / f"report-{node}.json"
 
 
-def first_failure(run: Path, seats: Sequence[Seat]) -> Failure | None:
+def first_failure(run: Path, placements: Sequence[Placement]) -> Failure | None:
     """The failure that brought the others about.
 
     A rank that dies of a signal cannot say so itself, and those left waiting for it do: so
@@ -74,19 +74,19 @@ def first_failure(run: Path, seats: Sequence[Seat]) -> Failure | None:
         codes.update({int(rank): code for rank, code in json.loads(path.read_text()).items()})
     for rank, code in sorted(codes.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGPIPE):
-            return _failure(seats[rank], code, f"ended by signal {-code} ({signal.Signals(-code).name})")
+            return _failure(placements[rank], code, f"ended by signal {-code} ({signal.Signals(-code).name})")
     accounts = []
-    for seat in seats:
-        if error_path(run, seat.rank).exists():
-            account = json.loads(error_path(run, seat.rank).read_text())
-            accounts.append((account["time"], seat, account["status"], account["text"]))
+    for placement in placements:
+        if error_path(run, placement.rank).exists():
+            account = json.loads(error_path(run, placement.rank).read_text())
+            accounts.append((account["time"], placement, account["status"], account["text"]))
     if accounts:
-        _, seat, status, text = min(accounts, key=lambda account: account[0])
-        return _failure(seat, status, text)
+        _, placement, status, text = min(accounts, key=lambda account: account[0])
+        return _failure(placement, status, text)
     for rank, code in sorted(codes.items()):
-        return _failure(seats[rank], code, f"exited with status {code}")
+        return _failure(placements[rank], code, f"exited with status {code}")
     return None
 
 
-def _failure(seat: Seat, status: int, text: str) -> Failure:
-    return Failure(rank=seat.rank, host=seat.host, status=status, text=text)
+def _failure(placement: Placement, status: int, text: str) -> Failure:
+    return Failure(rank=placement.rank, host=placement.host, status=status, text=text)

@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from trimtab.emulate.job import RUN_MARK
+from trimtab.emulate.job_directory import EMULATION_RUN
 from trimtab.emulate.outcome import error_path
-from trimtab.emulate.output import STREAMS, pipe_path
-from trimtab.emulate.spec import Spec, state_path
+from trimtab.emulate.rank_output import STREAMS, pipe_path
+from trimtab.emulate.rank_settings import RankSettings, state_path
 from trimtab.emulate.throttling.quota import cpus, set_quota
+from trimtab.emulate.throttling.rank_state import RankState
 from trimtab.emulate.throttling.schedule import speed_left
-from trimtab.emulate.throttling.state import State
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
 def main() -> None:
-    run, rank = Path(os.environ[RUN_MARK]), int(os.environ["RANK"])
+    run, rank = Path(os.environ[EMULATION_RUN]), int(os.environ["RANK"])
     _redirect_output(run, rank)
-    spec, state = Spec.load(run, rank), State(state_path(run, rank))
+    spec, state = RankSettings.load(run, rank), RankState(state_path(run, rank))
     _kept = _take_place(spec, state, state_path(run, rank))
     status = 0
     try:
@@ -77,7 +77,7 @@ def _redirect_output(run: Path, rank: int) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _take_place(spec: Spec, state: State, path: Path) -> object:
+def _take_place(spec: RankSettings, state: RankState, path: Path) -> object:
     """Apply memory limit, cores and speed; returns what must be kept for as long as they shall hold."""
     if spec.memory is not None:
         spec.memory.join()
@@ -97,7 +97,7 @@ def _take_place(spec: Spec, state: State, path: Path) -> object:
 
         start_competitors(path, spec.cores)
     elif spec.throttle == "gemm":
-        from trimtab.emulate.throttling.repeat import RepeatedProducts
+        from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
         kept = RepeatedProducts(state, spec.kind)
 
@@ -115,7 +115,7 @@ def _take_place(spec: Spec, state: State, path: Path) -> object:
     return kept
 
 
-def _set_speed(spec: Spec, state: State) -> None:
+def _set_speed(spec: RankSettings, state: RankState) -> None:
     """Follow the schedule: called after each step, in time for the next."""
     speed = spec.speed * speed_left(spec.schedule, state.steps)
     if speed != state.speed:

@@ -1,7 +1,7 @@
 """A convolution in a chosen precision: 2-D, grouped, strided, dilated (1-D is 2-D with one row).
 
 fp32, tf32 and half types go to cuDNN or oneDNN. int8 and fp8 become matrix products: the input is
-quantised once (a scale for each sample), its codes are gathered into rows of what lies under the kernel,
+quantized once (a scale for each sample), its codes are gathered into rows of what lies under the kernel,
 and what is saved for backward is the codes, not the rows. Codes lie channels last, so that gathering
 copies whole runs of channels.
 """

@@ -1,6 +1,6 @@
 """fp8 products on a GPU: e4m3 inputs and weights, e5m2 gradients, one scale for each tensor.
 
-Tensor cores sum along the axis that is contiguous in both operands. So an operand is quantised together
+Tensor cores sum along the axis that is contiguous in both operands. So an operand is quantized together
 with its transpose, in one kernel, and backward saves the transposes.
 """
 
@@ -33,19 +33,19 @@ class Fp8:
 
     def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
         if not w.is_contiguous() and w.t().is_contiguous():
-            turned, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT)
-            return codes, turned, scale
+            transposed, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT)
+            return codes, transposed, scale
         return self._operand(w, draw, Operand.WEIGHT)
 
     def saved(self, operands: Operands) -> Operands:
         return operands[1:]
 
     def saved_like(self, values: torch.Tensor) -> Operands:
-        from trimtab.precision.triton_quantise import padded
+        from trimtab.precision.triton_quantize import padded
 
         rows, columns = values.shape
-        turned = values.new_empty((padded(columns), padded(rows)), dtype=torch.float8_e4m3fn)
-        return turned, values.new_empty((), dtype=torch.float32)
+        transposed = values.new_empty((padded(columns), padded(rows)), dtype=torch.float8_e4m3fn)
+        return transposed, values.new_empty((), dtype=torch.float32)
 
     def forward(
         self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
@@ -58,9 +58,9 @@ class Fp8:
         return y if bias is None else (y + bias).to(dtype)
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        from trimtab.precision.triton_quantise import whole
+        from trimtab.precision.triton_quantize import quantize_whole
 
-        return whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
+        return quantize_whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
 
     def grad_input(
         self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
@@ -68,8 +68,10 @@ class Fp8:
         y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
         return y[: sizes.m, : sizes.k].contiguous()
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
-        if turned:
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
+        if transposed:
             y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
             return y[: sizes.k, : sizes.n].contiguous()
         y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
@@ -77,22 +79,24 @@ class Fp8:
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         """As `Int8.samples`; every row has the same scale."""
-        from trimtab.precision.triton_quantise import whole
+        from trimtab.precision.triton_quantize import quantize_whole
 
-        codes, _, scale = whole(rows, torch.float8_e4m3fn, self._inputs(draw), operand, turned=False)
+        codes, _, scale = quantize_whole(
+            rows, torch.float8_e4m3fn, self._inputs(draw), operand, transposed=False
+        )
         return codes[: len(rows), : rows.shape[1]], scale.expand(len(rows)).contiguous()
 
     def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
         """As `Int8.assemble`."""
-        from trimtab.precision.triton_quantise import pad_codes
+        from trimtab.precision.triton_quantize import pad_codes
 
         codes = pad_codes(codes)
         return codes, codes.view(torch.int8).t().contiguous().view(codes.dtype), scales[0]
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        from trimtab.precision.triton_quantise import whole
+        from trimtab.precision.triton_quantize import quantize_whole
 
-        return whole(values, torch.float8_e4m3fn, self._inputs(draw), operand)
+        return quantize_whole(values, torch.float8_e4m3fn, self._inputs(draw), operand)
 
     def _inputs(self, draw: Draw) -> Draw:
         return replace(draw, stochastic=self.stochastic_inputs)

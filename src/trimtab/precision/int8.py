@@ -1,7 +1,7 @@
 """int8 products: codes with exact int32 sums, scaled back in the epilogue.
 
 A scale that runs along the summed axis cannot leave the sum. So backward folds it into the gradient
-before that is quantised: w's row scales multiply g's columns for grad_input, and x's row scales multiply
+before that is quantized: w's row scales multiply g's columns for grad_input, and x's row scales multiply
 g's rows for grad_weight. Thus the codes of the forward pass serve backward as they are.
 """
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.quantise import Axis, product, quantise
+from trimtab.precision.quantize import Axis, product, quantize
 
 if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
 
 
 class Int8:
-    """On CPU: oneDNN's int8 products (`torch._int_mm`) between our quantise and dequantise kernels."""
+    """On CPU: oneDNN's int8 products (`torch._int_mm`) between our quantize and dequantize kernels."""
 
     saves_input, saves_weight = True, False
 
@@ -46,21 +46,23 @@ class Int8:
         return product(x[0], w[0].t(), row_scale=x[1], column_scale=w[1], bias=bias).to(dtype)
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        # Each product folds another scale into it, so each quantises it anew.
+        # Each product folds another scale into it, so each quantizes it anew.
         return (g,)
 
     def grad_input(
         self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
     ) -> torch.Tensor:
         axis: Axis = "rows" if self.by_row else "whole"
-        codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
+        codes, scales = quantize(g[0], axis, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
         return product(codes, w[0], row_scale=scales.expand(len(codes)).contiguous()).to(dtype)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
         axis: Axis = "columns" if self.by_row else "whole"
-        codes, scales = quantise(g[0], axis, draw, Operand.GRAD_FOR_WEIGHT, row_factor=x[1])
+        codes, scales = quantize(g[0], axis, draw, Operand.GRAD_FOR_WEIGHT, row_factor=x[1])
         scales = scales.expand(codes.shape[1]).contiguous()
-        if turned:
+        if transposed:
             return product(x[0].t(), codes, column_scale=scales)
         return product(codes.t(), x[0], row_scale=scales)
 
@@ -73,5 +75,5 @@ class Int8:
         return codes, scales
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        codes, scales = quantise(values, "rows" if self.by_row else "whole", draw, operand)
+        codes, scales = quantize(values, "rows" if self.by_row else "whole", draw, operand)
         return codes, scales.expand(len(values)).contiguous()

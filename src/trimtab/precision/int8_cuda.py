@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.triton_quantise import PAD, by_rows, dequantise, pad_codes, padded, whole
+from trimtab.precision.triton_quantize import (
+    PAD,
+    dequantize,
+    pad_codes,
+    padded,
+    quantize_by_row,
+    quantize_whole,
+)
 
 if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
@@ -42,7 +49,7 @@ class Int8Cuda:
         self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
     ) -> torch.Tensor:
         sums = integer_product(x[0], w[0])
-        return dequantise(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
+        return dequantize(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
         return (g,)
@@ -50,19 +57,21 @@ class Int8Cuda:
     def grad_input(
         self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
     ) -> torch.Tensor:
-        codes, scales = by_rows(g[0], torch.int8, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
+        codes, scales = quantize_by_row(g[0], torch.int8, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
         sums = integer_product(codes, w[0].t().contiguous())
-        return dequantise(sums, sizes.m, sizes.k, dtype, row_scale=scales)
+        return dequantize(sums, sizes.m, sizes.k, dtype, row_scale=scales)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
         folded = g[0].float() * x[1][:, None]
-        _, codes, scale = whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, straight=False)
+        _, codes, scale = quantize_whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, straight=False)
         inputs = x[0].t().contiguous()
-        if turned:
+        if transposed:
             sums, rows, columns = integer_product(inputs, codes), sizes.k, sizes.n
         else:
             sums, rows, columns = integer_product(codes, inputs), sizes.n, sizes.k
-        return dequantise(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
+        return dequantize(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         """As `Int8.samples`."""
@@ -75,8 +84,8 @@ class Int8Cuda:
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
         if self.by_row:
-            return by_rows(values, torch.int8, draw, operand)
-        codes, _, scale = whole(values, torch.int8, draw, operand, turned=False)
+            return quantize_by_row(values, torch.int8, draw, operand)
+        codes, _, scale = quantize_whole(values, torch.int8, draw, operand, transposed=False)
         return codes, scale.expand(len(values)).contiguous()
 
 

@@ -19,21 +19,23 @@ def linear(
     *,
     base: int,
     calls: torch.Tensor,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
     Args:
         base: the operator's random stream, see `trimtab.precision.draw.base_key`.
         calls: how often the model was called; one int64 on x's device.
-        turned: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
+        transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
     """
     dtype = result_dtype(x)
     flat = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling():
-        y = torch.ops.trimtab.linear(flat, weight, bias, calls, base, precision.encode(), turned, dtype)[0]
+        y = torch.ops.trimtab.linear(flat, weight, bias, calls, base, precision.encode(), transposed, dtype)[
+            0
+        ]
     else:
-        y = _Linear.apply(flat, weight, bias, precision, base, calls, turned, dtype)  # type: ignore[no-untyped-call]
+        y = _Linear.apply(flat, weight, bias, precision, base, calls, transposed, dtype)  # type: ignore[no-untyped-call]
     result: torch.Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
 
@@ -48,17 +50,17 @@ class _Linear(torch.autograd.Function):
         precision: Precision,
         base: int,
         calls: torch.Tensor,
-        turned: bool,
+        transposed: bool,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        w = weight.t() if turned else weight
+        w = weight.t() if transposed else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         y, saved_x, saved_w = forward_pass(
             x, w, bias, precision, draw_of(precision, base, calls), dtype, needs
         )
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.split = len(saved_x)
-        ctx.setting = precision, base, calls, turned
+        ctx.setting = precision, base, calls, transposed
         ctx.inputs = x.shape[1]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
@@ -66,11 +68,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-        precision, base, calls, turned = ctx.setting
+        precision, base, calls, transposed = ctx.setting
         saved = ctx.saved_tensors
         gx, gw = backward_pass(
             g, saved[: ctx.split], saved[ctx.split :], precision, draw_of(precision, base, calls),
-            ctx.inputs, turned, ctx.dtypes[0],
+            ctx.inputs, transposed, ctx.dtypes[0],
         )  # fmt: skip
         gw = gw if gw is None else gw.to(ctx.dtypes[1])
         gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
@@ -85,12 +87,12 @@ def _linear_op(
     calls: torch.Tensor,
     base: int,
     precision: str,
-    turned: bool,
+    transposed: bool,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """y, then the saved operands of x and of w that are not x and w themselves."""
     chosen = Precision.decode(precision)
-    w = weight.t() if turned else weight
+    w = weight.t() if transposed else weight
     y, saved_x, saved_w = forward_pass(x, w, bias, chosen, draw_of(chosen, base, calls), dtype)
     _, grad_input, grad_weight = products_of(chosen, x.device.type)
     kept = [*(saved_x if grad_weight.saves_input else ()), *(saved_w if grad_input.saves_weight else ())]
@@ -106,11 +108,11 @@ def _(
     calls: torch.Tensor,
     base: int,
     precision: str,
-    turned: bool,
+    transposed: bool,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
-    w = weight.t() if turned else weight
+    w = weight.t() if transposed else weight
     saved_x = grad_weight.saved_like(x) if grad_weight.saves_input else ()
     saved_w = grad_input.saved_like(w) if grad_input.saves_weight else ()
     return [x.new_empty((x.shape[0], w.shape[0]), dtype=dtype), *saved_x, *saved_w]
@@ -124,13 +126,15 @@ def _linear_backward_op(
     calls: torch.Tensor,
     base: int,
     precision: str,
-    turned: bool,
+    transposed: bool,
     inputs: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """The gradients of x in `dtype` and of the weight in fp32."""
     chosen = Precision.decode(precision)
-    gx, gw = backward_pass(g, saved_x, saved_w, chosen, draw_of(chosen, base, calls), inputs, turned, dtype)
+    gx, gw = backward_pass(
+        g, saved_x, saved_w, chosen, draw_of(chosen, base, calls), inputs, transposed, dtype
+    )
     assert gx is not None
     assert gw is not None
     return [gx, gw]
@@ -144,35 +148,35 @@ def _(
     calls: torch.Tensor,
     base: int,
     precision: str,
-    turned: bool,
+    transposed: bool,
     inputs: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     tokens, outputs = g.shape
-    shape = (inputs, outputs) if turned else (outputs, inputs)
+    shape = (inputs, outputs) if transposed else (outputs, inputs)
     return [g.new_empty((tokens, inputs), dtype=dtype), g.new_empty(shape, dtype=torch.float32)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weight, bias, calls, base, precision, turned, _ = inputs
+    x, weight, bias, calls, base, precision, transposed, _ = inputs
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
     kept = list(output[1:])
     split = len(grad_weight.saved_like(x)) if grad_weight.saves_input else 0
     saved_x = kept[:split] if grad_weight.saves_input else [x]
-    saved_w = kept[split:] if grad_input.saves_weight else [weight.t() if turned else weight]
+    saved_w = kept[split:] if grad_input.saves_weight else [weight.t() if transposed else weight]
     ctx.save_for_backward(calls, *saved_x, *saved_w)
     ctx.split = 1 + len(saved_x)
-    ctx.setting = base, precision, turned, x.shape[1]
+    ctx.setting = base, precision, transposed, x.shape[1]
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     g = grads[0]
     calls, *saved = ctx.saved_tensors
-    base, precision, turned, inputs = ctx.setting
+    base, precision, transposed, inputs = ctx.setting
     saved_x, saved_w = list(saved[: ctx.split - 1]), list(saved[ctx.split - 1 :])
     gx, gw = torch.ops.trimtab.linear_backward(
-        g, saved_x, saved_w, calls, base, precision, turned, inputs, ctx.dtypes[0]
+        g, saved_x, saved_w, calls, base, precision, transposed, inputs, ctx.dtypes[0]
     )
     gb = None if ctx.dtypes[2] is None else g.sum(0, dtype=torch.float32).to(ctx.dtypes[2])
     return gx, gw.to(ctx.dtypes[1]), gb, None, None, None, None, None

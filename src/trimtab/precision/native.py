@@ -1,4 +1,4 @@
-"""8-bit operands on CPU tensors in C++ (csrc/quantise.h), through the codec's library and ctypes."""
+"""8-bit operands on CPU tensors in C++ (csrc/quantize.h), through the codec's library and ctypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from trimtab.codec import native
 
 if TYPE_CHECKING:
-    from trimtab.precision.quantise import Axis
+    from trimtab.precision.quantize import Axis
 
 _AXES = ("rows", "columns", "whole")
 
@@ -49,7 +49,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def quantise(
+def quantize(
     values: torch.Tensor,
     axis: Axis,
     *,
@@ -59,7 +59,7 @@ def quantise(
     column_factor: torch.Tensor | None = None,
     instruction_set: str = "best",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `trimtab.precision.reference.quantise`, to the bit; of a contiguous fp32 matrix."""
+    """As `trimtab.precision.reference.quantize`, to the bit; of a contiguous fp32 matrix."""
     rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=torch.int8)
     scales = torch.empty((rows, columns, 1)[_AXES.index(axis)], dtype=torch.float32)
@@ -81,7 +81,7 @@ def quantise(
     return codes, scales
 
 
-def dequantise(
+def dequantize(
     sums: torch.Tensor,
     row_scale: torch.Tensor | None,
     column_scale: torch.Tensor | None,
@@ -89,7 +89,7 @@ def dequantise(
     *,
     instruction_set: str = "best",
 ) -> torch.Tensor:
-    """As `trimtab.precision.reference.dequantise`, to the bit; overwrites `sums` (int32, contiguous)."""
+    """As `trimtab.precision.reference.dequantize`, to the bit; overwrites `sums` (int32, contiguous)."""
     rows, columns = sums.shape
     assert sums.dtype == torch.int32
     assert sums.is_contiguous()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Calls:
+class CallCounter:
     """How often a model was called: the step of every random stream. It lives where the model does."""
 
     count: torch.Tensor
@@ -41,13 +41,13 @@ class Calls:
 
 
 @dataclass
-class LowForward:
+class LowPrecisionForward:
     """A module's `forward` in a given precision."""
 
     module: nn.Module
     precision: Precision
     base: int
-    calls: Calls
+    calls: CallCounter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -57,21 +57,21 @@ class LowForward:
         return {"precision": self.precision, "base": self.base, "calls": self.calls.on(x.device)}
 
 
-class LinearForward(LowForward):
+class LinearForward(LowPrecisionForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         module: Any = self.module
         return linear(input, module.weight, module.bias, **self.keywords(input))
 
 
-class TurnedLinearForward(LowForward):
+class TransposedLinearForward(LowPrecisionForward):
     """transformers' `Conv1D`: a linear layer whose weight is stored inputs × outputs."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module: Any = self.module
-        return linear(x, module.weight, module.bias, turned=True, **self.keywords(x))
+        return linear(x, module.weight, module.bias, transposed=True, **self.keywords(x))
 
 
-class ConvForward(LowForward):
+class ConvForward(LowPrecisionForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         module: Any = self.module
         x, weight = input, module.weight
@@ -93,14 +93,14 @@ class ConvForward(LowForward):
         return y if batched else y.squeeze(0)
 
 
-class EmbeddingForward(LowForward):
+class EmbeddingForward(LowPrecisionForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         module: Any = self.module
         y = F.embedding(input, module.weight, module.padding_idx)
         return rounded(y, DTYPES[self.precision.forward])
 
 
-class AttentionForward(LowForward):
+class AttentionForward(LowPrecisionForward):
     """Any module: the products of activations inside its forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class AttentionForward(LowForward):
         return self._run(*args, **kwargs)
 
 
-FORWARDS: dict[OperatorKind, type[LowForward]] = {
+FORWARDS: dict[OperatorKind, type[LowPrecisionForward]] = {
     "linear": LinearForward,
     "conv": ConvForward,
     "embedding": EmbeddingForward,
@@ -145,11 +145,11 @@ def operators(model: nn.Module) -> dict[str, OperatorKind]:
 def kind_of(module: nn.Module) -> OperatorKind | None:
     """What kind of operator a module is, if its forward is one that can be replaced."""
     own = module.__dict__.get("forward")
-    if own is not None and not isinstance(own, LowForward):
+    if own is not None and not isinstance(own, LowPrecisionForward):
         return None
     if isinstance(module, nn.Linear):
         return "linear" if type(module).forward is nn.Linear.forward else None
-    if _is_turned_linear(module):
+    if _is_transposed_linear(module):
         return "linear"
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         known = type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward)
@@ -160,29 +160,35 @@ def kind_of(module: nn.Module) -> OperatorKind | None:
     return None
 
 
-def install(module: nn.Module, kind: OperatorKind, precision: Precision, base: int, calls: Calls) -> None:
+def install(
+    module: nn.Module, kind: OperatorKind, precision: Precision, base: int, calls: CallCounter
+) -> None:
     """Make the module compute in the given precision."""
     forward = FORWARDS[kind]
     if kind == "linear" and not isinstance(module, nn.Linear):
-        forward = TurnedLinearForward
+        forward = TransposedLinearForward
     module.__dict__["forward"] = forward(module, precision, base, calls)
 
 
 def restore(model: nn.Module) -> None:
     """Give every module of a model the forward of its class again, and stop counting calls."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), LowForward):
+        if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             del module.__dict__["forward"]
         hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Calls)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, CallCounter)]:
             del hooks[key]
 
 
-def _is_turned_linear(module: nn.Module) -> bool:
+def _is_transposed_linear(module: nn.Module) -> bool:
     # Without importing transformers: who has such a module has imported it.
     home = sys.modules.get("transformers.pytorch_utils")
-    turned = getattr(home, "Conv1D", None)
-    return turned is not None and isinstance(module, turned) and type(module).forward is turned.forward
+    transposed = getattr(home, "Conv1D", None)
+    return (
+        transposed is not None
+        and isinstance(module, transposed)
+        and type(module).forward is transposed.forward
+    )
 
 
 def _padding(module: Any) -> tuple[int, ...]:

@@ -92,10 +92,10 @@ def backward_pass(
     precision: Precision,
     draw: Draw,
     inputs: int,
-    turned: bool,
+    transposed: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x in `dtype` and of w in fp32 (transposed with `turned`), where operands were saved.
+    """The gradients of x in `dtype` and of w in fp32 (transposed with `transposed`), where operands were saved.
 
     Args:
         draw: that of the forward pass, so that operands made anew are the same.
@@ -115,7 +115,7 @@ def backward_pass(
         if saved_x:
             if operands is None or grad_weight is not grad_input:
                 operands = grad_weight.gradient(g, draw)
-            gw = grad_weight.grad_weight(operands, tuple(saved_x), sizes, turned, draw)
+            gw = grad_weight.grad_weight(operands, tuple(saved_x), sizes, transposed, draw)
     return gx, gw
 
 

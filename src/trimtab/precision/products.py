@@ -69,8 +69,10 @@ class Products(Protocol):
     ) -> torch.Tensor:
         """g w, in `dtype`, from w's saved operands."""
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
-        """gᵀ x in fp32, from x's saved operands; with `turned`, xᵀ g."""
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
+        """gᵀ x in fp32, from x's saved operands; with `transposed`, xᵀ g."""
 
 
 class Full:
@@ -109,9 +111,11 @@ class Full:
         with tf32_products(self.tf32):
             return (g[0] @ w[0].float()).to(dtype)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
         with tf32_products(self.tf32):
-            return x[0].float().t() @ g[0] if turned else g[0].t() @ x[0].float()
+            return x[0].float().t() @ g[0] if transposed else g[0].t() @ x[0].float()
 
 
 class Half:
@@ -154,15 +158,17 @@ class Half:
     ) -> torch.Tensor:
         return unscaled(g[0] @ w[0], g[1:], dtype)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, turned: bool, draw: Draw) -> torch.Tensor:
-        a, b = (x[0].t(), g[0]) if turned else (g[0].t(), x[0])
+    def grad_weight(
+        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
+    ) -> torch.Tensor:
+        a, b = (x[0].t(), g[0]) if transposed else (g[0].t(), x[0])
         return unscaled(wide_product(a, b), g[1:], torch.float32)
 
     def scaled(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient in the half type, and what its products are to be divided by."""
         if self.dtype == torch.bfloat16:
             return g.to(self.dtype), None
-        # No host synchronisation: the power of two stays on the device. NaN and Inf stay what they are.
+        # No host synchronization: the power of two stays on the device. NaN and Inf stay what they are.
         g = g.float()
         _, exponent = torch.frexp(g.abs().amax() if g.numel() else g.new_zeros(()))
         scale = torch.ldexp(g.new_ones(()), -exponent.clamp(-120, 120))

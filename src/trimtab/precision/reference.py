@@ -9,13 +9,13 @@ import torch
 from trimtab.random_bits import absorb, uniform16
 
 if TYPE_CHECKING:
-    from trimtab.precision.quantise import Axis
+    from trimtab.precision.quantize import Axis
 
 LEAST_MAGNITUDE = 2.0**-100
 """Below this magnitude a row counts as zeros: its reciprocal would leave fp32's range."""
 
 
-def quantise(
+def quantize(
     values: torch.Tensor,
     axis: Axis,
     *,
@@ -24,7 +24,7 @@ def quantise(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (int8) and scales (fp32) of an fp32 matrix; see `trimtab.precision.quantise.quantise`."""
+    """Codes (int8) and scales (fp32) of an fp32 matrix; see `trimtab.precision.quantize.quantize`."""
     if row_factor is not None:
         values = values * row_factor[:, None]
     if column_factor is not None:
@@ -56,7 +56,7 @@ FP8: dict[torch.dtype, tuple[float, int, int]] = {
 """The largest value, the bits of the mantissa, and the exponent of the smallest normal value."""
 
 
-def quantise_fp8(
+def quantize_fp8(
     values: torch.Tensor, dtype: torch.dtype, *, key: int, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and the one scale of a finite fp32 matrix."""
@@ -88,7 +88,7 @@ def row_keys(key: int, rows: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([k - (1 << 64) if k >> 63 else k for k in signed], dtype=torch.int64, device=device)
 
 
-def dequantise(
+def dequantize(
     sums: torch.Tensor,
     row_scale: torch.Tensor | None,
     column_scale: torch.Tensor | None,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import refuse_unsupported
 from trimtab.precision.draw import base_key
-from trimtab.precision.operators import Calls, LowForward, install, operators, restore
+from trimtab.precision.operators import CallCounter, LowPrecisionForward, install, operators, restore
 from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
 from trimtab.random_bits import name_hash
 
@@ -35,7 +35,7 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
     restore(root)
     if not chosen:
         return
-    calls = Calls(torch.zeros(1, dtype=torch.int64, device=device))
+    calls = CallCounter(torch.zeros(1, dtype=torch.int64, device=device))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     for name, (kind, precision) in chosen.items():
         module = root.get_submodule(name.removesuffix(ATTENTION))
@@ -48,7 +48,7 @@ def precisions_of(model: nn.Module) -> dict[str, Precision]:
     return {
         name: forward.precision
         for name, module in _unwrapped(model).named_modules()
-        if isinstance(forward := module.__dict__.get("forward"), LowForward)
+        if isinstance(forward := module.__dict__.get("forward"), LowPrecisionForward)
     }
 
 

@@ -12,7 +12,7 @@ _LEAST = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 
 @triton.jit(do_not_specialize=["base"])
-def quantise_rows(
+def quantize_rows(
     values,
     codes,
     scales,
@@ -81,12 +81,12 @@ def survey(values, largest, keys, calls, base: tl.int64, numel, rows, OPERAND: t
 
 
 @triton.jit
-def quantise_tiles(
+def quantize_tiles(
     values,
     largest,
     keys,
     codes,
-    turned,
+    transposed,
     scales,
     rows,
     columns,
@@ -95,11 +95,11 @@ def quantise_tiles(
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STRAIGHT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """With one scale for all: codes as the values lie (STRAIGHT), and the transposed (TURNED)."""
+    """With one scale for all: codes as the values lie (STRAIGHT), and the transposed (TRANSPOSED)."""
     tiles = tl.cdiv(padded_columns, BN)
     top = (tl.program_id(0) // tiles).to(tl.int64) * BM
     left = (tl.program_id(0) % tiles) * BN
@@ -117,15 +117,15 @@ def quantise_tiles(
     room = (top + i < padded_rows) & (left + j < padded_columns)
     if STRAIGHT:
         tl.store(codes + (top * padded_columns + left) + (i * padded_columns + j), code, mask=room)
-    if TURNED:
-        at = turned + (left.to(tl.int64) * padded_rows + top) + (tl.trans(j) * padded_rows + tl.trans(i))
+    if TRANSPOSED:
+        at = transposed + (left.to(tl.int64) * padded_rows + top) + (tl.trans(j) * padded_rows + tl.trans(i))
         tl.store(at, tl.trans(code), mask=tl.trans(room))
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
 
 
 @triton.jit
-def dequantise(sums, out, row_scale, column_scale, bias, columns, stride, ROW: tl.constexpr,
+def dequantize(sums, out, row_scale, column_scale, bias, columns, stride, ROW: tl.constexpr,
                COLUMN: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A program a stretch of a row: sum · (row scale · column scale) + bias."""
     row = tl.program_id(0).to(tl.int64)

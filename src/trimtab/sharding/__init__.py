@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.sharding.clip import clip_grad_norm_
 from trimtab.sharding.clock import Clock, LocalTimes
-from trimtab.sharding.kinds import Attention, Mlp
 from trimtab.sharding.lease import end_leases, lease, leased
 from trimtab.sharding.migration import Moved, assignment, assignment_for, move
+from trimtab.sharding.unit_kinds import Attention, Mlp
 
 if TYPE_CHECKING:
     from trimtab.sharding.checkpoint import Checkpoint

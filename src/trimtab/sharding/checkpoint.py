@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from trimtab.sharding.block import elastic_of
 from trimtab.sharding.dropout import KeyedDropout
-from trimtab.sharding.layout import runs
+from trimtab.sharding.unit_axis import runs
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.sharding.block import UnitBlock, UnitTensor
+    from trimtab.sharding.unit_block import UnitBlock, UnitTensor
 
 
 class Checkpoint(Stateful):
-    """A tensor-parallel model and its optimisers, for `torch.distributed.checkpoint`.
+    """A tensor-parallel model and its optimizers, for `torch.distributed.checkpoint`.
 
     ``dcp.save({"app": Checkpoint(model, optimizer)}, checkpoint_id=path)`` and ``dcp.load`` of the same; every rank
     calls it. `model` and `optimizer` inside are what torch's own ``get_state_dict`` gives on a single device.
@@ -37,16 +37,16 @@ class Checkpoint(Stateful):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        self._elastic = elastic_of(model, "Checkpoint")
+        self._sharded = sharded_model(model, "Checkpoint")
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, or to load into: tensors by unit appear with the shape they have on a single device."""
-        self._elastic.check()
+        self._sharded.check()
         both: tuple[Any, Any] = get_state_dict(self._model, self._optimizers)
         model, optimizer = both
-        places = {tensor.name: (block, tensor) for block, tensor in self._elastic.tensors()}
+        places = {tensor.name: (block, tensor) for block, tensor in self._sharded.tensors()}
 
         def by_unit(name: str, value: Any) -> Any:
             block, tensor = places.get(name, (None, None))
@@ -55,7 +55,7 @@ class Checkpoint(Stateful):
             return _UnitShards(value, block, tensor)
 
         model = {name: by_unit(name, value) for name, value in model.items()}
-        # A new dictionary: the one from torch holds the optimiser's own.
+        # A new dictionary: the one from torch holds the optimizer's own.
         optimizer["state"] = {
             name: {key: by_unit(name, value) for key, value in states.items()}
             for name, states in optimizer["state"].items()
@@ -78,7 +78,7 @@ class Checkpoint(Stateful):
         keyed = [
             module for module in self._model.modules() if isinstance(module, KeyedDropout) and module.p > 0
         ]
-        return [*(block for block in self._elastic.blocks.values() if block.draws), *keyed]
+        return [*(block for block in self._sharded.blocks.values() if block.draws), *keyed]
 
     def _calls(self) -> dict[str, Tensor]:
         """How often each dropout drew: to go on with the masks that would have come next."""

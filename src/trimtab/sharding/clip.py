@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,19 +22,19 @@ def clip_grad_norm_(
 
     Each unit counts once, on the rank that owns it, and so does what every rank holds. Every rank calls it.
     """
-    elastic = elastic_of(model, "clip_grad_norm_")
-    spread = {id(tensor.parameter) for _, tensor in elastic.tensors()}
+    sharded = sharded_model(model, "clip_grad_norm_")
+    spread = {id(tensor.parameter) for _, tensor in sharded.tensors()}
     parameters = [p for p in model.parameters() if p.grad is not None]
     owned = _total([p.grad for p in parameters if id(p) in spread and p.grad is not None], norm_type)
     shared = _total([p.grad for p in parameters if id(p) not in spread and p.grad is not None], norm_type)
     device = parameters[0].device if parameters else torch.device("cpu")
     owned, shared = owned.to(device), shared.to(device)
     largest = math.isinf(norm_type)
-    if elastic.group.size > 1:
+    if sharded.group.size > 1:
         dist.all_reduce(
             owned,
             dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
-            group=elastic.group.process_group,
+            group=sharded.group.process_group,
         )
     norm = torch.maximum(owned, shared) if largest else (owned + shared) ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():

@@ -9,41 +9,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor, attach, find_elastic, grown
 from trimtab.sharding.dropout import key_dropout
-from trimtab.sharding.find import Found, features, find_blocks, is_transposed
-from trimtab.sharding.kinds import Mlp
-from trimtab.sharding.layout import UnitAxis
+from trimtab.sharding.find_units import FoundBlock, features, find_blocks, is_transposed
 from trimtab.sharding.projection import InProjection, OutProjection
+from trimtab.sharding.unit_axis import UnitAxis
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, attach, find_sharded_model, grown
+from trimtab.sharding.unit_kinds import Mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trimtab.sharding.group import TensorGroup
-    from trimtab.sharding.kinds import Kind
-    from trimtab.sharding.table import Table
+    from trimtab.sharding.unit_kinds import UnitKind
+    from trimtab.sharding.unit_table import UnitTable
 
 
 def convert(
     model: nn.Module,
     group: TensorGroup,
-    share: Callable[[Mapping[str, tuple[int, int]]], Mapping[str, Table]],
+    share: Callable[[Mapping[str, tuple[int, int]]], Mapping[str, UnitTable]],
     *,
-    kinds: Mapping[type[nn.Module], Kind | Sequence[Kind]],
+    kinds: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]],
     replicate: Sequence[str],
     headroom: float,
     seed: int,
     replica: int,
-) -> Elastic:
+) -> ShardedModel:
     """Keep this rank's units of every block; `share` gives the tables of all from their units and the bytes of one.
 
     Everything is checked before anything is changed. The parameters of rank 0 count.
     """
-    if find_elastic(model) is not None:
+    if find_sharded_model(model) is not None:
         raise TrimtabError("tensor_parallel: this model is tensor-parallel already; convert it once")
     found = find_blocks(model, kinds, replicate)
     _refuse_shared(model, found)
-    elastic = Elastic(group=group, seed=seed, replica=replica, headroom=headroom)
+    sharded = ShardedModel(group=group, seed=seed, replica=replica, headroom=headroom)
     sizes = [_sizes(each) for each in found]
     for each, (units, *_) in zip(found, sizes, strict=True):
         if units < group.size:
@@ -60,13 +60,13 @@ def convert(
     )
     _broadcast(model, group)
     for each, (units, heads, widths) in zip(found, sizes, strict=True):
-        elastic.blocks[each.name] = _spread(each, units, heads, widths, tables[each.name], elastic)
-    key_dropout(model, elastic, {each.name: each for each in found})
-    attach(model, elastic)
-    return elastic
+        sharded.blocks[each.name] = _spread(each, units, heads, widths, tables[each.name], sharded)
+    key_dropout(model, sharded, {each.name: each for each in found})
+    attach(model, sharded)
+    return sharded
 
 
-def _sizes(found: Found) -> tuple[int, int, dict[str, tuple[int, ...]]]:
+def _sizes(found: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     """Units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
     parent, kind = found.parent, found.kind
     if isinstance(kind, Mlp):
@@ -85,14 +85,19 @@ def _sizes(found: Found) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     return units, together, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
 
 
-def _parameter_bytes(found: Found, projections: Iterable[str]) -> int:
+def _parameter_bytes(found: FoundBlock, projections: Iterable[str]) -> int:
     return sum(found.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
 
 
 def _spread(
-    found: Found, units: int, heads: int, widths: dict[str, tuple[int, ...]], table: Table, elastic: Elastic
+    found: FoundBlock,
+    units: int,
+    heads: int,
+    widths: dict[str, tuple[int, ...]],
+    table: UnitTable,
+    sharded: ShardedModel,
 ) -> UnitBlock:
-    kind, group = found.kind, elastic.group
+    kind, group = found.kind, sharded.group
     attribute = None if isinstance(kind, Mlp) else kind.local_width
     block = UnitBlock(
         name=found.name,
@@ -101,9 +106,9 @@ def _spread(
         parent=found.parent,
         local_widths={attribute: widths[kind.out][0]} if attribute else {},
         group=group,
-        elastic=elastic,
+        sharded=sharded,
         table=table,
-        room=tuple(elastic.capacity(count) for count in table.counts),
+        room=tuple(sharded.capacity(count) for count in table.counts),
     )
     owned = torch.as_tensor(table.slots[group.rank])
     for name, parts in widths.items():
@@ -115,8 +120,8 @@ def _spread(
         weight, bias = full.weight, full.bias
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
-        stored = _stored(weight, weight_axis, owned, elastic)
-        stored_bias = bias if bias is None or not into else _stored(bias, bias_axis, owned, elastic)
+        stored = _stored(weight, weight_axis, owned, sharded)
+        stored_bias = bias if bias is None or not into else _stored(bias, bias_axis, owned, sharded)
         new: nn.Module
         new = (
             InProjection(block, stored, stored_bias, parts)
@@ -147,12 +152,12 @@ def _spread(
     return block
 
 
-def _stored(full: nn.Parameter, axis: UnitAxis, owned: Tensor, elastic: Elastic) -> nn.Parameter:
-    rows = elastic.capacity(len(owned)) * axis.width
+def _stored(full: nn.Parameter, axis: UnitAxis, owned: Tensor, sharded: ShardedModel) -> nn.Parameter:
+    rows = sharded.capacity(len(owned)) * axis.width
     return nn.Parameter(grown(axis.select(full.data, owned), rows), requires_grad=full.requires_grad)
 
 
-def _refuse_shared(model: nn.Module, found: list[Found]) -> None:
+def _refuse_shared(model: nn.Module, found: list[FoundBlock]) -> None:
     """A matrix that another module uses too cannot be cut by units."""
     seen: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 from trimtab.random_bits import block_keys, stream, uniform16
-from trimtab.sharding.find import attention_dropout
-from trimtab.sharding.kinds import Attention
+from trimtab.sharding.find_units import attention_dropout
+from trimtab.sharding.unit_kinds import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.sharding.block import Elastic, UnitBlock
-    from trimtab.sharding.find import Found
+    from trimtab.sharding.find_units import FoundBlock
+    from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 
 _LEVELS = 1 << 16
 
@@ -36,20 +36,20 @@ _LEVELS = 1 << 16
 class KeyedDropout(nn.Module):
     """Takes the place of an `nn.Dropout`: inside a block masks by unit, elsewhere alike on every rank."""
 
-    def __init__(self, p: float, name: str, elastic: Elastic) -> None:
+    def __init__(self, p: float, name: str, sharded: ShardedModel) -> None:
         super().__init__()
         self.p = p
         self.name = name
-        self.elastic = elastic
+        self.sharded = sharded
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         self.calls += _counts()
-        block = self.elastic.inside
+        block = self.sharded.inside
         if block is None:
-            return x * _mask(x.shape, self.p, self.elastic, self.name, self.calls, None, x)
+            return x * _mask(x.shape, self.p, self.sharded, self.name, self.calls, None, x)
         return _drop_units(x, self.p, block, self.name, self.calls)
 
     def extra_repr(self) -> str:
@@ -78,7 +78,7 @@ class _DropUnits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._block.elastic.inside is self._block:
+        if self._block.sharded.inside is self._block:
             if func is F.dropout:
                 return self._dropout(*args, **kwargs)
             if func is F.scaled_dot_product_attention:
@@ -120,20 +120,20 @@ class _DropUnits(TorchFunctionMode):
         return weights @ value
 
 
-def key_dropout(model: nn.Module, elastic: Elastic, found: Mapping[str, Found]) -> None:
+def key_dropout(model: nn.Module, sharded: ShardedModel, found: Mapping[str, FoundBlock]) -> None:
     """Key every dropout of a model, in place."""
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Dropout):
-                keyed = KeyedDropout(child.p, f"{path}.{name}", elastic).train(child.training)
+                keyed = KeyedDropout(child.p, f"{path}.{name}", sharded).train(child.training)
                 setattr(module, name, keyed)
     for name, each in found.items():
         if isinstance(each.kind, Attention) and each.kind.dropout:
             kind = type(each.parent)
-            elastic.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
-            attach_state(each.parent).unit_block = (elastic.blocks[name], each.kind)
+            sharded.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
+            attach_state(each.parent).unit_block = (sharded.blocks[name], each.kind)
             # As torch's fully_shard does it: still an instance of its class, with one method more.
-            each.parent.__class__ = type(f"Elastic{kind.__name__}", (_KeyedAttention, kind), {})
+            each.parent.__class__ = type(f"ShardedModel{kind.__name__}", (_KeyedAttention, kind), {})
 
 
 def _counts() -> int:
@@ -154,13 +154,13 @@ def _drop_units(x: Tensor, p: float, block: UnitBlock, name: str, calls: int) ->
             f"tensor_parallel: dropout inside {block.name} on a tensor of shape {tuple(x.shape)}, in which its "
             f"{count} units of this rank cannot be told apart; drop out after the block instead"
         )
-    return x * _mask(x.shape, p, block.elastic, name, calls, (axis, ids, block.units * max(1, heads)), x)
+    return x * _mask(x.shape, p, block.sharded, name, calls, (axis, ids, block.units * max(1, heads)), x)
 
 
 def _mask(
     shape: torch.Size,
     p: float,
-    elastic: Elastic,
+    sharded: ShardedModel,
     name: str,
     calls: int,
     keyed: tuple[int, Tensor, int] | None,
@@ -172,7 +172,7 @@ def _mask(
         return like.new_zeros(shape)
     axis, ids, total = keyed or (0, torch.zeros(1, dtype=torch.int64, device=like.device), 1)
     keys = block_keys(
-        stream(elastic.seed, calls, elastic.replica, 0), zlib.crc32(name.encode()), 0, total, like.device
+        stream(sharded.seed, calls, sharded.replica, 0), zlib.crc32(name.encode()), 0, total, like.device
     )
     bits = uniform16(keys[ids], math.prod(shape) // len(ids))
     kept = (bits >= dropped).to(like.dtype) * (_LEVELS / (_LEVELS - dropped))

@@ -1,6 +1,6 @@
 """Lease-migration: for a while some units are computed by another rank than the one that owns them.
 
-In every training step their weights go out and their gradients come back; parameters, optimiser state,
+In every training step their weights go out and their gradients come back; parameters, optimizer state,
 clipping and checkpoints know only the owner. Evaluation uses no lease. The steps, the same on every rank:
 
 1. Forward, entering a block: its leased weights, asked for when the block before was entered, are waited
@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.block import device_of, elastic_of
+from trimtab.sharding.unit_block import device_of, sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
 
-    from trimtab.sharding.block import Elastic, UnitBlock
     from trimtab.sharding.group import TensorGroup
+    from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "
@@ -72,13 +72,13 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
     Every rank calls it, with the same counts, between a step and the next forward pass. Blocks not named stay as
     they are; the counts of what is owned end a block's lease, and `end_leases` ends all.
     """
-    elastic = elastic_of(model, "lease")
-    elastic.check()
+    sharded = sharded_model(model, "lease")
+    sharded.check()
     wanted = {}
     for name, asked in counts.items():
-        block = elastic.blocks.get(name)
+        block = sharded.blocks.get(name)
         if block is None:
-            raise TrimtabError(f"lease: there is no block {name!r}; there are {', '.join(elastic.blocks)}")
+            raise TrimtabError(f"lease: there is no block {name!r}; there are {', '.join(sharded.blocks)}")
         owned = block.table.counts
         if len(asked) != len(owned) or sum(asked) != block.units or min(asked) < 0:
             raise TrimtabError(
@@ -90,23 +90,23 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
                 f"lease: the parameters of {name} have several types; give them one, or use move"
             )
         wanted[name] = loans(owned, asked)
-    _agree(elastic, wanted)
-    hooked = any(getattr(t.parameter, "_post_accumulate_grad_hooks", None) for _, t in elastic.tensors())
-    elastic.leases = Leases(early=hooked or dist.get_world_size() > elastic.group.size)
+    _agree(sharded, wanted)
+    hooked = any(getattr(t.parameter, "_post_accumulate_grad_hooks", None) for _, t in sharded.tensors())
+    sharded.leases = Leases(early=hooked or dist.get_world_size() > sharded.group.size)
     for name, found in wanted.items():
-        block = elastic.blocks[name]
+        block = sharded.blocks[name]
         block.lease = BlockLease(block=block, loans=found) if found else None
 
 
 def end_leases(model: nn.Module) -> None:
     """Let every rank compute its own units again; call it on every rank, between two steps."""
-    for block in elastic_of(model, "end_leases").blocks.values():
+    for block in sharded_model(model, "end_leases").blocks.values():
         block.lease = None
 
 
 def leased(model: nn.Module) -> dict[str, list[int]]:
     """How many units each rank computes in training, for each block with a lease."""
-    blocks = elastic_of(model, "leased").blocks.values()
+    blocks = sharded_model(model, "leased").blocks.values()
     return {block.name: block.lease.counts for block in blocks if block.lease is not None}
 
 
@@ -269,7 +269,7 @@ class _Leased(torch.autograd.Function):
             own.append(whole)
         if any(ctx.needs_input_grad[3:]):
             work, received = lease.give_back(full)
-            leases = lease.block.elastic.leases
+            leases = lease.block.sharded.leases
             assert leases is not None
             if leases.early:
                 _waited(work, group)
@@ -312,7 +312,7 @@ def _split(which: list[Loan], end: str, size: int, unit: int) -> list[int]:
 def _next_lease(block: UnitBlock) -> BlockLease | None:
     """The lease of the next block that has one."""
     after = False
-    for other in block.elastic.blocks.values():
+    for other in block.sharded.blocks.values():
         if after and other.lease is not None:
             return other.lease
         after = after or other is block
@@ -340,15 +340,15 @@ def _waited(work: dist.Work, group: TensorGroup) -> None:
             raise TrimtabError(_LOST) from error
 
 
-def _agree(elastic: Elastic, wanted: Mapping[str, list[Loan]]) -> None:
+def _agree(sharded: ShardedModel, wanted: Mapping[str, list[Loan]]) -> None:
     """Refuse on every rank when ranks were asked for different leases."""
-    if elastic.group.size == 1:
+    if sharded.group.size == 1:
         return
     digest = hashlib.sha256(repr(sorted(wanted.items())).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device_of(elastic))
-    every = [torch.empty_like(mine) for _ in range(elastic.group.size)]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device_of(sharded))
+    every = [torch.empty_like(mine) for _ in range(sharded.group.size)]
     try:
-        dist.all_gather(every, mine, group=elastic.group.process_group)
+        dist.all_gather(every, mine, group=sharded.group.process_group)
     except RuntimeError as error:
         raise TrimtabError(_LOST) from error
     for rank, theirs in enumerate(every):

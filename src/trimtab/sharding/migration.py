@@ -1,11 +1,11 @@
-"""Own-migration: units change their rank for good, with their optimiser state, at a step boundary.
+"""Own-migration: units change their rank for good, with their optimizer state, at a step boundary.
 
 The steps, the same on every rank:
 
 1. The new table of every block is checked; nothing has happened yet if it is refused.
 2. The ranks compare what they were asked and what they hold (one all-gather of 32 bytes).
 3. UnitBlock by block in the model's order, for those that change: one all-to-all of exactly the slices
-   of the units that leave, of the parameters and of each optimiser state that is shaped like them.
+   of the units that leave, of the parameters and of each optimizer state that is shaped like them.
 4. Units that stay keep their slots; arrivals take free ones; where no room is left (or, without
    headroom, room is left over) the tensors are allocated anew under the same parameter objects.
 """
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor, device_of, elastic_of, grown
-from trimtab.sharding.table import Table
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, device_of, grown, sharded_model
+from trimtab.sharding.unit_table import UnitTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,15 +47,15 @@ class Moved:
 
 def assignment(model: nn.Module) -> dict[str, list[list[int]]]:
     """The units of each rank, for each block: what `move` takes."""
-    blocks = elastic_of(model, "assignment").blocks.values()
+    blocks = sharded_model(model, "assignment").blocks.values()
     return {block.name: [owned.tolist() for owned in block.table.slots] for block in blocks}
 
 
 def assignment_for(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> dict[str, list[list[int]]]:
     """The assignment with so many units on each rank, for each block named, that moves fewest."""
-    elastic = elastic_of(model, "assignment_for")
+    sharded = sharded_model(model, "assignment_for")
     return {
-        name: [owned.tolist() for owned in _block(elastic, name).table.with_counts(wanted).slots]
+        name: [owned.tolist() for owned in _block(sharded, name).table.with_counts(wanted).slots]
         for name, wanted in counts.items()
     }
 
@@ -68,39 +68,39 @@ def move(
     """Give units to other ranks, exactly: the next step computes what it would have computed.
 
     Every rank calls it, with the same assignment, between a step and the next forward pass;
-    gradients are dropped. Parameters stay the same objects, so the optimiser goes on as it is. Under
+    gradients are dropped. Parameters stay the same objects, so the optimizer goes on as it is. Under
     DistributedDataParallel, sizes must not change: convert with `headroom`.
 
     Args:
         optimizer: the one, or all, that update the model; None if there is none.
         assignment: for each block by name the units of each rank; blocks not named stay as they are.
     """
-    elastic = elastic_of(model, "move")
-    elastic.check()
+    sharded = sharded_model(model, "move")
+    sharded.check()
     optimizers = _optimizers(optimizer)
     tables = {}
     for name, lists in assignment.items():
-        block = _block(elastic, name)
-        wanted = Table.of(name, block.units, lists, elastic.group.size)
+        block = _block(sharded, name)
+        wanted = UnitTable.of(name, block.units, lists, sharded.group.size)
         table = block.table.with_owners(wanted.owners())
         if not all(np.array_equal(a, b) for a, b in zip(table.slots, block.table.slots, strict=True)):
             tables[name] = table
     held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    states = {id(t.parameter): _states(t, optimizers, held) for _, t in elastic.tensors()}
+    states = {id(t.parameter): _states(t, optimizers, held) for _, t in sharded.tensors()}
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        _refuse_new_sizes(elastic, tables)
-    _agree(elastic, tables, states)
+        _refuse_new_sizes(sharded, tables)
+    _agree(sharded, tables, states)
     units = sent = received = 0
-    for name, block in elastic.blocks.items():  # the model's order, whatever the mapping's
+    for name, block in sharded.blocks.items():  # the model's order, whatever the mapping's
         if name in tables:
             try:
                 out, into = _exchange(block, tables[name], states)
             except RuntimeError as error:
-                elastic.broken = (
+                sharded.broken = (
                     f"move: a rank was lost while units of {name} were on their way, so some are nowhere now; "
                     "end this job and resume it from its last checkpoint, which holds every unit"
                 )
-                raise TrimtabError(elastic.broken) from error
+                raise TrimtabError(sharded.broken) from error
             units += int((tables[name].owners() != block.table.owners()).sum())
             sent, received = sent + out, received + into
             block.adopt(tables[name])
@@ -108,21 +108,21 @@ def move(
 
 
 def can_move(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether `move` would take these optimisers: their states can be cut by units, and none is missing."""
+    """Whether `move` would take these optimizers: their states can be cut by units, and none is missing."""
     optimizers = _optimizers(optimizer)
     held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     try:
-        for _, tensor in elastic_of(model, "can_move").tensors():
+        for _, tensor in sharded_model(model, "can_move").tensors():
             _states(tensor, optimizers, held)
     except TrimtabError:
         return False
     return bool(optimizers)
 
 
-def _block(elastic: Elastic, name: str) -> UnitBlock:
-    block = elastic.blocks.get(name)
+def _block(sharded: ShardedModel, name: str) -> UnitBlock:
+    block = sharded.blocks.get(name)
     if block is None:
-        raise TrimtabError(f"there is no block {name!r}; there are {', '.join(elastic.blocks)}")
+        raise TrimtabError(f"there is no block {name!r}; there are {', '.join(sharded.blocks)}")
     return block
 
 
@@ -135,7 +135,7 @@ def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
 def _states(
     tensor: UnitTensor, optimizers: Sequence[torch.optim.Optimizer], held: set[int]
 ) -> list[tuple[dict[str, Any], str]]:
-    """Where the optimiser states of a parameter are that are stored by unit, as it is."""
+    """Where the optimizer states of a parameter are that are stored by unit, as it is."""
     parameter, found = tensor.parameter, []
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
@@ -146,20 +146,20 @@ def _states(
             elif isinstance(value, Tensor) and value.ndim > 0:
                 raise TrimtabError(
                     f"move: {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {tensor.name} "
-                    f"of shape {tuple(parameter.shape)}, which cannot be cut by units; use an elementwise optimiser"
+                    f"of shape {tuple(parameter.shape)}, which cannot be cut by units; use an elementwise optimizer"
                 )
     if optimizers and parameter.requires_grad and id(parameter) not in held:
         raise TrimtabError(
-            f"move: {tensor.name} is in none of the given optimisers; give all that update the model, "
+            f"move: {tensor.name} is in none of the given optimizers; give all that update the model, "
             "so that their state moves too"
         )
     return found
 
 
-def _refuse_new_sizes(elastic: Elastic, tables: Mapping[str, Table]) -> None:
+def _refuse_new_sizes(sharded: ShardedModel, tables: Mapping[str, UnitTable]) -> None:
     for name, table in tables.items():
         rooms = zip(
-            table.counts, elastic.blocks[name].room, elastic.blocks[name].room_for(table), strict=True
+            table.counts, sharded.blocks[name].room, sharded.blocks[name].room_for(table), strict=True
         )
         for rank, (count, before, after) in enumerate(rooms):
             if before != after:
@@ -170,21 +170,21 @@ def _refuse_new_sizes(elastic: Elastic, tables: Mapping[str, Table]) -> None:
                 )
 
 
-def _agree(elastic: Elastic, tables: Mapping[str, Table], states: Mapping[int, Any]) -> None:
+def _agree(sharded: ShardedModel, tables: Mapping[str, UnitTable], states: Mapping[int, Any]) -> None:
     """Refuse on every rank when ranks were asked for different moves or hold different states."""
-    if elastic.group.size == 1:
+    if sharded.group.size == 1:
         return
     digest = hashlib.sha256()
     for name, table in sorted(tables.items()):
         digest.update(name.encode() + table.owners().tobytes())
-    for _, tensor in elastic.tensors():
+    for _, tensor in sharded.tensors():
         kept = [(key, str(state[key].dtype)) for state, key in states[id(tensor.parameter)]]
         digest.update(repr((tensor.name, str(tensor.parameter.dtype), kept)).encode())
-    device = device_of(elastic)
+    device = device_of(sharded)
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(mine) for _ in range(elastic.group.size)]
+    every = [torch.empty_like(mine) for _ in range(sharded.group.size)]
     try:
-        dist.all_gather(every, mine, group=elastic.group.process_group)
+        dist.all_gather(every, mine, group=sharded.group.process_group)
     except RuntimeError as error:
         raise TrimtabError(
             "move: a rank was lost before any unit moved; resume the job from its last checkpoint"
@@ -192,14 +192,14 @@ def _agree(elastic: Elastic, tables: Mapping[str, Table], states: Mapping[int, A
     others = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
     if others:
         raise TrimtabError(
-            f"move: rank {others[0]} was given another assignment than rank 0, or has other optimiser states; "
+            f"move: rank {others[0]} was given another assignment than rank 0, or has other optimizer states; "
             "call move on every rank with the same assignment, after the same steps"
         )
 
 
 @torch.no_grad()
 def _exchange(
-    block: UnitBlock, table: Table, states: Mapping[int, list[tuple[dict[str, Any], str]]]
+    block: UnitBlock, table: UnitTable, states: Mapping[int, list[tuple[dict[str, Any], str]]]
 ) -> tuple[int, int]:
     """Send what leaves, receive what comes, and put every unit into its slot."""
     rank, size = block.group.rank, block.group.size
@@ -245,7 +245,12 @@ def _replace(parameter: nn.Parameter, new: Tensor) -> None:
 
 
 def _placed(
-    tensor: UnitTensor, value: Tensor, block: UnitBlock, table: Table, comes: list[Any], pieces: list[Tensor]
+    tensor: UnitTensor,
+    value: Tensor,
+    block: UnitBlock,
+    table: UnitTable,
+    comes: list[Any],
+    pieces: list[Tensor],
 ) -> Tensor:
     """The tensor after the move: in place where the room suffices, else allocated anew."""
     rank, width = block.group.rank, tensor.axis.width
@@ -299,7 +304,7 @@ def _row_bytes(tensor: UnitTensor, value: Tensor) -> int:
     return tensor.by_unit(value).shape[1] * value.element_size()
 
 
-def _slots(table: Table, rank: int) -> Any:
+def _slots(table: UnitTable, rank: int) -> Any:
     """For each unit its slot on that rank, -1 where it is not there."""
     slot = np.full(table.units, -1, dtype=np.int64)
     slot[table.slots[rank]] = np.arange(len(table.slots[rank]))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.sharding.group import leave
 
 if TYPE_CHECKING:
-    from trimtab.sharding.block import UnitBlock
+    from trimtab.sharding.unit_block import UnitBlock
 
 
 class InProjection(nn.Module):
@@ -62,8 +62,8 @@ class OutProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.block.computing == 0:
             x = x[..., :0]
-        if self.training and self.block.activity is not None:
-            self.block.activity.see_hidden(x)
+        if self.training and self.block.activation_norms is not None:
+            self.block.activation_norms.see_hidden(x)
         if self.block.running is not None:
             x = self.block.running.hidden(x)
         y = leave(x @ self.block.stored(self.weight, into=False), self.block.group)

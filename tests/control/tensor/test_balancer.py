@@ -19,8 +19,8 @@ from trimtab.measure.migration import Transfer
 from trimtab.measure.unit_clock import StepClock
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.sharding import assignment
-from trimtab.sharding.block import elastic_of
 from trimtab.sharding.lease import leased
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,18 +39,18 @@ class Scripted(StepClock):
 
     def __init__(self, model: Any, slowness: Callable[[int, int], float]) -> None:
         super().__init__(torch.device("cpu"))
-        self._elastic, self._slowness, self.steps = elastic_of(model, "test"), slowness, 0
+        self._sharded, self._slowness, self.steps = sharded_model(model, "test"), slowness, 0
 
     def end(self) -> None:
         self.steps += 1
 
     def samples(self) -> list[tuple[float, float]]:
-        rank = self._elastic.group.rank
+        rank = self._sharded.group.rank
         parts = []
-        for block in self._elastic.blocks.values():
+        for block in self._sharded.blocks.values():
             counts = block.table.counts if block.lease is None else block.lease.counts
             parts.append(counts[rank] / block.units)
-        share = sum(parts) / len(parts) * (1 - resized(self._elastic))
+        share = sum(parts) / len(parts) * (1 - resized(self._sharded))
         return [(share * self._slowness(self.steps, rank), 0.01)] * 8
 
 
@@ -70,7 +70,7 @@ def follow(kind: str, link: str, gamma_max: float, until: int, steps: int) -> di
             pair.spread_optimizer.step()
             pair.spread_optimizer.zero_grad()
         pruned.append(resized(pair.spread))
-    total = torch.tensor(sum(block.count for block in elastic_of(pair.spread, "").blocks.values()))
+    total = torch.tensor(sum(block.count for block in sharded_model(pair.spread, "").blocks.values()))
     dist.all_reduce(total)
     return {
         "worst": worst,

@@ -17,7 +17,7 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
 from trimtab.errors import TrimtabError
 from trimtab.sharding import move
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -27,7 +27,7 @@ def left_units(model: nn.Module) -> dict[str, list[int]]:
     """The units left out now, by block."""
     return {
         name: [block.owned[slot] for slot in block.cut.units.left.tolist()]
-        for name, block in elastic_of(model, "test").blocks.items()
+        for name, block in sharded_model(model, "test").blocks.items()
         if block.cut is not None and block.cut.units is not None
     }
 
@@ -35,7 +35,7 @@ def left_units(model: nn.Module) -> dict[str, list[int]]:
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, units: list[int], much: float) -> None:
     """A window of two steps that change these units of every block far more than the others."""
     for _ in range(2):
-        for block, tensor in elastic_of(model, "test").tensors():
+        for block, tensor in sharded_model(model, "test").tensors():
             rows = torch.full((block.count, 1), 1.0, dtype=torch.float64)
             rows[[block.owned.index(unit) for unit in units if unit in block.owned]] = much
             like = tensor.by_unit(torch.zeros_like(tensor.parameter.data))
@@ -49,7 +49,7 @@ def not_stale() -> None:
     model = convert(make("sequential"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch_resize(model, window=2)
-    everyone = elastic_of(model, "test").blocks["layers.0"].owned
+    everyone = sharded_model(model, "test").blocks["layers.0"].owned
     half = len(everyone) // 2
     push(model, optimizer, everyone[:half], 9.0)
     push(model, optimizer, everyone[half:], 9.0)
@@ -98,7 +98,7 @@ def waits(selection: Any, form: Any, returns: int) -> int:
         loss_of("gpt", model, step).backward()
         now = {
             (name, axis, index): waited.get((name, axis, index), 0) + 1
-            for name, block in elastic_of(model, "test").blocks.items()
+            for name, block in sharded_model(model, "test").blocks.items()
             for axis in ("units", "ins", "outs")
             if block.cut is not None and getattr(block.cut, axis) is not None
             for index in getattr(block.cut, axis).left.tolist()
@@ -131,7 +131,7 @@ def by_activation(form: Any) -> None:
     for step in range(60):  # the first choice is at random; one of those returns in each window
         loss_of("gpt", model, step).backward()
         optimizer.step()
-    cut = elastic_of(model, "test").blocks["blocks.0.mlp"].cut
+    cut = sharded_model(model, "test").blocks["blocks.0.mlp"].cut
     assert cut is not None
     slices = cut.units if form == "unit" else cut.outs
     assert slices is not None
@@ -159,7 +159,7 @@ def verbs() -> None:
         watch_resize(model, window=0)
     with pytest.raises(TrimtabError, match="convert it first"):
         set_resize(nn.Linear(2, 2), 0.5)
-    set_resize(elastic_of(model, "test"), 0.5, seed=1)
+    set_resize(sharded_model(model, "test"), 0.5, seed=1)
     assert resized(model) == pytest.approx(0.5)
     chosen = left_units(model)
     set_resize(model, 0.5, seed=1)
@@ -169,7 +169,7 @@ def verbs() -> None:
     set_resize(model, 0.0)
     assert resized(model) == 0
     clear_resize(model)
-    assert all(block.cut is None for block in elastic_of(model, "test").blocks.values())
+    assert all(block.cut is None for block in sharded_model(model, "test").blocks.values())
     set_resize(model, 0.5, seed=2)
     first = left_units(model)
     clear_resize(model)
@@ -177,7 +177,7 @@ def verbs() -> None:
     assert sum(len(units) for units in left_units(model).values()) == sum(map(len, first.values()))
     waited = {
         int(known.waited.max())
-        for listener in elastic_of(model, "test").listeners
+        for listener in sharded_model(model, "test").listeners
         for (_, axis), known in listener._known.items()  # type: ignore[attr-defined]
         if axis == "units"
     }
@@ -196,7 +196,7 @@ def keeps_what_is_known() -> None:
     push(model, optimizer, [0, 2, 4, 6, 8, 10, 12], 9.0)
     lists = [[4, 2, 1, 5, 3], [0, 6, 7, 8, 9, 10, 11, 12]]
     move(model, optimizer, {"layers.0": lists})
-    block = elastic_of(model, "test").blocks["layers.0"]
+    block = sharded_model(model, "test").blocks["layers.0"]
     set_resize(model, 3 / block.count)
     known_before = {0: range(7), 1: range(7, 13)}[dist.get_rank()]
     little = [unit for unit in block.owned if unit % 2 and unit in known_before]

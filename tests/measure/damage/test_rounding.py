@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trimtab.measure.damage import rounding
 from trimtab.precision import reference
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.quantise import quantise
+from trimtab.precision.quantize import quantize
 
 DRAWS = 400
 
@@ -41,7 +41,7 @@ def test_int8_errors_are_those_of_real_draws(
     draws = []
     for call in range(DRAWS):
         draw = Draw(seed, torch.tensor([call]), stochastic=True)
-        codes, scales = quantise(values, axis, draw, Operand.INPUT, row_factor=row, column_factor=column)
+        codes, scales = quantize(values, axis, draw, Operand.INPUT, row_factor=row, column_factor=column)
         steps = {"rows": scales[:, None], "columns": scales, "whole": scales}[axis]
         draws.append((codes.float() * steps / factor - values).double())
     errors = torch.stack(draws)
@@ -59,7 +59,7 @@ def test_fp8_errors_are_those_of_real_draws(seed: int, stochastic: bool, e5m2: b
     values = _matrix(seed, 4, 8)
     draws = []
     for key in range(DRAWS if stochastic else 1):
-        codes, scale = reference.quantise_fp8(values, dtype, key=key, stochastic=stochastic)
+        codes, scale = reference.quantize_fp8(values, dtype, key=key, stochastic=stochastic)
         draws.append((codes.float() * scale - values).double())
     found = torch.stack(draws).square().mean(0)
     expected = rounding.fp8(values, dtype, stochastic=stochastic).double()

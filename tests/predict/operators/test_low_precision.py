@@ -97,16 +97,16 @@ def test_casts_of_bf16_are_those_that_run(case: str) -> None:
 def test_int8_quantises_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if "int8" not in cpu_precisions():
         pytest.skip("this CPU offers no int8")
-    from trimtab.precision import int8, quantise
+    from trimtab.precision import int8, quantize
 
     seen: list[int] = []
-    original = quantise.quantise
+    original = quantize.quantize
 
     def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(values.numel())
         return original(values, *args, **kwargs)
 
-    monkeypatch.setattr(int8, "quantise", counted)
+    monkeypatch.setattr(int8, "quantize", counted)
     model, x, setting = CASES["linear"]
     operator = operator_of("linear")
     set_precision(model, {setting: "int8"})

@@ -254,9 +254,9 @@ def _step(
 
 
 def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    """Fused largest-magnitude and quantise, over what copying the same number of bytes takes."""
+    """Fused largest-magnitude and quantize, over what copying the same number of bytes takes."""
     from trimtab.precision.draw import Draw, Operand
-    from trimtab.precision.triton_quantise import by_rows, whole
+    from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
 
     x = torch.randn(16384, 8192, device=device, dtype=torch.bfloat16)
     into = torch.empty_like(x)
@@ -266,10 +266,10 @@ def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     # Bytes read and written for each value: two for each reading, one for each code.
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "copy": (lambda: into.copy_(x), 4),
-        "int8 by row, stochastic": (lambda: by_rows(x, torch.int8, stochastic, Operand.INPUT), 3),
-        "int8 by row, nearest": (lambda: by_rows(x, torch.int8, nearest, Operand.INPUT), 3),
-        "fp8 whole, both orders, nearest": (lambda: whole(x, e4m3, nearest, Operand.INPUT), 6),
-        "fp8 whole, both orders, stochastic": (lambda: whole(x, e5m2, stochastic, Operand.INPUT), 6),
+        "int8 by row, stochastic": (lambda: quantize_by_row(x, torch.int8, stochastic, Operand.INPUT), 3),
+        "int8 by row, nearest": (lambda: quantize_by_row(x, torch.int8, nearest, Operand.INPUT), 3),
+        "fp8 whole, both orders, nearest": (lambda: quantize_whole(x, e4m3, nearest, Operand.INPUT), 6),
+        "fp8 whole, both orders, stochastic": (lambda: quantize_whole(x, e5m2, stochastic, Operand.INPUT), 6),
     }
     timings: dict[str, Timing] = interleave(
         {name: (lambda run=run: _seconds(run, device, 5)) for name, (run, _) in cases.items()},  # type: ignore[misc]
@@ -279,10 +279,10 @@ def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     copy = timings["copy"]
     return [
         {
-            "operator": "quantise",
+            "operator": "quantize",
             "shape": "16384x8192 bf16",
             "precision": name,
-            "pass": "quantise",
+            "pass": "quantize",
             "ms": timing.median_ms,
             "of_copy_bandwidth": cases[name][1] / 4 * copy.ratio(timing),
         }
@@ -302,7 +302,7 @@ def _summary(rows: list[dict[str, Any]], device: torch.device) -> dict[str, floa
         if row["operator"] == "step" and AA not in row["precision"] and row["precision"] != baseline:
             summary[f"{row['precision']}_step_speedup"] = row["step_speedup"]
             summary[f"{row['precision']}_loss_change"] = row["loss_change"]
-        if row["operator"] == "quantise" and row["precision"] != "copy":
+        if row["operator"] == "quantize" and row["precision"] != "copy":
             summary[f"{row['precision']}: quantise_of_copy_bandwidth"] = row["of_copy_bandwidth"]
     again = [row for row in rows if AA in row["precision"] and row["pass"] != "forward"]
     ratios = [row.get("step_speedup", row.get(f"speedup_over_{baseline}", 1.0)) for row in again]

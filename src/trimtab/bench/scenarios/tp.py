@@ -22,13 +22,13 @@ from trimtab.bench.result import Result
 from trimtab.models.tasks import tokens
 from trimtab.planning.tensor.shares import water_level
 from trimtab.sharding import Attention, Clock, LocalTimes, Mlp, assignment, assignment_for, move
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trimtab.cluster import Cluster
-    from trimtab.sharding.kinds import Kind
+    from trimtab.sharding.unit_kinds import UnitKind
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"width": 512, "heads": 16, "layers": 3, "batch": 4, "length": 128},
@@ -107,9 +107,9 @@ class Trainer:
             _spread_by_torch(self.model, mesh)
         else:
             tensor_parallel(self.model, mesh, shares=share, kinds=KINDS)
-            elastic = elastic_of(self.model, "bench")
-            self._clock = elastic.group.clock = Clock(self._device)
-            first = list(elastic.blocks.values())[:2]
+            sharded = sharded_model(self.model, "bench")
+            self._clock = sharded.group.clock = Clock(self._device)
+            first = list(sharded.blocks.values())[:2]
             self.units = {block.name: list(block.table.counts) for block in first}
         spread = [
             p for name, p in self.model.named_parameters() if name.startswith("layers.") and p.ndim == 2
@@ -239,7 +239,7 @@ class Gpt(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-KINDS: dict[type[nn.Module], Kind | Sequence[Kind]] = {
+KINDS: dict[type[nn.Module], UnitKind | Sequence[UnitKind]] = {
     Attend: Attention(query="query", key="key", value="value", out="out"),
     Hidden: Mlp(ins=("up",), out="down"),
 }

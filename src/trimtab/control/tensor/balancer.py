@@ -39,9 +39,9 @@ from trimtab.planning.tensor.rebalance import (
     expected_steps,
     uneven,
 )
-from trimtab.sharding.block import device_of, elastic_of
 from trimtab.sharding.lease import end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move
+from trimtab.sharding.unit_block import device_of, sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,16 +116,16 @@ class Balancer:
 
     def __init__(self, model: nn.Module, rules: Rules, clock: StepClock | None) -> None:
         self._model = weakref.ref(model)
-        self._elastic = elastic_of(model, "balance")
-        self._group, self._device = self._elastic.group, device_of(self._elastic)
+        self._sharded = sharded_model(model, "balance")
+        self._group, self._device = self._sharded.group, device_of(self._sharded)
         self.rules = rules
         self.records: list[Record] = []
         self.spent = 0.0
         """Seconds of CPU time between steps, decisions applied left out: what watching costs besides the clock."""
         self._alone = dist.get_world_size() == self._group.size
-        self._weights = _weights(self._elastic)
+        self._weights = _weights(self._sharded)
         self._bytes = sum(
-            tensor.parameter[:1].nbytes * tensor.axis.length for _, tensor in self._elastic.tensors()
+            tensor.parameter[:1].nbytes * tensor.axis.length for _, tensor in self._sharded.tensors()
         )
         self.transfer: Transfer | None = (
             measure_transfer(self._group, self._device) if self._group.size > 1 else None
@@ -145,9 +145,9 @@ class Balancer:
         self._dearer = 1.0
         """How many times its prediction a move took."""
         if rules.gamma_max > 0:
-            watch_resize(self._elastic)
+            watch_resize(self._sharded)
         if self._group.size > 1:
-            units = {id(tensor.parameter) for _, tensor in self._elastic.tensors()}
+            units = {id(tensor.parameter) for _, tensor in self._sharded.tensors()}
             self._steps = TrainingSteps(model, units, self)
 
     def begins(self) -> None:
@@ -187,7 +187,7 @@ class Balancer:
             median(blocks for blocks, _ in samples) if samples else 0.0,
             median(rest for _, rest in samples) if samples else 0.0,
             self._most(),
-            resized(self._elastic),
+            resized(self._sharded),
             self._moved[1] / self._moved[0] if self._moved[0] else 0.0,
         ]
         sent = torch.tensor(mine, dtype=torch.float64).to(self._device, non_blocking=True)
@@ -266,7 +266,7 @@ class Balancer:
     def _ranks(self, numbers: Sequence[Sequence[float]]) -> list[Rank]:
         size = range(self._group.size)
         computed, owned = [0.0] * self._group.size, [0.0] * self._group.size
-        for block in self._elastic.blocks.values():
+        for block in self._sharded.blocks.values():
             weight = self._weights[block.name] / block.units
             here = block.table.counts if block.lease is None else block.lease.counts
             for rank in size:
@@ -289,7 +289,7 @@ class Balancer:
         asked = self.records[-1].decision.pruned if self.records else (0.0,) * self._group.size
         if any(abs(a - b) > _SAME_PART for a, b in zip(decision.pruned, asked, strict=True)):
             return True
-        counts, blocks = self._counts(decision), self._elastic.blocks.values()
+        counts, blocks = self._counts(decision), self._sharded.blocks.values()
         if decision.mode == "lease":
             return any(
                 counts[b.name] != (tuple(b.lease.counts) if b.lease else b.table.counts) for b in blocks
@@ -299,11 +299,11 @@ class Balancer:
         return decision.mode == "own" and any(counts[b.name] != b.table.counts for b in blocks)
 
     def _counts(self, decision: Decision) -> dict[str, tuple[int, ...]]:
-        return counts_for({b.name: b.units for b in self._elastic.blocks.values()}, decision.shares)
+        return counts_for({b.name: b.units for b in self._sharded.blocks.values()}, decision.shares)
 
     def _costs(self) -> Costs:
         assert self.transfer is not None
-        blocks = len(self._elastic.blocks)
+        blocks = len(self._sharded.blocks)
         model = self._model()
         movable = self._alone and model is not None and can_move(model, self._steps.optimizers)
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
@@ -322,9 +322,9 @@ class Balancer:
             lease(model, counts)
         part = decision.pruned[self._group.rank]
         if part > 0:
-            set_resize(self._elastic, part)
+            set_resize(self._sharded, part)
         elif self.rules.gamma_max > 0:
-            clear_resize(self._elastic)
+            clear_resize(self._sharded)
         if self._device.type == "cuda" and decision.mode == "own":
             torch.cuda.current_stream().synchronize()
         took = time.perf_counter() - start
@@ -353,7 +353,7 @@ class Balancer:
         free = torch.cuda.mem_get_info(self._device)[0]
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         owned = sum(
-            self._weights[block.name] * block.count / block.units for block in self._elastic.blocks.values()
+            self._weights[block.name] * block.count / block.units for block in self._sharded.blocks.values()
         )
         return min(1.0, owned + free * _FREE_FOR_UNITS / (self._bytes * _BYTES_IN_TRAINING))
 
@@ -368,10 +368,10 @@ def _blended(before: Sequence[float], now: Sequence[float]) -> list[float]:
 _LOST = "balance: a rank was lost; every unit is with its owner. Resume the job from its last checkpoint"
 
 
-def _weights(elastic: Any) -> dict[str, float]:
+def _weights(sharded: Any) -> dict[str, float]:
     """Each block's part of all work: products cost as much as their matrices are large."""
     sizes = {
         block.name: sum(t.parameter[:1].numel() * t.axis.length for t in block.tensors)
-        for block in elastic.blocks.values()
+        for block in sharded.blocks.values()
     }
     return {name: size / sum(sizes.values()) for name, size in sizes.items()}

@@ -1,7 +1,7 @@
 """ZERO-resizing: a slow rank leaves part of its own units or columns out of the products for a while.
 
 Nothing moves and no collective changes, so only the slow rank calls `set_resize`. Which part is left out is chosen
-anew every window of steps, by `trimtab.planning.tensor.resizing`; how it is left out is `trimtab.sharding.resized`.
+anew every window of steps, by `trimtab.planning.tensor.resizing`; how it is left out is `trimtab.sharding.cut`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.resizing import RETURN, Pool, check_ratio, choose, even_counts, pooled_counts
-from trimtab.sharding.block import Elastic, elastic_of
-from trimtab.sharding.change import Activity, Changes
-from trimtab.sharding.freeze import StepHooks
+from trimtab.sharding.cut import Cut, Impute, Slices
+from trimtab.sharding.optimizer_hooks import OptimizerHooks
 from trimtab.sharding.projection import InProjection
-from trimtab.sharding.resized import Cut, Impute, Slices
+from trimtab.sharding.slice_scores import ActivationNorms, WeightChanges
+from trimtab.sharding.unit_block import ShardedModel, sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from trimtab.sharding.block import UnitBlock
-    from trimtab.sharding.change import Sizes
+    from trimtab.sharding.slice_scores import SliceScores
+    from trimtab.sharding.unit_block import UnitBlock
 
     _Numbers = dict[str, NDArray[np.float64]]
 
@@ -42,7 +42,7 @@ _AXES: dict[str, tuple[str, ...]] = {"unit": ("units",), "column": ("ins", "outs
 _ALL = ("units", "ins", "outs")
 
 
-def watch_resize(model: nn.Module | Elastic, *, window: int = WINDOW, returns: int = RETURN) -> None:
+def watch_resize(model: nn.Module | ShardedModel, *, window: int = WINDOW, returns: int = RETURN) -> None:
     """Keep the statistics that choices need, window by window, also while nothing is left out; call on every rank.
 
     Costs a copy of the rank's units, and about two passes over it each window. `set_resize` does it where it was
@@ -52,20 +52,20 @@ def watch_resize(model: nn.Module | Elastic, *, window: int = WINDOW, returns: i
         window: optimiser steps between two choices.
         returns: windows after which at the latest what was left out comes back.
     """
-    elastic = _elastic(model, "watch_resize")
+    sharded = _sharded(model, "watch_resize")
     if window < 1 or returns < 1:
         raise TrimtabError(
             f"watch_resize: window={window} and returns={returns} are numbers of at least 1, of steps and of windows"
         )
-    watching = _find(elastic)
+    watching = _find(sharded)
     if watching is None:
-        elastic.listeners.append(_Resizing(elastic, window, returns))
+        sharded.listeners.append(_Resizing(sharded, window, returns))
     else:
         watching.window, watching.returns = window, returns
 
 
 def set_resize(
-    model: nn.Module | Elastic,
+    model: nn.Module | ShardedModel,
     ratio: float,
     *,
     selection: Selection = "priority",
@@ -89,8 +89,8 @@ def set_resize(
             ``"same"`` as when it was last in.
         seed: of the random choices.
     """
-    elastic = _elastic(model, "set_resize")
-    elastic.check()
+    sharded = _sharded(model, "set_resize")
+    sharded.check()
     check_ratio(ratio)
     for name, value, known in (
         ("selection", selection, Selection),
@@ -101,9 +101,9 @@ def set_resize(
             raise TrimtabError(
                 f"set_resize: {name}={value!r} is unknown; choose {', '.join(get_args(known))}"
             )
-    if _find(elastic) is None:
-        watch_resize(elastic)
-    watching = _find(elastic)
+    if _find(sharded) is None:
+        watch_resize(sharded)
+    watching = _find(sharded)
     assert watching is not None
     setting = _Setting(ratio=ratio, selection=selection, form=form, impute=impute, seed=seed)
     if setting != watching.setting:
@@ -111,18 +111,18 @@ def set_resize(
         watching.turn()
 
 
-def clear_resize(model: nn.Module | Elastic) -> None:
+def clear_resize(model: nn.Module | ShardedModel) -> None:
     """Compute everything again, from the next forward pass on; the statistics are kept up."""
-    watching = _find(_elastic(model, "clear_resize"))
+    watching = _find(_sharded(model, "clear_resize"))
     if watching is not None and watching.setting is not None:
         watching.setting = None
         watching.turn()
 
 
-def resized(model: nn.Module | Elastic) -> float:
+def resized(model: nn.Module | ShardedModel) -> float:
     """The part of what this rank would compute of its blocks that is left out now, after rounding; 0 if nothing is."""
     left = whole = 0.0
-    for block in _elastic(model, "resized").blocks.values():
+    for block in _sharded(model, "resized").blocks.values():
         for axis in _ALL:
             slices = None if block.cut is None else getattr(block.cut, axis)
             left += 0.0 if slices is None else len(slices.left) * _cost(block, axis)
@@ -157,7 +157,7 @@ class _Known:
 class _Resizing:
     """What one rank leaves out, and what it knows for the next choice."""
 
-    elastic: Elastic
+    sharded: ShardedModel
     window: int
     returns: int
     setting: _Setting | None = None
@@ -165,17 +165,17 @@ class _Resizing:
     """Optimiser steps of this window so far."""
     _windows: int = 0
     _known: dict[tuple[str, str], _Known] = field(default_factory=dict)
-    _changes: dict[str, Changes] = field(default_factory=dict)
+    _changes: dict[str, WeightChanges] = field(default_factory=dict)
     _looked: dict[str, int] = field(default_factory=dict)
     """At which step of this window the changes of a block are counted from."""
 
     def __post_init__(self) -> None:
-        for block in self.elastic.blocks.values():
+        for block in self.sharded.blocks.values():
             for axis in _ALL:
                 self._known[block.name, axis] = _Known.of(_total(block, axis))
-            self._changes[block.name] = Changes(block)
+            self._changes[block.name] = WeightChanges(block)
             self._looked[block.name] = 0
-        self._hooks = StepHooks(self.elastic, self._stepped)
+        self._hooks = OptimizerHooks(self.sharded, self._stepped)
 
     def __call__(self, block: UnitBlock) -> None:
         """The block computes other units now."""
@@ -184,14 +184,14 @@ class _Resizing:
 
     def turn(self) -> None:
         """End a window: learn from it and choose for the next."""
-        blocks = [b for b in self.elastic.blocks.values() if self._steps > self._looked[b.name]]
+        blocks = [b for b in self.sharded.blocks.values() if self._steps > self._looked[b.name]]
         sizes = [self._changes[block.name].since() for block in blocks]
         for block, changed in zip(blocks, _fetched(sizes), strict=True):
             self._learn(block, changed)
         self._windows += 1
         self._steps = 0
         self._looked = dict.fromkeys(self._looked, 0)
-        self._choose(self.elastic.blocks.values())
+        self._choose(self.sharded.blocks.values())
 
     def _stepped(self) -> None:
         self._steps += 1
@@ -219,9 +219,9 @@ class _Resizing:
     def _measure(self) -> None:
         """Take up the activations of the window's first step."""
         seen = []
-        for block in self.elastic.blocks.values():
-            bounds = None if block.activity is None else block.activity.bounds()
-            block.activity = None
+        for block in self.sharded.blocks.values():
+            bounds = None if block.activation_norms is None else block.activation_norms.bounds()
+            block.activation_norms = None
             if bounds is not None:
                 seen.append((block, bounds))
         for (block, _), values in zip(seen, _fetched([bounds for _, bounds in seen]), strict=True):
@@ -261,7 +261,7 @@ class _Resizing:
             slices: Mapping[str, Any] = chosen[block.name]
             block.cut = Cut(impute=setting.impute, places=block.places, last=last, **slices)
             if setting.selection == "activation":
-                block.activity = Activity(block)
+                block.activation_norms = ActivationNorms(block)
 
     def _pool(self, block: UnitBlock, axis: str, setting: _Setting) -> Pool:
         """What may be left out: not what is computed for or by others."""
@@ -272,7 +272,7 @@ class _Resizing:
         key = (
             setting.seed,
             self._windows,
-            self.elastic.group.rank,
+            self.sharded.group.rank,
             zlib.crc32(f"{block.name}.{axis}".encode()),
         )
         draws = np.random.default_rng(key).random(len(numbers))
@@ -331,15 +331,15 @@ def _cost(block: UnitBlock, axis: str) -> float:
     return float(cost)
 
 
-def _elastic(model: nn.Module | Elastic, verb: str) -> Elastic:
-    return model if isinstance(model, Elastic) else elastic_of(model, verb)
+def _sharded(model: nn.Module | ShardedModel, verb: str) -> ShardedModel:
+    return model if isinstance(model, ShardedModel) else sharded_model(model, verb)
 
 
-def _find(elastic: Elastic) -> _Resizing | None:
-    return next((each for each in elastic.listeners if isinstance(each, _Resizing)), None)
+def _find(sharded: ShardedModel) -> _Resizing | None:
+    return next((each for each in sharded.listeners if isinstance(each, _Resizing)), None)
 
 
-def _fetched(sizes: list[Sizes]) -> list[_Numbers]:
+def _fetched(sizes: list[SliceScores]) -> list[_Numbers]:
     """As arrays, by axis; all of them in one copy from the device."""
     if not sizes:
         return []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.emulate.job import Job
+    from trimtab.emulate.job_directory import Job
 
 
 @dataclass(frozen=True, kw_only=True)

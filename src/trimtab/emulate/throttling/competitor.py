@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from trimtab.emulate.throttling.state import State
+from trimtab.emulate.throttling.rank_state import RankState
 
 _LOOK_S = 0.005
 _NICE_STEP = 1.25  # what one step of niceness costs against a process of the next lower one
@@ -51,7 +51,7 @@ def _compete(core: int, nice: int, keeper: int) -> None:
 
 def main() -> None:
     rank, me = os.getppid(), os.getpid()
-    state, cores = State(Path(sys.argv[1])), [int(core) for core in sys.argv[2:]]
+    state, cores = RankState(Path(sys.argv[1])), [int(core) for core in sys.argv[2:]]
     speed = 1.0
     busy: list[int] = []
     while os.getppid() == rank:

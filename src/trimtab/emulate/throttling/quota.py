@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from trimtab.emulate.throttling.cgroups import Group, make_group
 
 if TYPE_CHECKING:
-    from trimtab.emulate.job import Job
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.job_directory import Job
+    from trimtab.emulate.placement import Placement
 
 # Short, since a step stalls in lumps of a period; the kernel takes no quota below 1 ms.
 _PERIOD_US = 5_000
@@ -19,10 +19,10 @@ _MIN_QUOTA_US = 1_000
 _MAX_PERIOD_US = 1_000_000
 
 
-def make_quota(job: Job, seat: Seat) -> Group:
+def make_quota(job: Job, placement: Placement) -> Group:
     """Make the group in which the rank runs at its speed."""
-    group = make_group(job, "cpu", f"rank-{seat.rank}")
-    set_quota(group, cpus(seat.speed, len(seat.cores), seat.sharing), len(seat.cores))
+    group = make_group(job, "cpu", f"rank-{placement.rank}")
+    set_quota(group, cpus(placement.speed, len(placement.cores), placement.sharing), len(placement.cores))
     return group
 
 

@@ -11,8 +11,8 @@ from trimtab.errors import TrimtabError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.emulate.job import Job
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.job_directory import Job
+    from trimtab.emulate.placement import Placement
     from trimtab.emulate.throttling.cgroups import Group
     from trimtab.emulate.throttling.schedule import Contention
 
@@ -22,16 +22,18 @@ THROTTLES = ("auto", "quota", "duty", "competitor", "gemm")
 class Throttle:
     """The mechanism chosen for one job, with what it had to make."""
 
-    def __init__(self, job: Job, asked: str, seats: Sequence[Seat], schedule: Sequence[Contention]) -> None:
+    def __init__(
+        self, job: Job, asked: str, placements: Sequence[Placement], schedule: Sequence[Contention]
+    ) -> None:
         self._contended = {contention.host for contention in schedule}
         self.groups: dict[int, Group] = {}
-        slowed = [seat for seat in seats if self.slows(seat)]
+        slowed = [placement for placement in placements if self.slows(placement)]
         self.name = asked if slowed else None
         if not slowed:
             return
         if asked in ("auto", "quota"):
             try:
-                self.groups = {seat.rank: make_quota(job, seat) for seat in slowed}
+                self.groups = {placement.rank: make_quota(job, placement) for placement in slowed}
                 self.name = "quota"
             except TrimtabError as error:
                 if asked == "quota":
@@ -40,24 +42,24 @@ class Throttle:
                 self.name = "duty"
         elif asked == "competitor" and slowed[0].sharing > 1:
             raise TrimtabError(
-                f"emulate: throttle competitor needs a core for each of the {len(seats)} ranks; "
+                f"emulate: throttle competitor needs a core for each of the {len(placements)} ranks; "
                 "use fewer ranks, or throttle quota or duty"
             )
 
-    def slows(self, seat: Seat) -> bool:
+    def slows(self, placement: Placement) -> bool:
         """Whether the rank is ever to run slower than its cores do; a GPU's part is not given by a throttle."""
-        own = seat.kind == "cpu" and (seat.speed < 1 or seat.sharing > 1)
-        return own or seat.host in self._contended
+        own = placement.kind == "cpu" and (placement.speed < 1 or placement.sharing > 1)
+        return own or placement.host in self._contended
 
 
-def check_throttle(asked: str, seats: Sequence[Seat], schedule: Sequence[Contention]) -> None:
+def check_throttle(asked: str, placements: Sequence[Placement], schedule: Sequence[Contention]) -> None:
     """Refuse names that are not there, and contention of GPUs by what does not slow GPUs."""
     if asked not in THROTTLES:
         raise TrimtabError(f"emulate: there is no throttle {asked!r}; there are {', '.join(THROTTLES)}")
     contended = {contention.host for contention in schedule}
-    for seat in seats:
-        if seat.kind == "cuda" and seat.host in contended and asked != "gemm":
+    for placement in placements:
+        if placement.kind == "cuda" and placement.host in contended and asked != "gemm":
             raise TrimtabError(
-                f"schedule: host {seat.host} has CUDA devices, whose part of the GPU is fixed at the start; "
+                f"schedule: host {placement.host} has CUDA devices, whose part of the GPU is fixed at the start; "
                 "use throttle gemm"
             )

@@ -17,7 +17,7 @@ from trimtab.measure.capture.call import DTYPES
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
 from trimtab.precision.half import DTYPES as HALVES
-from trimtab.precision.operators import LowForward
+from trimtab.precision.operators import LowPrecisionForward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,7 +186,7 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _refuse_changed(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), LowForward):
+        if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             raise TrimtabError(
                 f"capture: set_precision has set {name or 'the model'}, but a workload describes the model before "
                 "that; capture it first, or call trimtab.set_precision(model, {}) and capture then"

@@ -22,7 +22,7 @@ from trimtab.measure.capture.call import DTYPES, Call, Meta, meta_of, tensors_in
 from trimtab.measure.capture.kinds import kind_of_target
 from trimtab.measure.capture.values import run_kernel
 from trimtab.precision.half import HalfProducts
-from trimtab.precision.operators import LowForward, operators
+from trimtab.precision.operators import LowPrecisionForward, operators
 from trimtab.precision_names import ATTENTION
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ class _Kernels(TorchDispatchMode):
 
 def _module_arguments(module: Any) -> dict[str, Any]:
     own = module.__dict__.get("forward")
-    assert own is None or isinstance(own, LowForward)
+    assert own is None or isinstance(own, LowPrecisionForward)
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         padding = module.padding if isinstance(module.padding, str) else list(module.padding)
         return {

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
 from trimtab.precision.half import DTYPES
-from trimtab.precision.operators import Calls, LowForward
+from trimtab.precision.operators import CallCounter, LowPrecisionForward
 from trimtab.precision_names import ATTENTION
 from trimtab.random_bits import stream
 
@@ -138,13 +138,13 @@ class Trial:
         self._lowered = [
             (m, m.__dict__["forward"])
             for m in self.model.modules()
-            if isinstance(m.__dict__.get("forward"), LowForward)
+            if isinstance(m.__dict__.get("forward"), LowPrecisionForward)
         ]
         self._hooks = dict(self.model._forward_pre_hooks)
         for module, _ in self._lowered:
             del module.__dict__["forward"]
         for key, hook in self._hooks.items():
-            if isinstance(hook, Calls):
+            if isinstance(hook, CallCounter):
                 del self.model._forward_pre_hooks[key]
         return self
 

@@ -43,7 +43,7 @@ def tf32(values: torch.Tensor) -> torch.Tensor:
 
 
 def int8(matrix: torch.Tensor, axis: Axis, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """Of `trimtab.precision.quantise.quantise`, in the units of the matrix.
+    """Of `trimtab.precision.quantize.quantize`, in the units of the matrix.
 
     Args:
         factor: what the matrix is multiplied by before it is rounded, and the product divided by after.

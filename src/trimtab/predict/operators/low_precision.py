@@ -4,7 +4,7 @@ Facts about the implementation, as plain arithmetic on shapes; tests hold them a
 
 - Values leave in the type they arrived in (autocast's, where that is on). So under `set_precision` no
   neighbour ever changes its type.
-- The operands of x and w are made inside: int8 and fp8 by a fused quantise, half types by a cast; the
+- The operands of x and w are made inside: int8 and fp8 by a fused quantize, half types by a cast; the
   product of codes is scaled back in its epilogue, that of half types is cast back.
 - Backward turns the arriving gradient into operands (int8 once for each of its two products), makes the
   weight's operand anew unless it was saved, and gives the weight's gradient in fp32.

@@ -71,7 +71,7 @@ def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """Each method for the same steps, in blocks that take turns, from where the rank has become slow."""
-    from trimtab.emulate.throttling.repeat import RepeatedProducts
+    from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
     torch.set_num_threads(1)
     state: Any = SimpleNamespace(speed=1.0)

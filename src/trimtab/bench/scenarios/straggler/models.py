@@ -16,7 +16,7 @@ from trimtab.sharding import Attention
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.sharding.kinds import Kind
+    from trimtab.sharding.unit_kinds import UnitKind
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"width": 320, "heads": 16, "layers": 2, "batch": 4, "length": 128},
@@ -72,7 +72,7 @@ class Vit(nn.Module):
         return F.cross_entropy(self.head(self.norm(x).mean(1)), labels)
 
 
-KINDS: dict[type[nn.Module], Kind | Sequence[Kind]] = {
+KINDS: dict[type[nn.Module], UnitKind | Sequence[UnitKind]] = {
     **GPT_KINDS,
     Look: Attention(query="query", key="key", value="value", out="out"),
 }

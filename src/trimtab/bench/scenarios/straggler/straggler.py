@@ -218,7 +218,7 @@ def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None
     """Two equal ranks, the second of which is slow for a while."""
     from types import SimpleNamespace
 
-    from trimtab.emulate.throttling.repeat import RepeatedProducts
+    from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
     torch.set_num_threads(1)
     state: Any = SimpleNamespace(speed=1.0)

@@ -15,8 +15,8 @@ from trimtab.control.tensor.balancer import balance, balancer_of, decisions
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.sharding import Clock, LocalTimes
-from trimtab.sharding.block import elastic_of
 from trimtab.sharding.lease import lease
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,10 +47,10 @@ class Trainer:
             balance(
                 self.model, Rules(gamma_max=GAMMA_MAX if method == "semi-resize" else 0.0, horizon=horizon)
             )
-        self.elastic = elastic_of(self.model, "bench")
+        self.sharded = sharded_model(self.model, "bench")
         self._clock = None
         if method == "even":
-            self._clock = self.elastic.group.clock = Clock(self._device)
+            self._clock = self.sharded.group.clock = Clock(self._device)
         part = 1 - spec["speeds"][dist.get_rank()] / max(spec["speeds"])
         if method.startswith("resize-") and part > 0:
             chosen: Any = method.removeprefix("resize-")
@@ -84,14 +84,14 @@ class Trainer:
 
     @property
     def counts(self) -> dict[str, tuple[int, ...]]:
-        return {block.name: block.table.counts for block in self.elastic.blocks.values()}
+        return {block.name: block.table.counts for block in self.sharded.blocks.values()}
 
     @property
     def units(self) -> dict[str, list[int]]:
         """What each rank computes of the first blocks."""
         return {
             block.name: list(block.table.counts) if block.lease is None else block.lease.counts
-            for block in list(self.elastic.blocks.values())[:2]
+            for block in list(self.sharded.blocks.values())[:2]
         }
 
     def records(self) -> list[Record]:
@@ -100,7 +100,7 @@ class Trainer:
     def watching(self) -> float:
         """CPU seconds that watching took a step: between the steps, and the marks of its clock."""
         balancer = balancer_of(self.model)
-        marks = len(self.elastic.blocks) * 2
+        marks = len(self.sharded.blocks) * 2
         repeats = 50
         clock = balancer.fresh_clock()
         start = time.thread_time()

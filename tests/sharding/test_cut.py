@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
 from trimtab.sharding import Checkpoint, assignment, assignment_for, clip_grad_norm_, move
-from trimtab.sharding.block import elastic_of
+from trimtab.sharding.cut import Cut, Slices
 from trimtab.sharding.lease import lease
 from trimtab.sharding.projection import InProjection
-from trimtab.sharding.resized import Cut, Slices
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ SLOW = 1
 def left_out(model: nn.Module) -> dict[str, Tensor]:
     """By parameter: a mask of what is left out."""
     found = {}
-    for block, tensor in elastic_of(model, "test").tensors():
+    for block, tensor in sharded_model(model, "test").tensors():
         if block.cut is not None:
             mask = torch.zeros(tensor.parameter.shape, dtype=torch.bool)
             frozen = block.cut.frozen(tensor, mask, into=isinstance(tensor.module, InProjection))
@@ -279,7 +279,7 @@ def after_a_move() -> None:
     optimizer = adamw(model)
     set_resize(model, 0.5, selection="random")
     move(model, optimizer, assignment_for(model, {"blocks.0.mlp": [70, 26], "blocks.1.attention": [6, 0]}))
-    for block in elastic_of(model, "test").blocks.values():
+    for block in sharded_model(model, "test").blocks.values():
         if block.count == 0:
             assert block.cut is None
             continue

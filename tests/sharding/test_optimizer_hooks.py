@@ -1,4 +1,4 @@
-"""What is left out stays to the bit, whatever the optimiser; what is in is updated as ever."""
+"""What is left out stays to the bit, whatever the optimizer; what is in is updated as ever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.sharding.jobs import adamw, convert
 from tests.sharding.models import loss_of, make
-from tests.sharding.test_resized import left_out
+from tests.sharding.test_cut import left_out
 from torch.optim import optimizer as torch_optimizer
 
 from trimtab.control.tensor.resizing import set_resize, watch_resize
@@ -51,7 +51,7 @@ def stays(name: str, form: Any, warm: int) -> None:
         before = {
             n: {k: v.clone() for k, v in held(optimizer, model.get_parameter(n)).items()} for n in masks
         }
-        # An optimiser with copies of all, which the hooks know nothing of.
+        # An optimizer with copies of all, which the hooks know nothing of.
         plain = copy.deepcopy(optimizer)
         copies = [parameter for group in plain.param_groups for parameter in group["params"]]
         twins = dict(zip((n for n, _ in model.named_parameters()), copies, strict=True))
@@ -116,7 +116,7 @@ def test_only_zeros_freeze(ranks: Pool) -> None:
 
 
 def two_optimizers() -> list[int]:
-    """Windows go by the steps of one of several optimisers, and by another's when that one ends."""
+    """Windows go by the steps of one of several optimizers, and by another's when that one ends."""
     model = convert(make("gpt"))
     parameters = list(model.parameters())
     first = torch.optim.SGD(parameters[::2], lr=0.1)

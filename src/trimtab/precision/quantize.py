@@ -18,7 +18,7 @@ LONGEST_SUM = 1 << 17
 """Products of two codes that an int32 surely holds the sum of: 2³¹ / 127², rounded down to a power of two."""
 
 
-def quantise(
+def quantize(
     values: torch.Tensor,
     axis: Axis,
     draw: Draw,
@@ -36,13 +36,13 @@ def quantise(
         int8 of the values' shape and strides; fp32, one for each row, column, or one in all.
     """
     if not values.is_contiguous() and values.t().is_contiguous():
-        turned: dict[Axis, Axis] = {"rows": "columns", "columns": "rows", "whole": "whole"}
-        codes, scales = quantise(
-            values.t(), turned[axis], draw, operand, row_factor=column_factor, column_factor=row_factor
+        transposed: dict[Axis, Axis] = {"rows": "columns", "columns": "rows", "whole": "whole"}
+        codes, scales = quantize(
+            values.t(), transposed[axis], draw, operand, row_factor=column_factor, column_factor=row_factor
         )
         return codes.t(), scales
     values = values.detach().to(torch.float32).contiguous()
-    make = native.quantise if native.available() else reference.quantise
+    make = native.quantize if native.available() else reference.quantize
     return make(
         values,
         axis,
@@ -79,7 +79,7 @@ def product(
         sums = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     else:
         sums = torch._int_mm(_with_own_strides(a), _with_own_strides(b))
-    make = native.dequantise if native.available() else reference.dequantise
+    make = native.dequantize if native.available() else reference.dequantize
     return make(sums, row_scale, column_scale, bias)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from trimtab.sharding.projection import InProjection
 
 if TYPE_CHECKING:
-    from trimtab.sharding.block import UnitBlock
+    from trimtab.sharding.unit_block import UnitBlock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SliceScores:
     """A number for every slice of a block on this rank, by each way to cut it."""
 
     units: Tensor
@@ -29,7 +29,7 @@ class Sizes:
     """By entry of the hidden units, in the order of slots."""
 
 
-class Changes:
+class WeightChanges:
     """How far a block's parameters have moved since it was told to look."""
 
     def __init__(self, block: UnitBlock) -> None:
@@ -47,7 +47,7 @@ class Changes:
             self._then = [value.clone() for value in now]
 
     @torch.no_grad()
-    def since(self) -> Sizes:
+    def since(self) -> SliceScores:
         """Sums of |now - then| since the last look; the next thing to ask for is another look."""
         count = self._block.count
         device = self._then[0].device
@@ -61,10 +61,10 @@ class Changes:
             else:
                 outs = moved.sum(1, dtype=torch.float32)[: count * tensor.axis.width]
                 units = units + outs.view(-1, tensor.axis.width).sum(1)
-        return Sizes(units=units, ins=ins, outs=outs)
+        return SliceScores(units=units, ins=ins, outs=outs)
 
 
-class Activity:
+class ActivationNorms:
     """Adds up the squares of a block's activations, forward pass by forward pass, while the cut stays the same."""
 
     def __init__(self, block: UnitBlock) -> None:
@@ -79,7 +79,7 @@ class Activity:
         self._hidden = _added(self._hidden, x)
 
     @torch.no_grad()
-    def bounds(self) -> Sizes | None:
+    def bounds(self) -> SliceScores | None:
         """‖X_c‖‖W_c‖ for each column c, NaN where it was not computed; None if nothing was seen.
 
         The sum over the columns left out bounds the error of a product, by the triangle inequality.
@@ -105,7 +105,7 @@ class Activity:
             kept = torch.arange(own, device=outs.device)
         norms[kept] = self._hidden.view(-1, width)[: len(kept)].sqrt()
         outs = outs * norms
-        return Sizes(units=outs.sum(1), ins=(self._input * squares).sqrt(), outs=outs.flatten())
+        return SliceScores(units=outs.sum(1), ins=(self._input * squares).sqrt(), outs=outs.flatten())
 
 
 def _added(total: Tensor | None, x: Tensor) -> Tensor:

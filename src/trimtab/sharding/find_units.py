@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.kinds import ATTENTIONS, MLPS, OWN, Attention, Kind, Mlp
+from trimtab.sharding.unit_kinds import ATTENTIONS, MLPS, OWN_GPT, Attention, Mlp, UnitKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +21,21 @@ _ELEMENTWISE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundBlock:
     """A block of units in a model that is not converted yet."""
 
     name: str
     parent: nn.Module
     path: str
     """Where the parent is in the model."""
-    kind: Kind
+    kind: UnitKind
 
 
 def find_blocks(
-    model: nn.Module, extra: Mapping[type[nn.Module], Kind | Sequence[Kind]], replicate: Sequence[str]
-) -> list[Found]:
+    model: nn.Module, extra: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]], replicate: Sequence[str]
+) -> list[FoundBlock]:
     """Every block of units of a model; refused when part of a repeated layer is of no known kind."""
-    blocks: list[Found] = []
+    blocks: list[FoundBlock] = []
     covered: set[nn.Module] = set()
     for path, module in model.named_modules():
         if any(fnmatchcase(path, pattern) for pattern in replicate):
@@ -45,7 +45,7 @@ def find_blocks(
         kinds = list(_kinds_of(module, extra))
         for kind in kinds:
             name = path if len(kinds) == 1 else f"{path}.{type(kind).__name__.lower()}"
-            blocks.append(Found(name=name or "model", parent=module, path=path, kind=kind))
+            blocks.append(FoundBlock(name=name or "model", parent=module, path=path, kind=kind))
             covered.update(projections_of(module, kind).values())
     _refuse_unknown(model, covered, bool(blocks))
     return blocks
@@ -75,7 +75,9 @@ def attention_dropout(module: nn.Module, kind: Attention) -> float:
     return float(getattr(value, "p", value))
 
 
-def _kinds_of(module: nn.Module, extra: Mapping[type[nn.Module], Kind | Sequence[Kind]]) -> Iterator[Kind]:
+def _kinds_of(
+    module: nn.Module, extra: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]]
+) -> Iterator[UnitKind]:
     for known, kind in extra.items():
         if isinstance(module, known):
             for each in (kind,) if isinstance(kind, (Mlp, Attention)) else kind:
@@ -84,7 +86,9 @@ def _kinds_of(module: nn.Module, extra: Mapping[type[nn.Module], Kind | Sequence
             return
     named = next((ATTENTIONS[c.__name__] for c in type(module).__mro__ if c.__name__ in ATTENTIONS), None)
     attention = named or (
-        OWN if _has(module, OWN) and isinstance(getattr(module, OWN.head_dim, None), int) else None
+        OWN_GPT
+        if _has(module, OWN_GPT) and isinstance(getattr(module, OWN_GPT.head_dim, None), int)
+        else None
     )
     if attention is not None:
         _require(module, attention)
@@ -121,7 +125,7 @@ def _is_mlp(module: nn.Module, mlp: Mlp) -> bool:
     return features(projections[mlp.out])[0] == hidden and not over_hidden
 
 
-def projections_of(module: nn.Module, kind: Kind) -> dict[str, nn.Module]:
+def projections_of(module: nn.Module, kind: UnitKind) -> dict[str, nn.Module]:
     if isinstance(kind, Mlp):
         names: list[str | None] = [*kind.ins, kind.out]
     else:
@@ -129,14 +133,14 @@ def projections_of(module: nn.Module, kind: Kind) -> dict[str, nn.Module]:
     return {name: module.get_submodule(name) for name in names if name is not None}
 
 
-def _has(module: nn.Module, kind: Kind) -> bool:
+def _has(module: nn.Module, kind: UnitKind) -> bool:
     try:
         return all(is_linear(projection) for projection in projections_of(module, kind).values())
     except AttributeError:
         return False
 
 
-def _require(module: nn.Module, kind: Kind) -> None:
+def _require(module: nn.Module, kind: UnitKind) -> None:
     """Refuse a module that is said to be of a kind and is not."""
     what = type(module).__name__
     if not _has(module, kind):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.placement import Placement
 
 STREAMS = ("stdout", "stderr")
 _CHUNK = 1 << 16
@@ -28,24 +28,24 @@ def pipe_path(run: Path, rank: int, stream: str) -> Path:
     return run / f"{stream}-{rank}"
 
 
-class Output:
+class RankOutput:
     """Reads the ranks' pipes on a thread of its own, from construction to `finish`."""
 
-    def __init__(self, run: Path, seats: Sequence[Seat], *, capture: bool) -> None:
+    def __init__(self, run: Path, placements: Sequence[Placement], *, capture: bool) -> None:
         self._capture = capture
         self._captured = bytearray()
-        self._sources: dict[int, tuple[Seat, str]] = {}
+        self._sources: dict[int, tuple[Placement, str]] = {}
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         self._partial: dict[int, str] = {}
         self.broken = False
         """Whether our own output was closed, as by `| head`."""
-        for seat in seats:
+        for placement in placements:
             for stream in STREAMS:
-                path = pipe_path(run, seat.rank, stream)
+                path = pipe_path(run, placement.rank, stream)
                 os.mkfifo(path)
                 # Open for writing too: then it does not end before the rank has opened it.
                 source = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-                self._sources[source] = (seat, stream)
+                self._sources[source] = (placement, stream)
                 self._decoders[source] = codecs.getincrementaldecoder("utf-8")("replace")
                 self._partial[source] = ""
         self._wake, self._stop = os.pipe()
@@ -76,14 +76,14 @@ class Output:
                 self._pass_on(source, b"\n")
 
     def _pass_on(self, source: int, chunk: bytes) -> None:
-        seat, stream = self._sources[source]
-        if seat.rank == 0 and stream == "stdout" and self._capture:
+        placement, stream = self._sources[source]
+        if placement.rank == 0 and stream == "stdout" and self._capture:
             self._captured += chunk
             return
         text = self._decoders[source].decode(chunk)
-        if seat.rank != 0:
+        if placement.rank != 0:
             *lines, self._partial[source] = (self._partial[source] + text).split("\n")
-            text = "".join(f"[{seat.host}:{seat.rank}] {line}\n" for line in lines)
+            text = "".join(f"[{placement.host}:{placement.rank}] {line}\n" for line in lines)
         target = sys.stdout if stream == "stdout" else sys.stderr
         try:
             target.write(text)

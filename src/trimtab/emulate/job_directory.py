@@ -22,7 +22,7 @@ from trimtab.errors import TrimtabError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RUN_MARK = "TRIMTAB_EMULATION_RUN"
+EMULATION_RUN = "TRIMTAB_EMULATION_RUN"
 """The same for every process of one run of a job; its value is the run's directory."""
 
 _RESOURCES = "resources"

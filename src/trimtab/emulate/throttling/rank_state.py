@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FIELDS = struct.Struct("=qqd")
 
 
-class State:
+class RankState:
     """The shared numbers of one rank; each is read and written through to the others."""
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class State:
         self._floats = memoryview(self._map).cast("d")
 
     @classmethod
-    def create(cls, path: Path, speed: float) -> State:
+    def create(cls, path: Path, speed: float) -> RankState:
         path.write_bytes(_FIELDS.pack(0, 0, speed))
         return cls(path)
 

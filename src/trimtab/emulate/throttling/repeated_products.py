@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from trimtab.emulate.throttling.state import State
+    from trimtab.emulate.throttling.rank_state import RankState
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mm.out", "addmm.out", "bmm.out", "baddbmm.out", "_int_mm")
 _CONVOLUTIONS = ("convolution", "convolution_backward")
@@ -37,7 +37,7 @@ class RepeatedProducts:
     results are those of the last one, and are the same as without.
     """
 
-    def __init__(self, state: State, kind: str) -> None:
+    def __init__(self, state: RankState, kind: str) -> None:
         self._state = state
         self._owed = 0.0
         self._thread = threading.local()

@@ -11,7 +11,7 @@ from trimtab.emulate.throttling.schedule import Contention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class RankSettings:
     """One rank's part in a run."""
 
     kind: str
@@ -31,7 +31,7 @@ class Spec:
         (run / f"spec-{rank}.json").write_text(json.dumps(asdict(self), default=str))
 
     @classmethod
-    def load(cls, run: Path, rank: int) -> Spec:
+    def load(cls, run: Path, rank: int) -> RankSettings:
         tree = json.loads((run / f"spec-{rank}.json").read_text())
         tree["cores"] = tuple(tree["cores"])
         tree["schedule"] = tuple(Contention(**contention) for contention in tree["schedule"])
@@ -42,5 +42,5 @@ class Spec:
 
 
 def state_path(run: Path, rank: int) -> Path:
-    """The file of a rank's `State`."""
+    """The file of a rank's `RankState`."""
     return run / f"state-{rank}"

@@ -19,14 +19,14 @@ _NAMED = 5  # units named in an error
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class UnitTable:
     """For each rank the units it owns, by slot."""
 
     units: int
     slots: tuple[NDArray[np.int64], ...]
 
     @classmethod
-    def of(cls, block: str, units: int, lists: Sequence[Sequence[int]], ranks: int) -> Table:
+    def of(cls, block: str, units: int, lists: Sequence[Sequence[int]], ranks: int) -> UnitTable:
         """From the units of each rank; refused, by name, unless every unit is on exactly one rank."""
         if len(lists) != ranks:
             raise TrimtabError(
@@ -50,7 +50,7 @@ class Table:
         return cls(units, slots)
 
     @classmethod
-    def consecutive(cls, counts: Sequence[int]) -> Table:
+    def consecutive(cls, counts: Sequence[int]) -> UnitTable:
         """The first units on rank 0, the next on rank 1 and so on."""
         ends = np.cumsum(counts)
         starts = [0, *ends[:-1]]
@@ -68,10 +68,10 @@ class Table:
             owner[owned] = rank
         return owner
 
-    def with_owners(self, owner: NDArray[np.int64]) -> Table:
+    def with_owners(self, owner: NDArray[np.int64]) -> UnitTable:
         """The table after a move: who stays keeps its slot, who comes takes a free one, no hole is left."""
         changed = np.flatnonzero(owner != self.owners())
-        return Table(
+        return UnitTable(
             self.units,
             tuple(
                 _refilled(owned, owner[owned] != rank, changed[owner[changed] == rank])
@@ -79,7 +79,7 @@ class Table:
             ),
         )
 
-    def with_counts(self, counts: Sequence[int]) -> Table:
+    def with_counts(self, counts: Sequence[int]) -> UnitTable:
         """The table with so many units on each rank that moves fewest: surplus goes out by the last slots."""
         if len(counts) != len(self.slots) or sum(counts) != self.units or min(counts) < 0:
             raise TrimtabError(

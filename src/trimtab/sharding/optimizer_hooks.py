@@ -1,6 +1,6 @@
 """What is left out stays as it is: no decay, no momentum, no moment of it moves while its gradient is zero.
 
-Works with any elementwise optimiser of `torch.optim` and needs to be told of none: torch calls these hooks
+Works with any elementwise optimizer of `torch.optim` and needs to be told of none: torch calls these hooks
 around every step of all of them.
 """
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from trimtab.sharding.block import Elastic, UnitBlock, UnitTensor
-    from trimtab.sharding.resized import Cut
+    from trimtab.sharding.cut import Cut
+    from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor
 
 _PARAMETER = None
 """Key of a parameter's own data beside those of its states."""
 
 
-class StepHooks:
-    """Sees the optimiser steps of a converted model's units, as long as its blocks live.
+class OptimizerHooks:
+    """Sees the optimizer steps of a converted model's units, as long as its blocks live.
 
     Before a step it puts what is frozen aside, after the step it puts it back, and then calls `stepped`: once for
-    each step of the optimiser that came first, where there are several.
+    each step of the optimizer that came first, where there are several.
     """
 
-    def __init__(self, elastic: Elastic, stepped: Callable[[], None]) -> None:
-        self._elastic, self._stepped = elastic, stepped
+    def __init__(self, sharded: ShardedModel, stepped: Callable[[], None]) -> None:
+        self._sharded, self._stepped = sharded, stepped
         self._first: weakref.ref[Optimizer] | None = None
         self._aside: dict[int, list[tuple[Cut, UnitTensor, Any, Tensor]]] = {}
         self._room: dict[tuple[int, str, Any], Tensor] = {}
         self._since: set[int] = set()
-        """Optimisers that stepped since the first one did."""
+        """Optimizers that stepped since the first one did."""
         alive = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -106,9 +106,9 @@ class StepHooks:
             self._stepped()
 
     def _of(self, optimizer: Optimizer) -> list[tuple[UnitBlock, UnitTensor]]:
-        """The tensors that this optimiser updates."""
+        """The tensors that this optimizer updates."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [pair for pair in self._elastic.tensors() if id(pair[1].parameter) in held]
+        return [pair for pair in self._sharded.tensors() if id(pair[1].parameter) in held]
 
 
 def _states(optimizer: Optimizer, tensor: UnitTensor) -> dict[Any, Tensor]:

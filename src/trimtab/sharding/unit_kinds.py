@@ -44,7 +44,7 @@ class Attention:
     """Attributes that must be false or absent: variants that are no sum over heads."""
 
 
-Kind = Mlp | Attention
+UnitKind = Mlp | Attention
 
 _SEPARATE = Attention(query="q_proj", key="k_proj", value="v_proj", out="o_proj", dropout="attention_dropout")
 ATTENTIONS: dict[str, Attention] = {
@@ -62,7 +62,7 @@ ATTENTIONS: dict[str, Attention] = {
 }
 """Attention modules known to take any number of heads, by the name of their class or of one it inherits."""
 
-OWN = Attention(qkv="qkv", out="projection", head_dim="head_width")
+OWN_GPT = Attention(qkv="qkv", out="projection", head_dim="head_width")
 """The attention of the project's own GPT: any module with these three names."""
 
 MLPS: tuple[Mlp, ...] = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trimtab.codec.native import INSTRUCTION_SETS, NativeKernels, available
 from trimtab.precision import native, reference
 from trimtab.precision.draw import Draw, Operand, base_key
-from trimtab.precision.quantise import LONGEST_SUM, Axis, product, quantise
+from trimtab.precision.quantize import LONGEST_SUM, Axis, product, quantize
 
 AXES: tuple[Axis, ...] = ("rows", "columns", "whole")
 SETS = (
@@ -53,16 +53,16 @@ def test_native_gives_the_references_bits(
         "row_factor": torch.rand(rows, generator=generator) if factors[0] else None,
         "column_factor": torch.rand(columns, generator=generator) if factors[1] else None,
     }
-    codes, scales = reference.quantise(x, axis, **arguments)  # type: ignore[arg-type]
+    codes, scales = reference.quantize(x, axis, **arguments)  # type: ignore[arg-type]
     for name in SETS:
-        got, got_scales = native.quantise(x, axis, **arguments, instruction_set=name)  # type: ignore[arg-type]
+        got, got_scales = native.quantize(x, axis, **arguments, instruction_set=name)  # type: ignore[arg-type]
         assert torch.equal(got, codes), name
         assert same(got_scales, scales), name
 
 
 @pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_dequantise_and_threads_give_the_references_bits(threads: int) -> None:
+def test_dequantize_and_threads_give_the_references_bits(threads: int) -> None:
     sums = torch.randint(-(10**6), 10**6, (700, 1030), dtype=torch.int32)
     row, column = torch.rand(700), torch.rand(1030)
     x = torch.randn(700, 1030)
@@ -72,11 +72,11 @@ def test_dequantise_and_threads_give_the_references_bits(threads: int) -> None:
         for name, (a, b, c) in itertools.product(
             SETS, itertools.product((row, None), (column, None), (column, None))
         ):
-            got = native.dequantise(sums.clone(), a, b, c, instruction_set=name)
-            assert torch.equal(got, reference.dequantise(sums, a, b, c))
+            got = native.dequantize(sums.clone(), a, b, c, instruction_set=name)
+            assert torch.equal(got, reference.dequantize(sums, a, b, c))
         for axis in AXES:
-            got_codes, _ = native.quantise(x, axis, key=9, stochastic=True)
-            assert torch.equal(got_codes, reference.quantise(x, axis, key=9, stochastic=True)[0])
+            got_codes, _ = native.quantize(x, axis, key=9, stochastic=True)
+            assert torch.equal(got_codes, reference.quantize(x, axis, key=9, stochastic=True)[0])
     finally:
         torch.set_num_threads(before)
 
@@ -85,7 +85,7 @@ def test_dequantise_and_threads_give_the_references_bits(threads: int) -> None:
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_the_error_is_below_a_step_or_half_of_one(axis: Axis, stochastic: bool) -> None:
     x = torch.randn(64, 96) * torch.logspace(-3, 3, 64)[:, None]
-    codes, scales = quantise(x, axis, draw(stochastic=stochastic), Operand.INPUT)
+    codes, scales = quantize(x, axis, draw(stochastic=stochastic), Operand.INPUT)
     step = scales[:, None] if axis == "rows" else scales
     error = (codes.double() * step.double() - x.double()).abs()
     assert bool((error <= step * (1.0 if stochastic else 0.5) * (1 + 1e-4)).all())
@@ -96,7 +96,7 @@ def test_stochastic_rounding_is_unbiased_and_has_the_predicted_variance() -> Non
     x = torch.randn(32, 256)
     values = []
     for seed in range(400):
-        codes, scales = quantise(x, "whole", draw(seed), Operand.INPUT)
+        codes, scales = quantize(x, "whole", draw(seed), Operand.INPUT)
         values.append(codes.double() * scales.double())
     drawn = torch.stack(values)
     step = float(x.abs().max() / 127)
@@ -109,21 +109,21 @@ def test_stochastic_rounding_is_unbiased_and_has_the_predicted_variance() -> Non
 
 def test_nearest_rounding_shrinks_nothing_either() -> None:
     x = torch.rand(64, 4096)  # all positive: truncation would show as a lower mean
-    codes, scales = quantise(x, "rows", draw(stochastic=False), Operand.INPUT)
+    codes, scales = quantize(x, "rows", draw(stochastic=False), Operand.INPUT)
     error = (codes.double() * scales.double()[:, None] - x).mean()
     assert abs(float(error)) < float(scales.mean()) * 0.01
 
 
 def test_a_stream_belongs_to_seed_call_operand_and_operator() -> None:
     x = torch.randn(8, 64)
-    first = quantise(x, "rows", draw(), Operand.INPUT)[0]
-    assert torch.equal(first, quantise(x, "rows", draw(), Operand.INPUT)[0])
+    first = quantize(x, "rows", draw(), Operand.INPUT)[0]
+    assert torch.equal(first, quantize(x, "rows", draw(), Operand.INPUT)[0])
     others = [
-        quantise(x, "rows", draw(1), Operand.INPUT)[0],
-        quantise(x, "rows", draw(), Operand.WEIGHT)[0],
-        quantise(x, "rows", Draw(base_key(0, 0, 5), torch.tensor([4]), True), Operand.INPUT)[0],
-        quantise(x, "rows", Draw(base_key(0, 1, 5), torch.tensor([3]), True), Operand.INPUT)[0],
-        quantise(x, "rows", Draw(base_key(0, 0, 6), torch.tensor([3]), True), Operand.INPUT)[0],
+        quantize(x, "rows", draw(1), Operand.INPUT)[0],
+        quantize(x, "rows", draw(), Operand.WEIGHT)[0],
+        quantize(x, "rows", Draw(base_key(0, 0, 5), torch.tensor([4]), True), Operand.INPUT)[0],
+        quantize(x, "rows", Draw(base_key(0, 1, 5), torch.tensor([3]), True), Operand.INPUT)[0],
+        quantize(x, "rows", Draw(base_key(0, 0, 6), torch.tensor([3]), True), Operand.INPUT)[0],
     ]
     assert not any(torch.equal(first, other) for other in others)
 
@@ -131,7 +131,7 @@ def test_a_stream_belongs_to_seed_call_operand_and_operator() -> None:
 def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others() -> None:
     x = torch.randn(4, 8)
     x[1, 2], x[2, 3] = float("inf"), float("nan")
-    codes, scales = quantise(x, "rows", draw(), Operand.INPUT)
+    codes, scales = quantize(x, "rows", draw(), Operand.INPUT)
     assert scales.isnan().tolist() == [False, True, True, False]
     y = product(codes, torch.ones(8, 3, dtype=torch.int8), row_scale=scales)
     assert y.isnan().all(1).tolist() == [False, True, True, False]
@@ -142,14 +142,16 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others() -> None:
     m=st.integers(1, 40),
     k=st.integers(1, 70),
     n=st.integers(1, 40),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    transposed=st.tuples(st.booleans(), st.booleans()),
     seed=st.integers(0, 1000),
 )
-def test_sums_are_exact_in_any_layout(m: int, k: int, n: int, turned: tuple[bool, bool], seed: int) -> None:
+def test_sums_are_exact_in_any_layout(
+    m: int, k: int, n: int, transposed: tuple[bool, bool], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randint(-127, 128, (k, m) if turned[0] else (m, k), dtype=torch.int8, generator=generator)
-    b = torch.randint(-127, 128, (n, k) if turned[1] else (k, n), dtype=torch.int8, generator=generator)
-    a, b = (a.t() if turned[0] else a), (b.t() if turned[1] else b)
+    a = torch.randint(-127, 128, (k, m) if transposed[0] else (m, k), dtype=torch.int8, generator=generator)
+    b = torch.randint(-127, 128, (n, k) if transposed[1] else (k, n), dtype=torch.int8, generator=generator)
+    a, b = (a.t() if transposed[0] else a), (b.t() if transposed[1] else b)
     assert torch.equal(product(a, b).double(), a.double() @ b.double())
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.layout import UnitAxis, runs
-from trimtab.sharding.table import Table
+from trimtab.sharding.unit_axis import UnitAxis, runs
+from trimtab.sharding.unit_table import UnitTable
 
 OWNERS = st.integers(1, 4).flatmap(
     lambda ranks: st.tuples(
@@ -23,7 +23,7 @@ OWNERS = st.integers(1, 4).flatmap(
 @given(OWNERS)
 def test_moves_keep_every_unit_and_disturb_only_what_moves(case: tuple[int, list[list[int]]]) -> None:
     ranks, moves = case
-    table = Table.consecutive([9, *[0] * (ranks - 1)])
+    table = UnitTable.consecutive([9, *[0] * (ranks - 1)])
     for owners in moves:
         new = table.with_owners(np.array(owners))
         assert sorted(np.concatenate(new.slots).tolist()) == list(range(9))
@@ -38,7 +38,7 @@ def test_moves_keep_every_unit_and_disturb_only_what_moves(case: tuple[int, list
 
 @given(st.lists(st.integers(0, 12), min_size=3, max_size=3), st.permutations([3, 4, 5]))
 def test_counts_move_as_few_units_as_possible(start: list[int], wanted: list[int]) -> None:
-    table = Table.consecutive([4, 4, 4])
+    table = UnitTable.consecutive([4, 4, 4])
     if sum(start) == 12:
         table = table.with_counts(start)
     new = table.with_counts(wanted)
@@ -50,12 +50,12 @@ def test_counts_move_as_few_units_as_possible(start: list[int], wanted: list[int
 @pytest.mark.parametrize("counts", [[1, 2], [4, 4, 5], [13, -1, 0]])
 def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
     with pytest.raises(TrimtabError, match="does not share 12 units among 3 ranks"):
-        Table.consecutive([4, 4, 4]).with_counts(counts)
+        UnitTable.consecutive([4, 4, 4]).with_counts(counts)
 
 
 def test_a_unit_is_a_whole_number() -> None:
     with pytest.raises(TrimtabError, match="mlp: units are whole numbers"):
-        Table.of("mlp", 2, [[0.0], [1]], 2)  # type: ignore[list-item]
+        UnitTable.of("mlp", 2, [[0.0], [1]], 2)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -69,6 +69,6 @@ def test_an_axis_of_parts_is_cut_into_units(axis: int) -> None:
     assert units.boxes(1, 1) == [(1, 1), (3, 1), (6, 2)]
 
 
-def test_runs_are_neighbours_in_both() -> None:
+def test_runs_are_neighbors_in_both() -> None:
     assert runs([4, 5, 6, 2, 3, 9]) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
     assert runs([]) == []

@@ -1,6 +1,6 @@
 """torchrun for one node of a run: the same agent, with its failures as data.
 
-Runs as ``python -m trimtab.emulate.agent NODE TORCHRUN_ARGUMENTS``. What goes wrong in the
+Runs as ``python -m trimtab.emulate.torchrun_agent NODE TORCHRUN_ARGUMENTS``. What goes wrong in the
 ranks is written to the run's directory, where the launcher finds it.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from trimtab.emulate.job import RUN_MARK
+from trimtab.emulate.job_directory import EMULATION_RUN
 from trimtab.emulate.outcome import report_path
 
 
@@ -23,7 +23,7 @@ def main() -> None:
         run(parse_args(sys.argv[2:]))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        path = report_path(Path(os.environ[RUN_MARK]), int(sys.argv[1]))
+        path = report_path(Path(os.environ[EMULATION_RUN]), int(sys.argv[1]))
         path.with_suffix(".tmp").write_text(json.dumps(codes))
         path.with_suffix(".tmp").rename(path)
         sys.exit(1)

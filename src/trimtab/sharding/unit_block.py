@@ -16,11 +16,11 @@ from trimtab.sharding.group import TensorGroup, enter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.sharding.change import Activity
-    from trimtab.sharding.layout import UnitAxis
+    from trimtab.sharding.cut import Cut
     from trimtab.sharding.lease import BlockLease, Leases
-    from trimtab.sharding.resized import Cut
-    from trimtab.sharding.table import Table
+    from trimtab.sharding.slice_scores import ActivationNorms
+    from trimtab.sharding.unit_axis import UnitAxis
+    from trimtab.sharding.unit_table import UnitTable
 
 
 @dataclass(kw_only=True)
@@ -63,8 +63,8 @@ class UnitBlock:
     """Attributes of the parent that hold the width of its heads, and what one unit adds to each."""
 
     group: TensorGroup
-    elastic: Elastic
-    table: Table
+    sharded: ShardedModel
+    table: UnitTable
     room: tuple[int, ...]
     """For how many units each rank has room."""
 
@@ -87,7 +87,7 @@ class UnitBlock:
     learned: Cut | None = None
     """What the last pass of training left out: what its gradients are about."""
 
-    activity: Activity | None = None
+    activation_norms: ActivationNorms | None = None
     """Adds up the sizes of activations while something wants to know."""
     _entered: tuple[Tensor, Tensor] | None = None
 
@@ -134,7 +134,7 @@ class UnitBlock:
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """The block's input; projections of the same input share it, so its gradients meet once."""
         if self._entered is None or self._entered[0] is not x:
-            self.elastic.inside = self
+            self.sharded.inside = self
             self._forget_pass()  # a repeated pass may have ended before its output
             if self.lease is not None and training and torch.is_grad_enabled():
                 entered = self.lease.enter(x)
@@ -144,8 +144,8 @@ class UnitBlock:
                 if self.cut is not None and self.cut.places != self.places:
                     self.changed()  # the lease is another than the cut was made for
                 self.running = self.learned = self.cut
-                if self.activity is not None:
-                    self.activity.see_input(x)
+                if self.activation_norms is not None:
+                    self.activation_norms.see_input(x)
             if self.running is not None:
                 entered = self.running.input(entered)
             self._entered = (x, entered)
@@ -155,7 +155,7 @@ class UnitBlock:
     def left(self) -> None:
         """The block's output is complete."""
         self._entered = None
-        self.elastic.inside = None
+        self.sharded.inside = None
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -167,17 +167,17 @@ class UnitBlock:
     def changed(self) -> None:
         """Other units are computed here than before: what was to be left out must be chosen anew."""
         self.cut = self.learned = self.running = None
-        for listener in self.elastic.listeners:
+        for listener in self.sharded.listeners:
             listener(self)
 
-    def room_for(self, table: Table) -> tuple[int, ...]:
+    def room_for(self, table: UnitTable) -> tuple[int, ...]:
         """The room each rank has with another table: what it had, if there is headroom and it suffices."""
         return tuple(
-            room if self.elastic.headroom > 0 and count <= room else self.elastic.capacity(count)
+            room if self.sharded.headroom > 0 and count <= room else self.sharded.capacity(count)
             for room, count in zip(self.room, table.counts, strict=True)
         )
 
-    def adopt(self, table: Table) -> None:
+    def adopt(self, table: UnitTable) -> None:
         """Take over a table; the tensors hold its units already."""
         self.table, self.room, self.lease = table, self.room_for(table), None
         self._set_widths(self.count)
@@ -189,7 +189,7 @@ class UnitBlock:
 
 
 @dataclass(kw_only=True, eq=False)
-class Elastic:
+class ShardedModel:
     """The blocks of a model that was converted, in the order of its modules."""
 
     group: TensorGroup
@@ -217,7 +217,7 @@ class Elastic:
                 yield block, tensor
 
     def capacity(self, count: int) -> int:
-        """Slots to allocate for so many units: at least one, since optimisers and DDP dislike empty tensors."""
+        """Slots to allocate for so many units: at least one, since optimizers and DDP dislike empty tensors."""
         return max(1, math.ceil(count * (1 + self.headroom)))
 
     def check(self) -> None:
@@ -225,25 +225,25 @@ class Elastic:
             raise TrimtabError(self.broken)
 
 
-def attach(model: nn.Module, elastic: Elastic) -> None:
-    attach_state(model).tensor_parallel = elastic
+def attach(model: nn.Module, sharded: ShardedModel) -> None:
+    attach_state(model).tensor_parallel = sharded
 
 
-def find_elastic(model: nn.Module) -> Elastic | None:
+def find_sharded_model(model: nn.Module) -> ShardedModel | None:
     """The blocks of a converted model, also inside DistributedDataParallel; None if it was not converted."""
-    elastic: Elastic | None = find_state(model, "tensor_parallel")
-    return elastic
+    sharded: ShardedModel | None = find_state(model, "tensor_parallel")
+    return sharded
 
 
-def elastic_of(model: nn.Module, verb: str) -> Elastic:
-    """As `find_elastic`, for a verb that needs it."""
-    elastic = find_elastic(model)
-    if elastic is None:
+def sharded_model(model: nn.Module, verb: str) -> ShardedModel:
+    """As `find_sharded_model`, for a verb that needs it."""
+    sharded = find_sharded_model(model)
+    if sharded is None:
         raise TrimtabError(
             f"{verb}: this {type(model).__name__} is not tensor-parallel; "
             "convert it first: trimtab.tensor_parallel(model, mesh)"
         )
-    return elastic
+    return sharded
 
 
 def grown(stored: Tensor, rows: int) -> Tensor:
@@ -254,5 +254,5 @@ def grown(stored: Tensor, rows: int) -> Tensor:
     return new
 
 
-def device_of(elastic: Elastic) -> torch.device:
-    return next(elastic.tensors())[1].parameter.device
+def device_of(sharded: ShardedModel) -> torch.device:
+    return next(sharded.tensors())[1].parameter.device

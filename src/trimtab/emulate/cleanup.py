@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trimtab.emulate import mps
-from trimtab.emulate.job import inspection, is_alive, jobs_home, recorded
+from trimtab.emulate.job_directory import inspection, is_alive, jobs_home, recorded
 from trimtab.environment import EMULATION
 
 _PATIENCE_S = 5.0

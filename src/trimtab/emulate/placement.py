@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class Placement:
     """One rank's place on this machine."""
 
     rank: int
@@ -44,10 +44,10 @@ class Node:
     """What one torchrun agent starts: the ranks of a host, or one rank that has a GPU's share to itself."""
 
     host: str
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...]
 
 
-def lay_out(cluster: Cluster, cores: Sequence[int]) -> list[Seat]:
+def place_ranks(cluster: Cluster, cores: Sequence[int]) -> list[Placement]:
     """Give each rank its cores, in turn where there are more ranks than cores."""
     fastest = {
         kind: max(device.speed for device in cluster.devices.values() if device.kind == kind)
@@ -55,12 +55,12 @@ def lay_out(cluster: Cluster, cores: Sequence[int]) -> list[Seat]:
     }
     share = max(1, len(cores) // cluster.world_size)
     sharing = -(-cluster.world_size // len(cores))
-    seats = []
+    placements = []
     for rank in cluster.ranks():
         device = cluster.devices[rank.device]
         first = rank.rank * share % len(cores)
-        seats.append(
-            Seat(
+        placements.append(
+            Placement(
                 rank=rank.rank,
                 host=rank.host,
                 device=rank.device,
@@ -72,20 +72,20 @@ def lay_out(cluster: Cluster, cores: Sequence[int]) -> list[Seat]:
                 sharing=sharing,
             )
         )
-    return seats
+    return placements
 
 
-def nodes(seats: Sequence[Seat]) -> list[Node]:
+def nodes(placements: Sequence[Placement]) -> list[Node]:
     """One node for each host; one for each rank where a host has CUDA devices.
 
     Ranks that share a GPU must look to NCCL like hosts of their own, and a script must find
     its device as `cuda:LOCAL_RANK`: so torchrun too is told that they are nodes.
     """
     found = []
-    for host, group in groupby(seats, key=lambda seat: seat.host):
+    for host, group in groupby(placements, key=lambda placement: placement.host):
         members = tuple(group)
-        if any(seat.kind == "cuda" for seat in members):
-            found += [Node(host=host, seats=(seat,)) for seat in members]
+        if any(placement.kind == "cuda" for placement in members):
+            found += [Node(host=host, placements=(placement,)) for placement in members]
         else:
-            found.append(Node(host=host, seats=members))
+            found.append(Node(host=host, placements=members))
     return found

@@ -5,7 +5,7 @@ their part. *Columns*: the entries over which a product sums are cut, for the pr
 the hidden units are all there. Either way only gathering differs from the ordinary pass: forward takes the kept slices,
 backward gives gradients of full size and fills in (imputes) those of the slices left out:
 
-- zero: exact for the model in which the weights left out are zero; they are frozen (`trimtab.sharding.freeze`);
+- zero: exact for the model in which the weights left out are zero; they are frozen (`optimizer_hooks`);
 - average: the mean over the kept slices;
 - same: what was computed for that slice last. Only for weights: gradients of the input belong to tokens that
   are gone by then, so those are zero.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from trimtab.sharding.block import UnitTensor
+    from trimtab.sharding.unit_block import UnitTensor
 
 Impute = Literal["zero", "average", "same"]
 
@@ -65,7 +65,7 @@ class Cut:
     """Last computed gradients by parameter, for imputing the same; handed on from one cut to the next."""
 
     def frozen(self, tensor: UnitTensor, value: Tensor, *, into: bool) -> tuple[Tensor, int, Tensor] | None:
-        """What the optimiser must not touch of a value shaped like the parameter: (view of it, dimension, indices)."""
+        """What the optimizer must not touch of a value shaped like the parameter: (view of it, dimension, indices)."""
         if self.impute != "zero":
             return None
         if self.units is not None:

@@ -1,6 +1,6 @@
 """Speed by duty cycle: stop and continue a rank many times a second. Needs no root.
 
-Runs as ``python -m trimtab.emulate.throttling.duty STATE:SLOT:SHARING ...`` beside the ranks, and
+Runs as ``python -m trimtab.emulate.throttling.duty_cycle STATE:SLOT:SHARING ...`` beside the ranks, and
 reads each rank's process id and speed from its state file.
 """
 
@@ -15,29 +15,31 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.emulate.throttling.state import State
+from trimtab.emulate.throttling.rank_state import RankState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.emulate.layout import Seat
+    from trimtab.emulate.placement import Placement
 
 _PERIOD_S = 0.02
 _MIN_RUN_S = 0.001
 
 
-def start_duty_cycle(states: Sequence[tuple[Path, Seat]], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_duty_cycle(
+    states: Sequence[tuple[Path, Placement]], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """Start the process that slows down the ranks of those states."""
-    targets = [f"{path}:{seat.slot}:{seat.sharing}" for path, seat in states]
+    targets = [f"{path}:{placement.slot}:{placement.sharing}" for path, placement in states]
     return subprocess.Popen(
-        [sys.executable, "-m", "trimtab.emulate.throttling.duty", *targets],
+        [sys.executable, "-m", "trimtab.emulate.throttling.duty_cycle", *targets],
         stdin=subprocess.DEVNULL,
         env=dict(env),
         start_new_session=True,
     )
 
 
-def _cycle(state: State, slot: int, sharing: int) -> None:
+def _cycle(state: RankState, slot: int, sharing: int) -> None:
     """Slow one rank down until it ends."""
     while not (pid := state.pid):
         time.sleep(_MIN_RUN_S)
@@ -65,7 +67,7 @@ def main() -> None:
     threads = []
     for target in sys.argv[1:]:
         path, slot, sharing = target.rsplit(":", 2)
-        arguments = (State(Path(path)), int(slot), int(sharing))
+        arguments = (RankState(Path(path)), int(slot), int(sharing))
         threads.append(threading.Thread(target=_cycle, args=arguments))
     for thread in threads:
         thread.start()

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 _CHECK = """
 import sys, torch
 from pathlib import Path
-from trimtab.emulate.throttling.repeat import RepeatedProducts
-from trimtab.emulate.throttling.state import State
+from trimtab.emulate.throttling.repeated_products import RepeatedProducts
+from trimtab.emulate.throttling.rank_state import RankState
 
 def results():
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def results():
     return [out.detach(), x.grad, *(p.grad for p in net.parameters())]
 
 plain = results()
-state = State.create(Path(sys.argv[1]), 0.4)
+state = RankState.create(Path(sys.argv[1]), 0.4)
 repeated = RepeatedProducts(state, "cpu")
 assert all(torch.equal(a, b) for a, b in zip(plain, results(), strict=True)), "results differ"
 

@@ -1,4 +1,4 @@
-"""8-bit operands on a GPU: launching the kernels of `triton_kernels`, padding inside, no host synchronisation."""
+"""8-bit operands on a GPU: launching the kernels of `triton_kernels`, padding inside, no host synchronization."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HELD = 16384
 """Rows up to this long stay in registers between finding their scale and using it."""
 
 PER_WARP = 2048
-"""Values of a row that a warp quantises by rows."""
+"""Values of a row that a warp quantizes by rows."""
 
 TILE = (64, 128, 4)
-"""Rows and columns that a program quantises and transposes, and its warps."""
+"""Rows and columns that a program quantizes and transposes, and its warps."""
 
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
@@ -33,7 +33,7 @@ def padded(n: int) -> int:
     return -(-n // PAD) * PAD
 
 
-def by_rows(
+def quantize_by_row(
     values: torch.Tensor,
     dtype: torch.dtype,
     draw: Draw,
@@ -50,7 +50,7 @@ def by_rows(
         return codes.zero_(), scales.zero_()
     block = max(16, triton.next_power_of_2(padded(columns))) if columns <= HELD else 4096
     chunks = triton.cdiv(padded(columns), block)
-    kernels.quantise_rows[(rows,)](
+    kernels.quantize_rows[(rows,)](
         values, codes.view(torch.int8), scales, values if column_factor is None else column_factor, draw.calls,
         draw.base, columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
         FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // PER_WARP)),
@@ -59,14 +59,14 @@ def by_rows(
     return codes, scales
 
 
-def whole(
+def quantize_whole(
     values: torch.Tensor,
     dtype: torch.dtype,
     draw: Draw,
     operand: Operand,
     *,
     straight: bool = True,
-    turned: bool = True,
+    transposed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, the codes transposed (each if asked for; both padded with zeros), and the one scale."""
     values = values.contiguous()
@@ -75,9 +75,9 @@ def whole(
     scale = torch.empty((), dtype=torch.float32, device=values.device)
     m, n = padded(rows), padded(columns)
     codes = _empty(m if straight else 0, n, dtype, values.device)
-    turned_codes = _empty(n if turned else 0, m, dtype, values.device)
+    transposed_codes = _empty(n if transposed else 0, m, dtype, values.device)
     if m == 0 or n == 0:
-        return codes, turned_codes, scale.zero_()
+        return codes, transposed_codes, scale.zero_()
     block = 8192
     programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
     keys = torch.empty(rows if draw.stochastic else 1, dtype=torch.int64, device=values.device)
@@ -87,12 +87,12 @@ def whole(
         num_warps=8,
     )  # fmt: skip
     bm, bn, warps = TILE
-    kernels.quantise_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-        values, largest, keys, codes.view(torch.int8), turned_codes.view(torch.int8), scale, rows, columns,
-        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight, TURNED=turned,
+    kernels.quantize_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+        values, largest, keys, codes.view(torch.int8), transposed_codes.view(torch.int8), scale, rows, columns,
+        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight, TRANSPOSED=transposed,
         BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    return codes, turned_codes, scale
+    return codes, transposed_codes, scale
 
 
 def pad_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def pad_codes(codes: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(raw, extra).contiguous().view(codes.dtype)
 
 
-def dequantise(
+def dequantize(
     sums: torch.Tensor,
     rows: int,
     columns: int,
@@ -119,7 +119,7 @@ def dequantise(
     if out.numel() == 0:
         return out
     block = 1024
-    kernels.dequantise[(rows, triton.cdiv(columns, block))](
+    kernels.dequantize[(rows, triton.cdiv(columns, block))](
         sums, out, sums if row_scale is None else row_scale, sums if column_scale is None else column_scale,
         sums if bias is None else bias, columns, sums.stride(0), ROW=row_scale is not None,
         COLUMN=column_scale is not None, BIAS=bias is not None, BLOCK=block, enable_fp_fusion=False,
