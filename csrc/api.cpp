@@ -1,10 +1,9 @@
 // The C interface: checks every size, chooses the instruction set, shares blocks among threads.
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "hash.h"
 #include "kernels.h"
+#include "threads.h"
 
 #if TRIMTAB_X86
 #include <immintrin.h>
@@ -18,7 +17,6 @@ using trimtab::Task;
 
 // Below this many elements a thread costs more than it brings.
 constexpr int64_t kElementsPerThread = 1 << 19;
-constexpr int64_t kMostThreads = 256;
 // Bounds every size, so that no product of them overflows.
 constexpr int64_t kMostElements = int64_t{1} << 56;
 
@@ -68,26 +66,26 @@ int64_t bytes_of(const trimtab_segment& s, int64_t item) {
 }
 
 // Fills `tasks` (all but their pointers' meaning is checked here) or says what is wrong.
-int64_t prepare(const trimtab_plan* plan, void* flat, int64_t flat_numel, void* payload, int64_t nbytes,
+int64_t prepare(const trimtab_packing* packing, void* flat, int64_t flat_numel, void* payload, int64_t nbytes,
                 uint64_t stream, const Task& common, std::vector<Task>& tasks) {
-  if (plan == nullptr || plan->count < 0 || (plan->count > 0 && plan->segments == nullptr) ||
-      plan->type < TRIMTAB_FP32 || plan->type > TRIMTAB_BF16 || plan->threads < 1) {
-    return TRIMTAB_BAD_PLAN;
+  if (packing == nullptr || packing->count < 0 || (packing->count > 0 && packing->segments == nullptr) ||
+      packing->type < TRIMTAB_FP32 || packing->type > TRIMTAB_BF16 || packing->threads < 1) {
+    return TRIMTAB_BAD_CALL;
   }
-  if (plan->instruction_set != TRIMTAB_BEST && !supported(plan->instruction_set)) {
+  if (packing->instruction_set != TRIMTAB_BEST && !supported(packing->instruction_set)) {
     return TRIMTAB_NO_INSTRUCTION_SET;
   }
-  const int64_t item = plan->type == TRIMTAB_FP32 ? 4 : 2;
+  const int64_t item = packing->type == TRIMTAB_FP32 ? 4 : 2;
   if (flat_numel < 0 || flat_numel > kMostElements || reinterpret_cast<uintptr_t>(flat) % item != 0) {
     return TRIMTAB_BAD_FLAT_SIZE;
   }
-  tasks.reserve(size_t(plan->count));
+  tasks.reserve(size_t(packing->count));
   int64_t start = 0;
-  for (int64_t i = 0; i < plan->count; ++i) {
-    const trimtab_segment& s = plan->segments[i];
+  for (int64_t i = 0; i < packing->count; ++i) {
+    const trimtab_segment& s = packing->segments[i];
     if (s.bits < 0 || s.bits > 8 || s.block < 8 || s.block >= int64_t{1} << 31 || s.numel < 0 ||
         s.offset < 0 || s.first_block < 0) {
-      return TRIMTAB_BAD_PLAN;
+      return TRIMTAB_BAD_CALL;
     }
     if (s.offset > flat_numel || s.numel > flat_numel - s.offset) return TRIMTAB_BAD_FLAT_SIZE;
     const int64_t bytes = bytes_of(s, item);
@@ -126,30 +124,14 @@ void run_share(const std::vector<Task>& tasks, Run run, int64_t first, int64_t l
   }
 }
 
-void run_all(const trimtab_plan* plan, const std::vector<Task>& tasks, Run Kernels::*operation) {
+void run_all(const trimtab_packing* packing, const std::vector<Task>& tasks, Run Kernels::*operation) {
   const int64_t set =
-      plan->instruction_set == TRIMTAB_BEST ? trimtab_best_instruction_set() : plan->instruction_set;
-  const Run run = kernels_of(set)[plan->type].*operation;
+      packing->instruction_set == TRIMTAB_BEST ? trimtab_best_instruction_set() : packing->instruction_set;
+  const Run run = kernels_of(set)[packing->type].*operation;
   int64_t total = 0;
   for (const Task& task : tasks) total += task.numel;
-  int64_t threads = total / kElementsPerThread;
-  threads = threads > plan->threads ? plan->threads : threads;
-  threads = threads > kMostThreads ? kMostThreads : threads < 1 ? 1 : threads;
-
-  // Threads live for one call: none is left for a fork to lose.
-  std::vector<std::thread> others;
-  const int64_t share = total / threads;
-  int64_t done = 0;
-  try {
-    others.reserve(size_t(threads));
-    for (; done < threads - 1; ++done) {
-      others.emplace_back(run_share, std::cref(tasks), run, done * share, (done + 1) * share);
-    }
-  } catch (const std::system_error&) {
-    // No more threads to be had: this one does the rest.
-  }
-  run_share(tasks, run, done * share, total);
-  for (std::thread& other : others) other.join();
+  share_out(total, std::min(packing->threads, total / kElementsPerThread),
+            [&](int64_t first, int64_t last) { run_share(tasks, run, first, last); });
 }
 
 }  // namespace
@@ -163,40 +145,40 @@ int64_t trimtab_best_instruction_set(void) {
   return best;
 }
 
-int64_t trimtab_encode(const trimtab_plan* plan, const void* flat, int64_t flat_numel, void* out,
+int64_t trimtab_encode(const trimtab_packing* packing, const void* flat, int64_t flat_numel, void* out,
                        int64_t nbytes, uint64_t stream, float scale, int64_t stochastic) {
   Task common{};
   common.scale = scale;
   common.stochastic = stochastic != 0;
   std::vector<Task> tasks;
   const int64_t status =
-      prepare(plan, const_cast<void*>(flat), flat_numel, out, nbytes, stream, common, tasks);
-  if (status == TRIMTAB_OK) run_all(plan, tasks, &Kernels::encode);
+      prepare(packing, const_cast<void*>(flat), flat_numel, out, nbytes, stream, common, tasks);
+  if (status == TRIMTAB_OK) run_all(packing, tasks, &Kernels::encode);
   return status;
 }
 
-int64_t trimtab_decode(const trimtab_plan* plan, const void* payload, int64_t nbytes, void* flat,
+int64_t trimtab_decode(const trimtab_packing* packing, const void* payload, int64_t nbytes, void* flat,
                        int64_t flat_numel, int64_t add) {
   Task common{};
   common.add = add != 0;
   std::vector<Task> tasks;
   const int64_t status =
-      prepare(plan, flat, flat_numel, const_cast<void*>(payload), nbytes, 0, common, tasks);
-  if (status == TRIMTAB_OK) run_all(plan, tasks, &Kernels::decode);
+      prepare(packing, flat, flat_numel, const_cast<void*>(payload), nbytes, 0, common, tasks);
+  if (status == TRIMTAB_OK) run_all(packing, tasks, &Kernels::decode);
   return status;
 }
 
-int64_t trimtab_reduce_encode(const trimtab_plan* plan, void* flat, int64_t flat_numel,
+int64_t trimtab_reduce_encode(const trimtab_packing* packing, void* flat, int64_t flat_numel,
                               const void* const* payloads, int64_t payload_count, void* out,
                               int64_t nbytes, uint64_t stream, float scale, int64_t stochastic) {
-  if (payload_count < 0 || (payload_count > 0 && payloads == nullptr)) return TRIMTAB_BAD_PLAN;
+  if (payload_count < 0 || (payload_count > 0 && payloads == nullptr)) return TRIMTAB_BAD_CALL;
   Task common{};
   common.scale = scale;
   common.stochastic = stochastic != 0;
   common.peers = payloads;
   common.peer_count = payload_count;
   std::vector<Task> tasks;
-  const int64_t status = prepare(plan, flat, flat_numel, out, nbytes, stream, common, tasks);
-  if (status == TRIMTAB_OK) run_all(plan, tasks, &Kernels::reduce_encode);
+  const int64_t status = prepare(packing, flat, flat_numel, out, nbytes, stream, common, tasks);
+  if (status == TRIMTAB_OK) run_all(packing, tasks, &Kernels::reduce_encode);
   return status;
 }

@@ -32,7 +32,7 @@ typedef struct {
   int64_t type;             // enum trimtab_type
   int64_t instruction_set;  // enum trimtab_instruction_set
   int64_t threads;          // at most; small work uses fewer
-} trimtab_plan;
+} trimtab_packing;
 
 enum trimtab_type { TRIMTAB_FP32 = 0, TRIMTAB_FP16 = 1, TRIMTAB_BF16 = 2 };
 
@@ -46,7 +46,7 @@ enum trimtab_instruction_set {
 // Nothing has been read or written when one of these, other than OK, comes back.
 enum trimtab_status {
   TRIMTAB_OK = 0,
-  TRIMTAB_BAD_PLAN = 1,            // a segment, type or thread count that no plan may have
+  TRIMTAB_BAD_CALL = 1,            // a segment, type or thread count out of range
   TRIMTAB_BAD_FLAT_SIZE = 2,       // a segment reaches past the flat buffer
   TRIMTAB_BAD_PAYLOAD_SIZE = 3,    // not the exact size of the segments' encoding
   TRIMTAB_NO_INSTRUCTION_SET = 4,  // this processor, or this build, lacks it
@@ -57,15 +57,15 @@ TRIMTAB_API int64_t trimtab_version(void);
 // The best instruction set of this processor that this build has.
 TRIMTAB_API int64_t trimtab_best_instruction_set(void);
 
-TRIMTAB_API int64_t trimtab_encode(const trimtab_plan* plan, const void* flat, int64_t flat_numel,
+TRIMTAB_API int64_t trimtab_encode(const trimtab_packing* packing, const void* flat, int64_t flat_numel,
                                    void* out, int64_t nbytes, uint64_t stream, float scale,
                                    int64_t stochastic);
 
-TRIMTAB_API int64_t trimtab_decode(const trimtab_plan* plan, const void* payload, int64_t nbytes,
+TRIMTAB_API int64_t trimtab_decode(const trimtab_packing* packing, const void* payload, int64_t nbytes,
                                    void* flat, int64_t flat_numel, int64_t add);
 
 // Every payload, and `out`, is of `nbytes`.
-TRIMTAB_API int64_t trimtab_reduce_encode(const trimtab_plan* plan, void* flat, int64_t flat_numel,
+TRIMTAB_API int64_t trimtab_reduce_encode(const trimtab_packing* packing, void* flat, int64_t flat_numel,
                                           const void* const* payloads, int64_t payload_count,
                                           void* out, int64_t nbytes, uint64_t stream, float scale,
                                           int64_t stochastic);

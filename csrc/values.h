@@ -111,7 +111,7 @@ class Stochastic {
   I k1_, word_;
 };
 
-struct Quantiser {
+struct Quantizer {
   float low, inv;
   I bad = Simd::set_int(0);
 
@@ -131,7 +131,7 @@ struct Quantiser {
   // `ahead` is fetched meanwhile, `stride` bytes for each group: the memory would rest otherwise.
   template <int b, class Rounding>
   void run(const float* t, int64_t n, Rounding& offsets, uint8_t* out, const uint8_t* ahead, int stride) {
-    Quantiser self = *this;
+    Quantizer self = *this;
     Rounding rounding = offsets;
     int64_t i = 0;
     for (; i + kGroup <= n; i += kGroup) {
@@ -172,14 +172,14 @@ bool encode_values(Source& source, int64_t m, uint64_t key, Pair& pair, uint8_t*
   const bool flat = !(unit >= 0x1p-126f);
   pair = {low, flat ? 0.0f : unit};
 
-  Quantiser quantiser{low, flat ? 0.0f : 1.0f / unit};
+  Quantizer quantizer{low, flat ? 0.0f : 1.0f / unit};
   Rounding rounding(key);
   for (int64_t i = 0; i < m; i += Source::kRun) {
     const int64_t n = m - i < Source::kRun ? m - i : Source::kRun;
     if (m > Source::kRun) t = source.values(i, n);
-    quantiser.run<b>(t, n, rounding, codes + i / 8 * b, ahead, stride);
+    quantizer.run<b>(t, n, rounding, codes + i / 8 * b, ahead, stride);
   }
-  return !Simd::any_sign(quantiser.bad);
+  return !Simd::any_sign(quantizer.bad);
 }
 
 // ---- decoding ---------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_independent_of_every_neighbour(what: str) -> None:
+def test_independent_of_every_neighbor(what: str) -> None:
     """No correlation, at any small shift, with the sequence one step aside: its deviation is 1 / sqrt(n)."""
     a, b = sequence(), sequence(**OTHERS[what])  # type: ignore[arg-type]
     for lag in (0, 1, 2, 3, 16):

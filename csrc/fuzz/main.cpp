@@ -78,7 +78,7 @@ struct Case {
     }
   }
 
-  trimtab_plan plan(int64_t set) const {
+  trimtab_packing packing(int64_t set) const {
     return {segments.data(), int64_t(segments.size()), type, set, pick(1, 3)};
   }
 };
@@ -102,19 +102,19 @@ void sound() {
 
   std::unique_ptr<Buffer> expected;
   for (int64_t set = TRIMTAB_PORTABLE; set <= trimtab_best_instruction_set(); ++set) {
-    const trimtab_plan plan = c.plan(set);
+    const trimtab_packing packing = c.packing(set);
     const Buffer flat(values.size(), shift), out(c.nbytes, pick(0, 7)), sum(c.nbytes, pick(0, 7));
     flat.copy(values);
-    int64_t status = trimtab_encode(&plan, flat.data(), c.numel, out.data(), c.nbytes, stream, scale, stochastic);
+    int64_t status = trimtab_encode(&packing, flat.data(), c.numel, out.data(), c.nbytes, stream, scale, stochastic);
     if (status != TRIMTAB_OK) fail("a sound encode was refused", status);
     if (!flat.same(values)) fail("encode changed its input", 0);
-    status = trimtab_reduce_encode(&plan, flat.data(), c.numel, pointers.data(), peers, sum.data(), c.nbytes,
+    status = trimtab_reduce_encode(&packing, flat.data(), c.numel, pointers.data(), peers, sum.data(), c.nbytes,
                                    stream, scale, stochastic);
     if (status != TRIMTAB_OK) fail("a sound reduce_encode was refused", status);
-    status = trimtab_decode(&plan, sum.data(), c.nbytes, flat.data(), c.numel, add);
+    status = trimtab_decode(&packing, sum.data(), c.nbytes, flat.data(), c.numel, add);
     if (status != TRIMTAB_OK) fail("a sound decode was refused", status);
     for (const Buffer& payload : payloads) {
-      status = trimtab_decode(&plan, payload.data(), c.nbytes, flat.data(), c.numel, 1 - add);
+      status = trimtab_decode(&packing, payload.data(), c.nbytes, flat.data(), c.numel, 1 - add);
       if (status != TRIMTAB_OK) fail("a decode of random bytes was refused", status);
     }
     if (expected == nullptr) {
@@ -136,17 +136,17 @@ void unsound() {
   Case c;
   const Buffer flat(c.numel * c.item, 0), out(c.nbytes, 0);
   int64_t numel = c.numel, nbytes = c.nbytes;
-  trimtab_plan plan = c.plan(TRIMTAB_BEST);
+  trimtab_packing packing = c.packing(TRIMTAB_BEST);
   const int64_t way = c.segments.empty() ? 0 : pick(0, 5);
   bool must_fail = true;
   if (way == 0) {
     nbytes += pick(0, 1) != 0 ? 8 : -1;
   } else if (way == 1) {
-    plan.type = pick(0, 1) != 0 ? 3 : -1;
+    packing.type = pick(0, 1) != 0 ? 3 : -1;
   } else if (way == 2) {
-    plan.threads = -pick(0, 1);
+    packing.threads = -pick(0, 1);
   } else if (way == 3) {
-    plan.instruction_set = pick(0, 1) != 0 ? 4 : -1;
+    packing.instruction_set = pick(0, 1) != 0 ? 4 : -1;
   } else {
     // Perhaps harmless after all, so the outcome is open: only a fault is wrong.
     must_fail = false;
@@ -161,13 +161,13 @@ void unsound() {
   const void* const payload = out.data();
   const Buffer other(c.nbytes, 0);
   const int64_t statuses[] = {
-      trimtab_encode(&plan, flat.data(), numel, out.data(), nbytes, 1, 1.0f, 1),
-      trimtab_decode(&plan, out.data(), nbytes, flat.data(), numel, 0),
-      trimtab_reduce_encode(&plan, flat.data(), numel, &payload, 1, other.data(), nbytes, 1, 1.0f, 1),
+      trimtab_encode(&packing, flat.data(), numel, out.data(), nbytes, 1, 1.0f, 1),
+      trimtab_decode(&packing, out.data(), nbytes, flat.data(), numel, 0),
+      trimtab_reduce_encode(&packing, flat.data(), numel, &payload, 1, other.data(), nbytes, 1, 1.0f, 1),
   };
   for (const int64_t status : statuses) {
     if (must_fail && status == TRIMTAB_OK) fail("an unsound call was accepted", way);
-    if (status != statuses[0]) fail("the calls disagree about a plan", way);
+    if (status != statuses[0]) fail("the calls disagree about a packing", way);
   }
 }
 

@@ -190,7 +190,7 @@ def test_missing_or_of_another_version(
     native.load.cache_clear()
     try:
         monkeypatch.setattr(native, "VERSION", 2)
-        with pytest.raises(TrimtabError, match="version 1 where 2 is due"):
+        with pytest.raises(TrimtabError, match="found 1, expected 2"):
             native.load()
         monkeypatch.setattr(native, "LIBRARY", native.LIBRARY.with_name("absent.so"))
         assert not native.available()

@@ -114,7 +114,7 @@ def test_sums_and_averages_are_close_for_any_size(ranks: Pool, world: int, numel
         assert isinstance(exact, torch.Tensor)
         for result in reduced:
             assert torch.equal(result, reduced[0])
-            # 8 bits over a range of at most ~10 units, each value quantised at most world + 1 times
+            # 8 bits over a range of at most ~10 units, each value quantized at most world + 1 times
             torch.testing.assert_close(result, exact, rtol=0, atol=(world + 1) * 12 / 255)
 
 

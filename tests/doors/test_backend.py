@@ -165,7 +165,7 @@ def meshes() -> dict[str, float]:
     return results
 
 
-def test_no_mesh_group_and_no_functional_collective_is_ever_quantised(ranks: Pool) -> None:
+def test_no_mesh_group_and_no_functional_collective_is_ever_quantized(ranks: Pool) -> None:
     for results in ranks(4, meshes, allow_groups=True):
         for case, wrong in results.items():
             assert wrong < 1e-6, case

@@ -25,7 +25,7 @@ NOT_APPLICABLE = {
     "test_monitored_barrier*": "torch refuses it by the backend's name; group.monitored_barrier() works",
     "test_batch_isend_irecv_mixed_backend_err": "needs NCCL",
     "test_batch_isend_irecv_op_err": "needs a GPU",
-    "test_barrier_timeout_*": "re-initialises the group by a file of torch's own launcher",
+    "test_barrier_timeout_*": "re-initializes the group by a file of torch's own launcher",
     "test_get_rank": "counts files of torch's own launcher",
     "test_new_subgroups*": "needs four ranks or more",
     "test_ddp_*_err*": "reads what DDP says of the name gloo",

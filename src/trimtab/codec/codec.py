@@ -36,7 +36,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """Block-wise max-min quantisation, 1 to 8 bits a value (docs/wire-format.md)."""
+    """Block-wise max-min quantization, 1 to 8 bits a value (docs/wire-format.md)."""
 
     bits: int = 4
     block: int = 1024

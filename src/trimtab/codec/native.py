@@ -1,6 +1,6 @@
 """The codec on CPU tensors in C++, loaded with ctypes: no link to Python or torch, no GIL held.
 
-`python -m trimtab.codec.native` says in one line whether this installation has it.
+`python -m trimtab.codec.native` prints one line that says whether this installation has it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ VERSION = 1
 INSTRUCTION_SETS = ("best", "portable", "avx2", "avx512")
 _STATUS = (
     "",
-    "a segment no plan may have",
+    "a segment, type or number of threads that is out of range",
     "a segment that reaches past the flat buffer, or a flat buffer not aligned to its elements",
-    "a payload of another size than its segments",
+    "a payload whose size is not that of its segments",
     "an instruction set that this processor or this build lacks",
 )
 
@@ -43,7 +43,7 @@ class _Segment(ctypes.Structure):
     ]
 
 
-class _Plan(ctypes.Structure):
+class _Packing(ctypes.Structure):
     _fields_ = [
         ("segments", ctypes.POINTER(_Segment)),
         ("count", ctypes.c_int64),
@@ -87,7 +87,7 @@ class NativeKernels:
         """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
         check_buffers(packing, flat, out)
         status = self._library.trimtab_encode(
-            self._plan(packing, flat),
+            self._description(packing, flat),
             flat.data_ptr(),
             flat.numel(),
             out.data_ptr(),
@@ -104,7 +104,7 @@ class NativeKernels:
         """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
         check_buffers(packing, flat, payload)
         status = self._library.trimtab_decode(
-            self._plan(packing, flat),
+            self._description(packing, flat),
             payload.data_ptr(),
             payload.numel(),
             flat.data_ptr(),
@@ -128,7 +128,7 @@ class NativeKernels:
         check_buffers(packing, flat, out, *payloads)
         pointers = (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
         status = self._library.trimtab_reduce_encode(
-            self._plan(packing, flat),
+            self._description(packing, flat),
             flat.data_ptr(),
             flat.numel(),
             pointers,
@@ -141,24 +141,24 @@ class NativeKernels:
         )
         _check(status)
 
-    def _plan(self, packing: Packing, flat: torch.Tensor) -> int:
+    def _description(self, packing: Packing, flat: torch.Tensor) -> int:
         """The address of the packing's description, made once and kept with it."""
         if flat.device.type != "cpu":
             raise ValueError(f"the native kernels work on CPU tensors; got one on {flat.device}")
         prepared = packing.prepared.get(self._key)
         if prepared is None:
-            plan = _describe(packing, INSTRUCTION_SETS.index(self.instruction_set), self.threads)
-            prepared = packing.prepared[self._key] = (ctypes.addressof(plan), plan)
+            description = _describe(packing, INSTRUCTION_SETS.index(self.instruction_set), self.threads)
+            prepared = packing.prepared[self._key] = (ctypes.addressof(description), description)
         return int(prepared[0])
 
 
-def _describe(packing: Packing, instruction_set: int, threads: int) -> _Plan:
+def _describe(packing: Packing, instruction_set: int, threads: int) -> _Packing:
     rows = [
         _Segment(s.offset, s.numel, s.bits, s.block, s.name_hash, s.first_block) for s in packing.segments
     ]
     # The structure keeps the array it points to alive.
     segments = (_Segment * len(rows))(*rows)
-    return _Plan(segments, len(rows), DTYPES.index(packing.dtype), instruction_set, threads)
+    return _Packing(segments, len(rows), DTYPES.index(packing.dtype), instruction_set, threads)
 
 
 def _check(status: int) -> None:
@@ -167,7 +167,7 @@ def _check(status: int) -> None:
 
 
 def available() -> bool:
-    """Whether this installation has the library, in the version this code is written for."""
+    """Whether this installation has the library, in the version this code was written for."""
     try:
         load()
     except TrimtabError:
@@ -177,7 +177,7 @@ def available() -> bool:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library; raises TrimtabError that says what to install where it is missing or of another version."""
+    """The library; where it is missing or has another version, the TrimtabError says what to install."""
     remedy = (
         "Install a C++ compiler, e.g. g++, then run make venv again, "
         "or pip install --force-reinstall --no-deps trimtab"
@@ -192,7 +192,9 @@ def load() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise TrimtabError(f"{LIBRARY.name} does not load ({error}). {remedy}") from error
     if version != VERSION:
-        raise TrimtabError(f"{LIBRARY.name} has version {version} where {VERSION} is due. {remedy}")
+        raise TrimtabError(
+            f"{LIBRARY.name} has the wrong version: found {version}, expected {VERSION}. {remedy}"
+        )
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     keyed = [ctypes.c_uint64, ctypes.c_float, integer]
     signatures = {
@@ -211,7 +213,7 @@ def main() -> None:
     try:
         print(f"fast CPU kernels: {NativeKernels().instruction_set} ({LIBRARY.name})")
     except TrimtabError as error:
-        print(f"fast CPU kernels: none, the PyTorch reference serves instead. {error}")
+        print(f"fast CPU kernels: none, falling back to the PyTorch reference. {error}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def orthonormal(factor: torch.Tensor) -> torch.Tensor:
     unlike a QR routine, it lets NaN and Inf through instead of failing.
     """
     basis = factor.clone()
-    # What projecting leaves of a dependent column is rounding error: normalised, it would be noise.
+    # What projecting leaves of a dependent column is rounding error: normalized, it would be noise.
     floor = 100 * torch.finfo(basis.dtype).eps * basis.norm()
     for i in range(basis.shape[1]):
         column = basis[:, i]

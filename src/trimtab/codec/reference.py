@@ -76,7 +76,7 @@ class ReferenceKernels:
             x.copy_(_decode_segment(part, segment, packing.dtype))
 
 
-def quantise(t: torch.Tensor, bits: int, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(t: torch.Tensor, bits: int, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(low, unit, codes) of each row of `t`, given the rounding offsets `r`; codes are int64."""
     top = 2**bits - 1
     low = t.amin(dim=1) + 0.0
@@ -127,7 +127,7 @@ def _encode_segment(
             r = uniform16(keys, length).float() * 2.0**-16 + 2.0**-17
         else:
             r = torch.full_like(run, 0.5)
-        low, unit, codes = quantise(run, segment.bits, r)
+        low, unit, codes = quantize(run, segment.bits, r)
         pairs, body = _regions(part, segment, first, rows, length)
         pairs.copy_(torch.stack((low, unit), dim=1).view(torch.uint8).flatten())
         body.copy_(pack(codes, segment.bits).flatten())

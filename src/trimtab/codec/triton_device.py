@@ -66,7 +66,7 @@ def encode(
         low, high = _range(t, lengths, BLOCK, PAD, True)
         low, unit, inv, bad = _unit(low, high, BITS)
         store_pairs(out + pairs, low, unit, lengths, ROWS, WIDE)
-        _quantise(t, low, unit, inv, bad, values, out + codes, key, 0, lengths, BITS, BLOCK, PAD, ROWS, GROUP,
+        _quantize(t, low, unit, inv, bad, values, out + codes, key, 0, lengths, BITS, BLOCK, PAD, ROWS, GROUP,
                   STOCHASTIC, COUNT, True)  # fmt: skip
         if BLOCK * BITS % 64 != 0:
             store_padding(out + start, numel, blocks, left <= ROWS * BLOCK, BITS, BLOCK)
@@ -86,7 +86,7 @@ def encode(
             lengths = row_lengths(left, at, BLOCK, CHUNK, ROWS)
             t = _sums(values + at, payloads, pairs, codes + at // 8 * BITS, scale, stride, gap, lengths, BITS,
                       BLOCK, CHUNK, ROWS, GROUP, WIDE, COUNT, False)  # fmt: skip
-            _quantise(t, low, unit, inv, bad, values + at, out + codes + at // 8 * BITS, key, at, lengths,
+            _quantize(t, low, unit, inv, bad, values + at, out + codes + at // 8 * BITS, key, at, lengths,
                        BITS, BLOCK, CHUNK, ROWS, GROUP, STOCHASTIC, COUNT, False)  # fmt: skip
         store_padding(out + start, numel, blocks, left <= ROWS * BLOCK, BITS, BLOCK)
 
@@ -196,7 +196,7 @@ def _unit(low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def _quantise(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: tl.constexpr,
+def _quantize(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: tl.constexpr,
               BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
               STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """Store the rows' codes; after a reduction, their decoded values too."""
@@ -221,7 +221,7 @@ def _quantise(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: 
 def _offsets(key, first, PAD: tl.constexpr):
     """The rounding offsets of a row's elements from `first`: `trimtab-lb32`'s 16 bits + ½, × 2^-16."""
     i = first + tl.arange(0, PAD)[None, :]
-    # Neighbours compute the same word: the compiler keeps one, since they share a thread.
+    # Neighbors compute the same word: the compiler keeps one, since they share a thread.
     k1 = (key >> 32).to(tl.uint32)[:, None]
     x = (i >> 1).to(tl.uint32) + key.to(tl.uint32)[:, None]
     x ^= x >> 16

@@ -1,7 +1,7 @@
-"""Reductions of block-quantised buckets: scatter-reduce-allgather, and all-gather.
+"""Reductions of block-quantized buckets: scatter-reduce-allgather, and all-gather.
 
 Both leave every rank with the same bits, because everyone, the owner of a value included,
-keeps what was *decoded* from the bytes that travelled, and sums run in rank order.
+keeps what was *decoded* from the bytes that traveled, and sums run in rank order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockReduction:
 class ScatterReduceAllGather(BlockReduction):
     """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
 
-    Every value is quantised exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
+    Every value is quantized exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
     """
 
     def _allocate(self) -> None:
@@ -152,7 +152,7 @@ class ScatterReduceAllGather(BlockReduction):
 class AllGather(BlockReduction):
     """Each rank sends its whole bucket, encoded, to all others; everyone adds them up.
 
-    Every value is quantised once and one collective's latency is paid; payload sent per rank:
+    Every value is quantized once and one collective's latency is paid; payload sent per rank:
     (W - 1) times the bucket's. Right for two ranks, and for tiny buckets.
     """
 

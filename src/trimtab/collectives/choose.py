@@ -57,7 +57,7 @@ def reduction_for(
     Types that the codec does not carry (float64, complex) take the backend's own all-reduce.
     With a `hierarchy`, `Block` and `Uncompressed` reduce exactly inside each host first, and only one shard a rank
     travels between hosts; PowerSGD and top-k look at whole parameters, and stay flat.
-    `method` chooses how block-quantised values are reduced (between hosts, with a hierarchy); without it, two
+    `method` chooses how block-quantized values are reduced (between hosts, with a hierarchy); without it, two
     ranks, and tiny fp32 buckets, take one all-gather, all else scatter-reduce-allgather.
     """
     if dtype not in DTYPES:

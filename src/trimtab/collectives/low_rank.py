@@ -48,7 +48,7 @@ class LowRankReduction:
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. left factors of (values + what was left out before); all-reduce them with the raw pieces.
-        2. orthonormalise; right factors; all-reduce them.
+        2. orthonormalize; right factors; all-reduce them.
         3. multiply out; remember what each rank's own values had beyond the product.
         """
         world = dist.get_world_size(self._groups[0])

@@ -1,4 +1,4 @@
-"""Reduction around a ring: each rank talks to its two neighbours only."""
+"""Reduction around a ring: each rank talks to its two neighbors only."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _STALE_S = 600.0
 """Age from which a segment that still has a name belongs to a job that died while it was made."""
 
 
-class Segment:
+class SharedSegment:
     """The mapped memory, all zeros at first, and its open file, with this rank's lock on it.
 
     The lock, on the byte with the rank's index, is how the others see that this process lives. The kernel
@@ -71,7 +71,7 @@ def share(
     *,
     folder: Path = FOLDER,
     failure: str = "",
-) -> Segment:
+) -> SharedSegment:
     """A segment for the `members` (ranks of the group, this one among them) of this host.
 
     Collective over the whole group: every rank calls it, each with the members on its own host. When it
@@ -93,7 +93,7 @@ def share(
         path = folder / names[leader]
         segment, said = None, ""
         try:
-            segment = Segment(path, nbytes, sorted(members).index(rank))
+            segment = SharedSegment(path, nbytes, sorted(members).index(rank))
         except FileNotFoundError:
             said = f"!{path} of rank {leader} is not there: are they on one host, with one /dev/shm?"
         except (OSError, TrimtabError) as error:

@@ -265,7 +265,7 @@ class DdpCompression:
         One thread runs the first stage of every bucket, in order, so no reduction can see half a
         change. None of an earlier step is in flight: DDP begins a backward pass when it has the last
         one's results. On CUDA that holds in the order of the first stage's stream, to which the
-        buffers belong: it has just waited for gradients that were computed after the optimiser had
+        buffers belong: it has just waited for gradients that were computed after the optimizer had
         waited for all stages of the step before. So freed buffers are safe to be reused here.
         """
         if self.watcher is not None:

@@ -95,7 +95,7 @@ def reduce_scatter(
     1. encode every chunk but mine; all-to-all the codes to their owners.
     2. add what arrived, in rank order, to my own exact values.
 
-    Every value is quantised once, except the owner's own, which stay exact.
+    Every value is quantized once, except the owner's own, which stay exact.
     """
     world, rank = group.size(), group.rank()
     kernels = kernels_for(values.device)

@@ -42,10 +42,10 @@ def available() -> bool:
 def _library() -> ctypes.CDLL:
     library = native.load()
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.trimtab_quantise.argtypes = [ctypes.POINTER(_Task)]
-    library.trimtab_quantise.restype = integer
-    library.trimtab_dequantise.argtypes = [pointer, integer, integer, *[pointer] * 3, integer, integer]
-    library.trimtab_dequantise.restype = integer
+    library.trimtab_quantize.argtypes = [ctypes.POINTER(_Task)]
+    library.trimtab_quantize.restype = integer
+    library.trimtab_dequantize.argtypes = [pointer, integer, integer, *[pointer] * 3, integer, integer]
+    library.trimtab_dequantize.restype = integer
     return library
 
 
@@ -77,7 +77,7 @@ def quantize(
         native.INSTRUCTION_SETS.index(instruction_set),
         torch.get_num_threads(),
     )
-    _check(_library().trimtab_quantise(ctypes.byref(task)))
+    _check(_library().trimtab_quantize(ctypes.byref(task)))
     return codes, scales
 
 
@@ -93,7 +93,7 @@ def dequantize(
     rows, columns = sums.shape
     assert sums.dtype == torch.int32
     assert sums.is_contiguous()
-    status = _library().trimtab_dequantise(
+    status = _library().trimtab_dequantize(
         sums.data_ptr(),
         rows,
         columns,

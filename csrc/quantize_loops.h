@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "quantise.h"
+#include "quantize.h"
 
 namespace {
 
@@ -73,7 +73,7 @@ void loop_codes(const float* values, const float* column_factor, float row_facto
   }
 }
 
-void loop_dequantise(void* sums, float row_scale, const float* column_scale, const float* bias,
+void loop_dequantize(void* sums, float row_scale, const float* column_scale, const float* bias,
                      int64_t columns) {
   // Through char: the same memory is int32 before and fp32 after.
   char* at = static_cast<char*>(sums);
@@ -87,6 +87,6 @@ void loop_dequantise(void* sums, float row_scale, const float* column_scale, con
   }
 }
 
-constexpr trimtab::QuantiseKernels kLoops = {loop_magnitude, loop_magnitudes, loop_codes, loop_dequantise};
+constexpr trimtab::QuantizeKernels kLoops = {loop_magnitude, loop_magnitudes, loop_codes, loop_dequantize};
 
 }  // namespace

@@ -1,52 +1,33 @@
 // Checks, scales, and the sharing of rows or panels among threads. The inner loops are per instruction set.
-#include "quantise.h"
+#include "quantize.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "hash.h"
+#include "threads.h"
 
 namespace {
 
-using trimtab::QuantiseKernels;
+using trimtab::QuantizeKernels;
 
+// Below this many elements a thread costs more than it brings.
 constexpr int64_t kElementsPerThread = 1 << 18;
-constexpr int64_t kMostThreads = 256;
 constexpr int64_t kMostElements = int64_t{1} << 48;
 // Columns whose scales are found before their codes are made: a panel of a few thousand rows stays in cache.
 constexpr int64_t kPanel = 256;
 
-const QuantiseKernels* kernels_of(int64_t set) {
+const QuantizeKernels* kernels_of(int64_t set) {
   const int64_t best = trimtab_best_instruction_set();
   if (set == TRIMTAB_BEST) set = best;
   if (set < TRIMTAB_PORTABLE || set > best) return nullptr;
 #if TRIMTAB_X86
-  if (set == TRIMTAB_AVX512) return &trimtab::avx512_quantise;
-  if (set == TRIMTAB_AVX2) return &trimtab::avx2_quantise;
+  if (set == TRIMTAB_AVX512) return &trimtab::avx512_quantize;
+  if (set == TRIMTAB_AVX2) return &trimtab::avx2_quantize;
 #endif
-  return &trimtab::portable_quantise;
-}
-
-// Runs `share(first, last)` over [0, count), cut among at most `threads` threads that live for this call.
-template <typename Share>
-void shared_out(int64_t count, int64_t elements, int64_t threads, const Share& share) {
-  threads = std::min({threads, kMostThreads, std::max<int64_t>(1, elements / kElementsPerThread), count});
-  threads = std::max<int64_t>(1, threads);
-  std::vector<std::thread> others;
-  const int64_t part = count / threads;
-  int64_t done = 0;
-  try {
-    others.reserve(size_t(threads));
-    for (; done < threads - 1; ++done) others.emplace_back(share, done * part, (done + 1) * part);
-  } catch (const std::system_error&) {
-    // No more threads to be had: this one does the rest.
-  }
-  share(done * part, count);
-  for (std::thread& other : others) other.join();
+  return &trimtab::portable_quantize;
 }
 
 // From a largest magnitude: the scale, and by return its inverse (0: every code is 0).
@@ -66,8 +47,8 @@ float scale_and_inverse(uint32_t bits, float* scale) {
 }
 
 struct Matrix {
-  const trimtab_quantise_task& t;
-  const QuantiseKernels& k;
+  const trimtab_quantize_task& t;
+  const QuantizeKernels& k;
 
   const float* row(int64_t r) const { return t.values + r * t.columns; }
   float row_factor(int64_t r) const { return t.row_factor == nullptr ? 1.0f : t.row_factor[r]; }
@@ -104,25 +85,24 @@ struct Matrix {
 
 }  // namespace
 
-int64_t trimtab_quantise(const trimtab_quantise_task* task) {
+int64_t trimtab_quantize(const trimtab_quantize_task* task) {
   if (task == nullptr || task->rows < 0 || task->columns < 0 || task->threads < 1 ||
       (task->columns > 0 && task->rows > kMostElements / task->columns) || task->axis < TRIMTAB_ROWS ||
       task->axis > TRIMTAB_WHOLE) {
-    return TRIMTAB_BAD_PLAN;
+    return TRIMTAB_BAD_CALL;
   }
-  const QuantiseKernels* kernels = kernels_of(task->instruction_set);
+  const QuantizeKernels* kernels = kernels_of(task->instruction_set);
   if (kernels == nullptr) return TRIMTAB_NO_INSTRUCTION_SET;
   const Matrix matrix{*task, *kernels};
-  const int64_t elements = task->rows * task->columns;
+  const int64_t threads = std::min(task->threads, task->rows * task->columns / kElementsPerThread);
   const auto over_rows = [&](const auto& share) {
-    shared_out(task->rows, elements, task->threads, share);
+    share_out(task->rows, threads, share);
   };
   if (task->axis == TRIMTAB_ROWS) {
     over_rows([&](int64_t first, int64_t last) { matrix.by_rows(first, last); });
   } else if (task->axis == TRIMTAB_COLUMNS) {
     const int64_t panels = (task->columns + kPanel - 1) / kPanel;
-    shared_out(panels, elements, task->threads,
-               [&](int64_t first, int64_t last) { matrix.by_panels(first, last); });
+    share_out(panels, threads, [&](int64_t first, int64_t last) { matrix.by_panels(first, last); });
   } else {
     std::vector<uint32_t> magnitudes(size_t(task->rows));
     over_rows([&](int64_t first, int64_t last) {
@@ -138,17 +118,17 @@ int64_t trimtab_quantise(const trimtab_quantise_task* task) {
   return TRIMTAB_OK;
 }
 
-int64_t trimtab_dequantise(void* sums, int64_t rows, int64_t columns, const float* row_scale,
+int64_t trimtab_dequantize(void* sums, int64_t rows, int64_t columns, const float* row_scale,
                            const float* column_scale, const float* bias, int64_t instruction_set,
                            int64_t threads) {
   if (rows < 0 || columns < 0 || threads < 1 || (columns > 0 && rows > kMostElements / columns)) {
-    return TRIMTAB_BAD_PLAN;
+    return TRIMTAB_BAD_CALL;
   }
-  const QuantiseKernels* kernels = kernels_of(instruction_set);
+  const QuantizeKernels* kernels = kernels_of(instruction_set);
   if (kernels == nullptr) return TRIMTAB_NO_INSTRUCTION_SET;
-  shared_out(rows, rows * columns, threads, [&](int64_t first, int64_t last) {
+  share_out(rows, std::min(threads, rows * columns / kElementsPerThread), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
-      kernels->dequantise(static_cast<char*>(sums) + 4 * r * columns,
+      kernels->dequantize(static_cast<char*>(sums) + 4 * r * columns,
                           row_scale == nullptr ? 1.0f : row_scale[r], column_scale, bias, columns);
     }
   });

@@ -27,14 +27,14 @@ typedef struct {
   int64_t stochastic;
   int64_t instruction_set;  // enum trimtab_instruction_set
   int64_t threads;          // at most; small work uses fewer
-} trimtab_quantise_task;
+} trimtab_quantize_task;
 
 // Reads the values for their scales, then (mostly from cache) again for the codes.
-TRIMTAB_API int64_t trimtab_quantise(const trimtab_quantise_task* task);
+TRIMTAB_API int64_t trimtab_quantize(const trimtab_quantize_task* task);
 
 // Overwrites a row-major matrix of int32 sums by fp32: sum · (row scale · column scale) + bias. A null
 // row_scale or column_scale counts as ones, a null bias as zeros.
-TRIMTAB_API int64_t trimtab_dequantise(void* sums, int64_t rows, int64_t columns, const float* row_scale,
+TRIMTAB_API int64_t trimtab_dequantize(void* sums, int64_t rows, int64_t columns, const float* row_scale,
                                        const float* column_scale, const float* bias,
                                        int64_t instruction_set, int64_t threads);
 
@@ -47,7 +47,7 @@ namespace trimtab {
 constexpr float kLeastMagnitude = 0x1p-100f;
 
 // The inner loops, for one instruction set.
-struct QuantiseKernels {
+struct QuantizeKernels {
   // Largest |value · row factor · column factor| of a row, as the bits of an fp32: those of Inf and NaN
   // are above every finite number's.
   uint32_t (*magnitude)(const float* values, const float* column_factor, float row_factor, int64_t columns);
@@ -59,13 +59,13 @@ struct QuantiseKernels {
   void (*codes)(const float* values, const float* column_factor, float row_factor, const float* inverses,
                 float inverse, uint64_t row_key, int64_t first, bool stochastic, int8_t* codes,
                 int64_t columns);
-  void (*dequantise)(void* sums, float row_scale, const float* column_scale, const float* bias,
+  void (*dequantize)(void* sums, float row_scale, const float* column_scale, const float* bias,
                      int64_t columns);
 };
 
-extern const QuantiseKernels portable_quantise;
-extern const QuantiseKernels avx2_quantise;
-extern const QuantiseKernels avx512_quantise;
+extern const QuantizeKernels portable_quantize;
+extern const QuantizeKernels avx2_quantize;
+extern const QuantizeKernels avx512_quantize;
 
 }  // namespace trimtab
 #endif

@@ -1,7 +1,7 @@
 // 8-bit operands for AVX-512 (F, BW, VL, DQ).
 #include <immintrin.h>
 
-#include "quantise.h"
+#include "quantize.h"
 
 namespace {
 
@@ -101,7 +101,7 @@ void codes(const float* values, const float* column_factor, float row_factor, co
   run(values, column_factor, row_factor, inverses, inverse, row_key, first, codes, columns);
 }
 
-void dequantise(void* sums, float row_scale, const float* column_scale, const float* bias, int64_t columns) {
+void dequantize(void* sums, float row_scale, const float* column_scale, const float* bias, int64_t columns) {
   char* at = static_cast<char*>(sums);
   const __m512 row = _mm512_set1_ps(row_scale);
   for (int64_t i = 0; i < columns; i += kWidth, at += 4 * kWidth) {
@@ -116,4 +116,4 @@ void dequantise(void* sums, float row_scale, const float* column_scale, const fl
 
 }  // namespace
 
-const trimtab::QuantiseKernels trimtab::avx512_quantise = {magnitude, magnitudes, codes, dequantise};
+const trimtab::QuantizeKernels trimtab::avx512_quantize = {magnitude, magnitudes, codes, dequantize};

@@ -1,4 +1,0 @@
-// 8-bit operands without any instruction set in particular.
-#include "quantise_loops.h"
-
-const trimtab::QuantiseKernels trimtab::portable_quantise = kLoops;
