@@ -1,4 +1,4 @@
-"""Numbers that the ranks of a job tell each other between steps."""
+"""Numbers that ranks exchange between steps."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Rank and number of ranks; a process that nobody launched in company is alone."""
-    if not dist.is_available() or not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise TrimtabError(
-                "loader: torchrun started several ranks, and they have not met yet; call "
-                "torch.distributed.init_process_group() before trimtab.loader"
-            )
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+def rank_and_world_size(group: dist.ProcessGroup | None, verb: str) -> tuple[int, int]:
+    """This process's rank and the world size; (0, 1) for a process that was not launched with others."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrimtabError(
+            f"{verb}: torchrun started several ranks, but there is no process group yet; call "
+            f"torch.distributed.init_process_group() before trimtab.{verb}"
+        )
+    return 0, 1
 
 
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors must be for the group's collectives."""
     nccl = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def gather(values: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Every rank's numbers, by rank."""
-    _, world = place(group)
-    if world == 1:
+def gather_numbers(values: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """The numbers of all ranks, by rank. Collective."""
+    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if world_size == 1:
         return [values]
-    device = device_of(group)
-    # Beside the stream of the training: the GPU goes on with what it has while the hosts talk.
-    aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    with aside:
-        mine = torch.tensor(values, dtype=torch.float64, device=device)
-        everyone = torch.empty(world * len(values), dtype=torch.float64, device=device)
+    device = collective_device(group)
+    # On a stream of its own: the GPU goes on with the training while the ranks communicate.
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    with stream:
+        own = torch.tensor(values, dtype=torch.float64, device=device)
+        everyone = torch.empty(world_size * len(values), dtype=torch.float64, device=device)
         members = group or dist.group.WORLD
         assert members is not None
-        all_gather_single(everyone, mine, members)
-        return [list(row) for row in everyone.view(world, -1).tolist()]
+        all_gather_single(everyone, own, members)
+        return [list(row) for row in everyone.view(world_size, -1).tolist()]
 
 
-def refuse_differences(settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-    """Settings that must be the same on every rank, or a step would hang or leave samples out."""
-    mine = [float(crc32(repr(value).encode())) for value in settings.values()]
-    every = gather(mine, group)
-    for index, (name, own) in enumerate(settings.items()):
-        differing = [rank for rank, row in enumerate(every) if row[index] != mine[index]]
+def require_equal_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """Raise if a setting differs between ranks: a step would hang or skip samples. Collective."""
+    hashes = [float(crc32(repr(value).encode())) for value in settings.values()]
+    by_rank = gather_numbers(hashes, group)
+    for index, (name, value) in enumerate(settings.items()):
+        differing = [rank for rank, row in enumerate(by_rank) if row[index] != hashes[index]]
         if differing:
             raise TrimtabError(
-                f"loader: {name} is {own} here and something else on ranks {differing}; call it with the same "
+                f"loader: {name} is {value} here and something else on ranks {differing}; call it with the same "
                 "dataset and settings on every rank"
             )

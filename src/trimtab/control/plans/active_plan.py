@@ -1,4 +1,4 @@
-"""The plan a job runs under: that all ranks have the same one, and who learns when another takes its place."""
+"""The plan that a job runs under: the same on all ranks, with the loaders and clocks that depend on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakSet, ref
 import torch.distributed as dist
 
 from trimtab.errors import TrimtabError
-from trimtab.model_state import attach_state, find_state
+from trimtab.model_state import find_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """Another plan from one step on, and why."""
+    """A change to another plan, and why."""
 
     step: int
     before: str
-    """Hash of the plan that ended."""
+    """Hash of the previous plan."""
     after: str
     reasons: tuple[str, ...]
 
 
-class TakesShares(Protocol):
-    """What deals out the samples of a step."""
+class SharesSamples(Protocol):
+    """Divides the samples of a step among the ranks."""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -42,58 +42,54 @@ class TakesShares(Protocol):
         ...
 
     def take_shares(self, plan: Plan) -> None:
-        """Deal out as this plan says, from the next step that is not dealt out yet."""
+        """Use the batch shares of this plan from the next step that is not prefetched."""
 
 
-class InForce:
-    """One plan, the same on every rank, until another takes its place on all of them at once."""
+class ActivePlan:
+    """The current plan; all ranks replace it between the same two steps."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.history: list[Switch] = []
-        self.loaders: WeakSet[TakesShares] = WeakSet()
-        """They deal out samples as the plan says."""
-        self._dealer: ref[TakesShares] | None = None
+        self.loaders: WeakSet[SharesSamples] = WeakSet()
+        """Loaders that divide samples as the plan says."""
+        self._last_loader: ref[SharesSamples] | None = None
         self.clocks: WeakSet[LocalClock] = WeakSet()
-        """They count what ranks take under it."""
+        """Clocks that time the ranks under this plan."""
         self.notes: tuple[str, ...] = ()
-        """What applying it did, in words."""
+        """What applying it did, for `trimtab.explain`."""
 
     @property
-    def dealer(self) -> TakesShares | None:
-        """Whose batch was trained on last; None for one of the script's own."""
-        return None if self._dealer is None else self._dealer()
+    def last_loader(self) -> SharesSamples | None:
+        """The loader of the last trained batch; None if the script has its own."""
+        return None if self._last_loader is None else self._last_loader()
 
-    def trained_on(self, loader: TakesShares) -> None:
-        """A batch of this loader has got its loss."""
-        self._dealer = ref(loader)
+    def record_batch_of(self, loader: SharesSamples) -> None:
+        """The current batch comes from this loader."""
+        self._last_loader = ref(loader)
 
-    def become(self, plan: Plan) -> None:
-        """Another plan, for the loaders too; every rank calls it between the same two steps."""
+    def replace(self, plan: Plan) -> None:
+        """Switch to another plan, with all loaders; every rank calls it between the same two steps."""
         self.plan = plan
         for loader in list(self.loaders):
             loader.take_shares(plan)
 
 
-class Launch:
-    """The plan that `trimtab run --plan` was given, for every model and loader of the process."""
+class LaunchPlan:
+    """The plan of `trimtab run --plan`, for every model and loader of the process."""
 
     path: Path | None = None
-    in_force: InForce | None = None
+    active: ActivePlan | None = None
 
 
-def in_force_of(model: nn.Module) -> InForce | None:
-    """The plan that a model runs under, if it was given one; a DDP module answers for the one inside."""
-    active: InForce | None = find_state(model, "active_plan")
+def active_plan_of(model: nn.Module) -> ActivePlan | None:
+    """The plan that was applied to a model, or to the model inside a DDP module; None if there is none."""
+    active: ActivePlan | None = find_state(model, "active_plan")
     return active
 
 
-def put_in_force(root: nn.Module, in_force: InForce) -> None:
-    attach_state(root).active_plan = in_force
-
-
-def read(plan: Plan | str | os.PathLike[str]) -> Plan:
-    """A plan as it is, or from its file."""
+def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    """A plan, or the plan in a file."""
     from trimtab.planning.plan import Plan
     from trimtab.planning.plan_file import load_plan
 
@@ -101,11 +97,11 @@ def read(plan: Plan | str | os.PathLike[str]) -> Plan:
         return plan
     if isinstance(plan, str | os.PathLike):
         return load_plan(Path(plan))
-    raise TrimtabError(f"a plan is a Plan or the path of its file; got {type(plan).__name__}")
+    raise TrimtabError(f"expected a Plan or the path of its file, got {type(plan).__name__}")
 
 
-def text_of(plan: Plan) -> str:
-    """A plan as `parse_plan` reads it."""
+def plan_text(plan: Plan) -> str:
+    """A plan as text for `parse_plan`."""
     from pydantic import TypeAdapter
 
     from trimtab.planning.plan import Plan as PlanType
@@ -113,30 +109,29 @@ def text_of(plan: Plan) -> str:
     return TypeAdapter(PlanType).dump_json(plan).decode()
 
 
-def agreed(own: Callable[[], Plan], group: dist.ProcessGroup | None) -> Plan:
-    """This rank's plan, once all ranks have the same and none objects; otherwise every rank raises. Collective.
+def agree_on_plan(load: Callable[[], Plan], group: dist.ProcessGroup | None) -> Plan:
+    """This rank's plan, if all ranks have the same and can run it; otherwise every rank raises. Collective.
 
-    1. Every rank reads and checks its plan; what goes wrong is kept, not raised.
-    2. The ranks tell each other their hash, or what went wrong.
-    3. Each raises what it found itself, or what another did: no rank is left waiting for one that gave up.
+    1. Every rank loads and checks its plan; an error is kept, not raised.
+    2. The ranks exchange the plan's hash, or the error.
+    3. Each rank raises its own error, or that of another rank: no rank waits for one that gave up.
     """
     plan: Plan | None = None
-    wrong: Exception | None = None
+    failure: Exception | None = None
     try:
-        plan = own()
+        plan = load()
     except Exception as error:
-        wrong = error
-    mine = (plan.hash if plan is not None else None, None if wrong is None else str(wrong))
+        failure = error
+    mine = (plan.hash if plan is not None else None, None if failure is None else str(failure))
     everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
-    if wrong is not None:
-        raise wrong
-    refused = {rank: said for rank, (_, said) in enumerate(everyone) if said is not None}
-    if refused:
-        rank, said = next(iter(refused.items()))
-        raise TrimtabError(f"rank {rank} cannot start with its plan, so no rank does: {said}")
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            raise TrimtabError(f"rank {rank} cannot run its plan, so no rank starts: {message}")
     ranks_of: dict[str, list[int]] = {}
     for rank, (hashed, _) in enumerate(everyone):
         ranks_of.setdefault(hashed, []).append(rank)
@@ -147,48 +142,48 @@ def agreed(own: Callable[[], Plan], group: dist.ProcessGroup | None) -> Plan:
     return plan
 
 
-def refuse_world(plan: Plan, world: int) -> None:
-    """Refuse a plan for another number of ranks."""
-    if plan.world_size == world:
+def require_world_size(plan: Plan, world_size: int) -> None:
+    """Raise if the plan is for another number of ranks."""
+    if plan.world_size == world_size:
         return
     roles = ", ".join(f"{count} x {name}" for name, count in plan.ranks)
     raise TrimtabError(
-        f"the plan is for {plan.world_size} ranks ({roles}), and this job has {world}; start {plan.world_size}, or "
-        "make the plan anew with `trimtab plan`"
+        f"the plan is for {plan.world_size} ranks ({roles}), and this job has {world_size}; start {plan.world_size}, or "
+        "make a new plan with `trimtab plan`"
     )
 
 
-def in_force_for(
-    plan: Plan | str | os.PathLike[str] | nn.Module | None, group: dist.ProcessGroup | None, world: int
-) -> InForce | None:
-    """The plan that a loader shall deal out by; None where there is none. Collective, where there is one.
+def active_plan_for(
+    plan: Plan | str | os.PathLike[str] | nn.Module | None, group: dist.ProcessGroup | None, world_size: int
+) -> ActivePlan | None:
+    """The plan that a loader should follow, if there is one; collective, if there is.
 
-    A model stands for the plan it runs under; without `plan`, that of `trimtab run --plan` counts.
+    A model stands for the plan it runs under; without `plan`, that of `trimtab run --plan` is followed.
     """
     from torch import nn
 
     if isinstance(plan, nn.Module):
-        found = in_force_of(plan)
-        if found is None:
+        active = active_plan_of(plan)
+        if active is None:
             raise TrimtabError(
-                "loader: no plan was applied to this model; call trimtab.apply(model, plan) first, or give the plan"
+                "loader: no plan was applied to this model; call trimtab.apply(model, plan) first, or pass the plan"
             )
-        return found
-    if plan is None and Launch.path is None:
+        return active
+    if plan is None and LaunchPlan.path is None:
         return None
-    if plan is None and Launch.in_force is not None:
-        return Launch.in_force
-    given = plan if plan is not None else Launch.path
+    if plan is None and LaunchPlan.active is not None:
+        return LaunchPlan.active
+    source = plan if plan is not None else LaunchPlan.path
 
-    def own() -> Plan:
-        found = read(given)  # type: ignore[arg-type]
-        refuse_world(found, world)
-        return found
+    def load() -> Plan:
+        loaded = read_plan(source)  # type: ignore[arg-type]
+        require_world_size(loaded, world_size)
+        return loaded
 
-    in_force = InForce(agreed(own, group))
+    active = ActivePlan(agree_on_plan(load, group))
     if plan is None:
-        Launch.in_force = in_force
-    return in_force
+        LaunchPlan.active = active
+    return active
 
 
 def _listed(ranks: list[int]) -> str:
