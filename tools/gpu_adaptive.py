@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.api.compress import adaptive_of, compression_of
 from trimtab.bench.ranks import run_on_ranks, slices
 from trimtab.bench.result import Result
+from trimtab.control.compression.ddp import adaptive_of, compression_of
 from trimtab.emulate import Emulation
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.api.apply import apply as apply
+    from trimtab.api.checkpoint import load_state_dict as load_state_dict
+    from trimtab.api.checkpoint import state_dict as state_dict
     from trimtab.api.compress import compress as compress
-    from trimtab.api.compress import explain as explain
-    from trimtab.api.compress import load_state_dict as load_state_dict
-    from trimtab.api.compress import observe_loss as observe_loss
-    from trimtab.api.compress import state_dict as state_dict
+    from trimtab.api.explain import explain as explain
+    from trimtab.api.explain import observe_loss as observe_loss
     from trimtab.api.loader import loader as loader
     from trimtab.api.plan import plan as plan
     from trimtab.api.set_precision import set_precision as set_precision
@@ -32,13 +32,13 @@ _MODULES = {
     "TrimtabError": "trimtab.errors",
     "apply": "trimtab.api.apply",
     "compress": "trimtab.api.compress",
-    "explain": "trimtab.api.compress",
-    "load_state_dict": "trimtab.api.compress",
+    "explain": "trimtab.api.explain",
+    "load_state_dict": "trimtab.api.checkpoint",
     "loader": "trimtab.api.loader",
-    "observe_loss": "trimtab.api.compress",
+    "observe_loss": "trimtab.api.explain",
     "plan": "trimtab.api.plan",
     "set_precision": "trimtab.api.set_precision",
-    "state_dict": "trimtab.api.compress",
+    "state_dict": "trimtab.api.checkpoint",
     "tensor_parallel": "trimtab.api.tensor_parallel",
 }
 __all__ = [*_MODULES, "__version__"]

@@ -28,7 +28,7 @@ class ModelState:
     """What `trimtab.compress` decided, and why."""
 
     active_plan: Any = None
-    """`trimtab.control.plans.active_plan.InForce`: the plan that the model runs under."""
+    """`trimtab.control.plans.active_plan.ActivePlan`: the plan that the model runs under."""
 
     plan_follower: Any = None
     """`trimtab.control.plans.follower.Follower`, which replaces the plan when ranks drift."""

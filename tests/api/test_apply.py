@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
 from trimtab.api.apply import apply
-from trimtab.api.compress import compression_of
-from trimtab.control.plans.active_plan import in_force_of
+from trimtab.control.compression.ddp import compression_of
+from trimtab.control.plans.active_plan import active_plan_of
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan_file import save_plan
 from trimtab.precision.setting import precisions_of
@@ -98,9 +98,9 @@ def test_a_plan_from_its_file_without_a_group(tmp_path: Path) -> None:
 def test_loaders_of_a_model_take_up_the_next_plan() -> None:
     model = apply(net(), alone({}))
     data = trimtab.loader(corpus(16), 4, plan=model)
-    first = in_force_of(model)
+    first = active_plan_of(model)
     apply(model, alone({"roles": {"slow": role("B", 8, middle="bf16")}}))
-    assert in_force_of(model) is first
+    assert active_plan_of(model) is first
     assert first is not None
     assert list(first.loaders) == [data]
 
@@ -117,7 +117,7 @@ class Deeper(Net):
 
 
 REFUSED: dict[str, tuple[torch.nn.Module, dict[str, Any], str]] = {
-    "model": (Deeper(), {}, r"another model.*does not speak of last"),
+    "model": (Deeper(), {}, r"another model.*does not contain last"),
     "shapes": (Net(32), {}, r"another model.*other shapes"),
     "world": (net(), {"ranks": (("fast", 1), ("slow", 2))}, r"for 3 ranks \(1 x fast, 2 x slow\).*has 1"),
     "trimtab": (net(), {"trimtab": "0.0.7"}, r"made by trimtab 0\.0\.7, and this is"),
@@ -150,7 +150,7 @@ def test_refused_with_the_difference_shown(case: str) -> None:
     with pytest.raises(TrimtabError, match=message):
         apply(model, alone(changes))
     assert lowered(model) == {}
-    assert in_force_of(model) is None
+    assert active_plan_of(model) is None
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_one_rank_with_another_plan_stops_all(ranks: Pool, tmp_path: Path, what:
             assert "on ranks 0, 1, 3" in said
             assert "on ranks 2" in said
         elif rank != 2:
-            assert said.startswith("rank 2 cannot start with its plan, so no rank does: ")
+            assert said.startswith("rank 2 cannot run its plan, so no rank starts: ")
         else:
             assert ("not valid JSON" if what == "file" else "another model") in said
 
@@ -275,9 +275,9 @@ def other_world() -> dict[str, str]:
 
 
 def _text(plan: Plan) -> str:
-    from trimtab.control.plans.active_plan import text_of
+    from trimtab.control.plans.active_plan import plan_text
 
-    return text_of(plan)
+    return plan_text(plan)
 
 
 def test_a_checkpoints_plan_for_another_number_of_ranks_is_left(ranks: Pool) -> None:

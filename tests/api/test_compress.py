@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.exchange import measure_exchange
 
 if TYPE_CHECKING:

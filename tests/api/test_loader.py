@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import trimtab
-from trimtab.api.loader import Loader, loader
+from trimtab.api.loader import loader
 from trimtab.codec import Block
+from trimtab.control.shares.loader import Loader
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.errors import TrimtabError
 from trimtab.planning.shares.batch import Adjust

@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tests.control.plans.plan_cases import corpus, net
 import trimtab
-from trimtab.api.compress import compression_of
+from trimtab.control.compression.ddp import compression_of
 from trimtab.precision.setting import precisions_of
 
 dist.init_process_group("gloo")
@@ -72,7 +72,7 @@ def test_an_unchanged_script_runs_as_planned(folder: Path) -> None:
     assert said["argv"] == ["--lr", "0.1"]
     assert said["every"] == [[[5] * 4, {}, True], [[3] * 4, {"up": "int8", "down": "bf16"}, True]]
     assert "gradients in 4 bits" in said["said"]
-    assert "shares it out itself" not in done.stderr
+    assert "divides it itself" not in done.stderr
 
 
 def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(folder: Path) -> None:

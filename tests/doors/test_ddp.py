@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.codec import Block, Codec, PowerSGD, TopK
+from trimtab.control.compression.ddp import compression_of
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -302,7 +302,7 @@ def test_a_resumed_run_continues_with_the_same_bits(ranks: Pool, codec: Codec, f
 
 
 def with_overrides() -> dict[str, tuple[int, int, int]]:
-    from trimtab.api.compress import compression_of
+    from trimtab.control.compression.ddp import compression_of
 
     ddp = make(
         Block(), overrides={"up.*": Block(bits=8, block=64), "down.weight": None, "spare.bias": Block(bits=2)}
@@ -351,7 +351,7 @@ def refused(case: str) -> str:
     [
         ("not ddp", "wrap the model first"),
         ("pattern", "no parameter matches the pattern 'typo.*'; parameters are called up.weight"),
-        ("twice", "compressed already"),
+        ("twice", "already compressed"),
         ("family", "cannot ride with"),
         ("own hook", "hook of its own"),
         ("bits", "bits must be 1 to 8"),

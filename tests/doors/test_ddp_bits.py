@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.codec import Block, PowerSGD
+from trimtab.control.compression.ddp import compression_of
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

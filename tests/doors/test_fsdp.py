@@ -378,7 +378,7 @@ def refused(case: str) -> str:
     ("case", "words"),
     [
         ("fsdp1", "fully_shard (FSDP2) instead"),
-        ("twice", "compressed already"),
+        ("twice", "already compressed"),
         ("family", "use Block(bits=...)"),
         ("feedback", "full copy of the model's gradients"),
         ("pattern", "no parameter matches the pattern 'typo.*'"),

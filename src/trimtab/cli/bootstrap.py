@@ -1,6 +1,6 @@
-"""What `trimtab run` starts on each rank: wraps DDP's constructor, then runs the script as it is.
+"""What `trimtab run` starts on each rank: wraps DDP's constructor, then runs the unchanged script.
 
-The backend "trimtab" is known there too, so that the script may ask for it by name.
+It also registers the backend "trimtab", so that the script may use it by name.
 
 python -m trimtab.cli.bootstrap [--plan FILE] SCRIPT ARGS
 python -m trimtab.cli.bootstrap [--plan FILE] -m MODULE ARGS
@@ -18,26 +18,26 @@ from trimtab import backend, environment
 
 
 def wrap_ddp() -> None:
-    """From here on every DistributedDataParallel is compressed as it is made, where that pays.
+    """From here on every new DistributedDataParallel is compressed where that pays, or runs as the plan says.
 
-    With a plan, it runs as that says. A script that registers a communication hook of its own gets its
-    way: trimtab's hook then hands every bucket to it.
+    A communication hook that the script registers takes precedence: trimtab's hook then passes every bucket to it.
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    from trimtab.api.apply import apply_launched
-    from trimtab.api.compress import compress, compression_of
-    from trimtab.control.plans.active_plan import Launch
+    from trimtab.api.compress import compress
+    from trimtab.control.compression.ddp import compression_of
+    from trimtab.control.plans.active_plan import LaunchPlan
+    from trimtab.control.plans.applying import apply_launch_plan
 
     construct = DistributedDataParallel.__init__
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        if Launch.path is None:
+        if LaunchPlan.path is None:
             compress(self)
         else:
-            apply_launched(self)
+            apply_launch_plan(self)
         compression = compression_of(self)
         if compression is not None:
             compression.automatic = True
@@ -50,9 +50,9 @@ def main() -> None:
     """Run the script named on the command line as `__main__`."""
     backend.register()
     if sys.argv[1] == "--plan":
-        from trimtab.control.plans.active_plan import Launch
+        from trimtab.control.plans.active_plan import LaunchPlan
 
-        Launch.path = Path(sys.argv[2])
+        LaunchPlan.path = Path(sys.argv[2])
         sys.argv = [sys.argv[0], *sys.argv[3:]]
     if not environment.disabled():
         wrap_ddp()

@@ -84,7 +84,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
 def _check_plan(path: str, per_node: str, nodes: str) -> None:
     """Reject a plan that is unreadable, from another version, or for another world size (where that is known)."""
     import trimtab
-    from trimtab.control.plans.active_plan import refuse_world
+    from trimtab.control.plans.active_plan import require_world_size
     from trimtab.planning.plan_file import load_plan
 
     plan = load_plan(path)
@@ -96,7 +96,7 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
     fewest, _, most = str(nodes).partition(":")
     if str(per_node).isdigit() and fewest == (most or fewest):
         try:
-            refuse_world(plan, int(per_node) * int(fewest))
+            require_world_size(plan, int(per_node) * int(fewest))
         except TrimtabError as error:
             raise TrimtabError(f"run: {path}: {error}") from None
 

@@ -12,7 +12,7 @@ from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
 from trimtab.bench.scenarios.hybrid.hybrid import _allocator, figures
 from trimtab.bench.scenarios.hybrid.loss import CANARY, runs
 from trimtab.bench.scenarios.hybrid.ranks import METHODS, UNTRAINED, on_rank
-from trimtab.control.plans.active_plan import text_of
+from trimtab.control.plans.active_plan import plan_text
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_not_run(ranks: Pool) -> None:
 
 
 def test_equal_runs_are_trained_once() -> None:
-    text = text_of(plan_for(net()))
+    text = plan_text(plan_for(net()))
     ways = {
         "ddp": {"precisions": [{}, {}], "samples": [24, 24]},
         "uniform-low": {"precisions": [{}, {"up": "int8"}], "samples": [24, 24]},

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
 from trimtab import Adaptive
-from trimtab.api.compress import adaptive_of, compression_of
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import adaptive_of, compression_of
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
-from trimtab.control.plans.active_plan import InForce, in_force_of, put_in_force
+from trimtab.control.plans.active_plan import ActivePlan, active_plan_of
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.environment import logger
+from trimtab.model_state import attach_state
 from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:
@@ -66,17 +67,17 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
     rank = dist.get_rank()
     roles = {"fast": replace(role("A", 5), compute_s=0.5), "slow": role("B", 3, **{"model.up": "bf16"})}
     plan = plan_for(model, roles=roles, batch="free")
-    in_force = InForce(plan)
+    active = ActivePlan(plan)
     ddp = Ddp(model)
     if settings.get("bits"):
         trimtab.compress(ddp, Block(bits=4))
-    put_in_force(model, in_force)
+    attach_state(model).active_plan = active
 
     def switch(new: Plan) -> None:
         set_precision(model, new.roles[new.role_of(rank)].precisions)
 
     switch(plan)
-    follower = Follower(ddp, in_force, QUICK, switch=switch, anew=settings.get("anew", lower_all))
+    follower = Follower(ddp, active, QUICK, switch=switch, make_plan=settings.get("anew", lower_all))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     data = trimtab.loader(corpus(8 * 40), 8, plan=ddp, adjust=None)
     lowered, dealt = [], []
@@ -93,7 +94,7 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "lowered": lowered,
         "dealt": dealt,
-        "history": [(switch.step, switch.before, switch.after) for switch in in_force.history],
+        "history": [(switch.step, switch.before, switch.after) for switch in active.history],
         "explained": trimtab.explain(ddp),
         "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
     }
@@ -153,13 +154,13 @@ def under_a_planned_job(batch: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     logger().removeHandler(handler)
-    in_force = in_force_of(model)
-    assert in_force is not None
+    active = active_plan_of(model)
+    assert active is not None
     return {
         "lowered": {name: str(precision) for name, precision in precisions_of(model).items()},
-        "planned": in_force.plan.roles["slow"].precisions,
-        "hash": in_force.plan.hash,
-        "switches": len(in_force.history),
+        "planned": active.plan.roles["slow"].precisions,
+        "hash": active.plan.hash,
+        "switches": len(active.history),
         "said": said,
     }
 
@@ -184,6 +185,6 @@ def test_apply_plans_anew_with_the_plans_own_choices(ranks: Pool) -> None:
 def test_shares_that_the_script_does_not_use_are_said_and_not_planned_with(ranks: Pool) -> None:
     fast, slow = ranks(2, under_a_planned_job, "free")
     assert fast["switches"] == slow["switches"] == 0
-    unused = "the plan shares a batch out as 5/3, and this script shares it out itself"
+    unused = "the plan divides a batch as 5/3, but this script divides it itself"
     assert sum(line.startswith(unused) for line in fast["said"]) == 1
     assert slow["said"] == []

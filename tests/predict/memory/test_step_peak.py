@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
 from trimtab.predict.memory.step_peak import step_memory

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.api.compress import adaptive_of
 from trimtab.bench.harness import AA, interleave
 from trimtab.bench.ranks import run_on_ranks, slices, two_hosts, wire_bytes
 from trimtab.bench.result import Result
 from trimtab.codec import Block, PowerSGD
+from trimtab.control.compression.ddp import adaptive_of
 from trimtab.doors.ddp import DdpCompression
 from trimtab.models.tasks import require_model, workload
 

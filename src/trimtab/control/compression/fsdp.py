@@ -49,7 +49,7 @@ def compress_fsdp(
     seed: int,
     weight_bits: int | None,
 ) -> str:
-    """Attach the compression that `trimtab.compress` was asked for; gives the explanation.
+    """Attach the compression that `trimtab.compress` was requested for; gives the explanation.
 
     Without a codec, each axis of the mesh is measured by itself: with HSDP the shards often lie inside a
     host and the replicas across the slow link.
@@ -57,7 +57,7 @@ def compress_fsdp(
     from trimtab.doors.fsdp import FsdpCompression, process_groups
 
     if fsdp_compression_of(model) is not None:
-        raise TrimtabError("compress: this model is compressed already; call it once")
+        raise TrimtabError("compress: this model is already compressed; call it once")
     if codec is not None and not isinstance(codec, Block):
         raise TrimtabError(f"compress: {codec} is not offered with fully_shard; use Block(bits=...)")
     if error_feedback:
@@ -74,7 +74,7 @@ def compress_fsdp(
     groups = {axis: group for axis, group in axes.items() if group is not None and group.size() > 1}
     if not groups:
         return "one rank: there is nothing to send, so nothing to compress"
-    reasons = dict.fromkeys(groups, f"compressing with {codec}, as asked")
+    reasons = dict.fromkeys(groups, f"compressing with {codec}, as requested")
     chosen = dict.fromkeys(groups, True)
     if codec is None:
         codec = Block()
@@ -97,7 +97,7 @@ def compress_fsdp(
     attach_state(model).fsdp_compression = compression
     kept = sum(numel for numel, bits, _ in compression.pieces.values() if bits == 0)
     share = kept / sum(numel for numel, _, _ in compression.pieces.values())
-    return f"{said}; small or excluded parameters ({share:.1%} of the values) travel exactly"
+    return f"{said}; small or excluded parameters ({share:.1%} of the values) are sent exactly"
 
 
 def choose_pieces(

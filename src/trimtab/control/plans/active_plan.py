@@ -148,8 +148,8 @@ def require_world_size(plan: Plan, world_size: int) -> None:
         return
     roles = ", ".join(f"{count} x {name}" for name, count in plan.ranks)
     raise TrimtabError(
-        f"the plan is for {plan.world_size} ranks ({roles}), and this job has {world_size}; start {plan.world_size}, or "
-        "make a new plan with `trimtab plan`"
+        f"the plan is for {plan.world_size} ranks ({roles}), and this job has {world_size}; start "
+        f"{plan.world_size}, or make a new plan with `trimtab plan`"
     )
 
 

@@ -73,7 +73,7 @@ class Loader:
         self._data, self._count, self._group = data, count, group
         self._rank, self._world_size = rank_and_world_size(group, "loader")
         self._min_share = min_batch * sampler.accumulate
-        self._adjust = None if environment.disabled() or self._world == 1 else adjust
+        self._adjust = None if environment.disabled() or self._world_size == 1 else adjust
         if ahead is None:
             ahead = getattr(data, "num_workers", 0) * (getattr(data, "prefetch_factor", None) or 0)
         # Steps that are prefetched keep their shares: a change must take effect in the same step on all ranks.
@@ -131,17 +131,11 @@ class Loader:
                 "sum". With "sum" a rank whose tokens are all ignored does not divide by their number, 0.
         """
         if self._cut is None:
-            raise TrimtabError(
-                "weigh: there is no current batch; call it inside the loop over the loader"
-            )
+            raise TrimtabError("weigh: there is no current batch; call it inside the loop over the loader")
         if reduction not in ("mean", "sum"):
-            raise TrimtabError(
-                f'weigh: reduction is "mean" or "sum"; got {reduction!r}'
-            )
+            raise TrimtabError(f'weigh: reduction is "mean" or "sum"; got {reduction!r}')
         if loss.dim() != 0:
-            raise TrimtabError(
-                f"weigh: the loss has shape {tuple(loss.shape)}; reduce it to a scalar first"
-            )
+            raise TrimtabError(f"weigh: the loss has shape {tuple(loss.shape)}; reduce it to a scalar first")
         self._weighed = True
         if self._active_plan is not None:
             self._active_plan.record_batch_of(self)

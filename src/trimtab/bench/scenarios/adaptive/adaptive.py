@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.bench.harness import AA
 from trimtab.bench.ranks import run_on_ranks, two_hosts
 from trimtab.bench.result import Result
@@ -31,6 +30,7 @@ from trimtab.bench.scenarios.adaptive.tasks import task
 from trimtab.bench.scenarios.loss import CANARY, DIVERGED, compare
 from trimtab.codec import Block, Codec, PowerSGD
 from trimtab.control.compression.adaptive import Adaptive
+from trimtab.control.compression.ddp import compression_of
 from trimtab.planning.compression.family import ADAMW, SGD
 from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 import trimtab
 from trimtab.bench.scenarios.shares.tasks import Passages, Task
 from trimtab.cluster.profile import LOCAL
-from trimtab.control.plans.active_plan import text_of
+from trimtab.control.plans.active_plan import plan_text
 from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task as Probe
 from trimtab.measure.device import usual_precisions
@@ -167,7 +167,7 @@ def make(
     cluster = replace(cluster, devices=devices, profile=probed.profile)
     texts: list[Any] = [None]
     if dist.get_rank() == 0:
-        texts = [[text_of(plan) for plan in _plans(of, model, cluster, workload, device, low, bits)]]
+        texts = [[plan_text(plan) for plan in _plans(of, model, cluster, workload, device, low, bits)]]
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Made(fixed=fixed, free=free, cluster=cluster, workload=workload)

@@ -16,7 +16,7 @@ import trimtab
 from trimtab.bench.harness import AA, Timing
 from trimtab.bench.scenarios.hybrid.plan import Made, autocast, make, samples_of, task
 from trimtab.bench.scenarios.shares import shares
-from trimtab.control.plans.active_plan import text_of
+from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.follower import Follow
 from trimtab.planning.shares.batch import Adjust
 
@@ -119,7 +119,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
     errors = gradient_errors({m: t for m, t in trainers.items() if m not in UNTRAINED}, of, device)
     return {
         "rows": [_row(method, way, trainers.get(method), timings, errors) for method, way in every.items()],
-        "plans": {"trimtab-fixed": text_of(made.fixed), "trimtab": text_of(made.free)},
+        "plans": {"trimtab-fixed": plan_text(made.fixed), "trimtab": plan_text(made.free)},
         "ways": {m: {"precisions": w.precisions, "samples": w.samples} for m, w in every.items() if fits[m]},
         "predicted": {
             name: {"step_s": plan.predicted.step_s, "plain_step_s": plan.predicted.plain_step_s}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.api.compress import compression_of
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.lockstep import finish, together
 
 if TYPE_CHECKING:

@@ -1,0 +1,33 @@
+"""`trimtab.explain` and `trimtab.observe_loss`: what trimtab decided, and what it should know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.control.compression.ddp import adaptive_of
+from trimtab.control.plans.applying import explain_plan
+from trimtab.model_state import state_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def explain(model: torch.nn.Module) -> str:
+    """What trimtab decided for this module, and why."""
+    parts = [explain_plan(model), state_of(model).explanation]
+    controller = adaptive_of(model)
+    if controller is not None and controller.history:
+        last = controller.history[-1]
+        parts.append(f"since step {last.step}: {last.reasons[0]}")
+    return "; ".join(filter(None, parts)) or "trimtab was not asked to adjust this module"
+
+
+def observe_loss(model: torch.nn.Module, loss: torch.Tensor | float) -> None:
+    """Tell trimtab the loss of a step, so that its guard notices when fewer bits do harm. Optional.
+
+    The value is read later, beside the training, so this does not synchronize the GPU. Without adaptive
+    compression it does nothing.
+    """
+    controller = adaptive_of(model)
+    if controller is not None:
+        controller.observe_loss(loss)

@@ -1,0 +1,201 @@
+"""Compressing the gradients of a DDP module: whether it pays, with which codec, over which route."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.codec import Block, Codec
+from trimtab.collectives import find_hosts
+from trimtab.control.compression.adaptive import Adaptive, Controller
+from trimtab.control.compression.family_codec import family_codec
+from trimtab.control.compression.layer_log import LayerLog
+from trimtab.control.compression.levels import Levels, choose_levels
+from trimtab.doors.ddp import DdpCompression, refuse_python_reducer, stage_groups
+from trimtab.errors import TrimtabError
+from trimtab.measure.exchange import measure_exchanges
+from trimtab.model_state import attach_state, state_of
+from trimtab.planning.compression.bit_planner import PlannerSettings
+from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
+from trimtab.planning.compression.payoff import Decision, decide_family
+from trimtab.wire_format import MIN_NUMEL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+_BUCKET_BYTES = 25 << 20
+"""DDP's default bucket size."""
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    codec: Codec | Adaptive | None = None,
+    *,
+    overrides: Mapping[str, Codec | None] | None = None,
+    min_numel: int = MIN_NUMEL,
+    error_feedback: bool | None = None,
+    seed: int = 0,
+    weight_bits: int | None = None,
+    log: str | Path | None = None,
+    log_every: int = 100,
+) -> str:
+    """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective."""
+    _require_compressible(model, weight_bits)
+    parameters = _trained(model)
+    rank, world_size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+    if world_size == 1:
+        return "one rank: there is nothing to send, so nothing to compress"
+    choice = None
+    reason = f"compressing with {codec}, as requested"
+    if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
+        return "no parameter is large enough to be worth compressing"
+    if codec is None or isinstance(codec, Adaptive):
+        choice = _choose_family(model, codec or Adaptive(), error_feedback)
+        reason = choice.decision.reason
+        if not choice.decision.compress:
+            if codec is None:
+                return reason
+            reason = f"choosing bits of the family {choice.settings.name}, as requested"
+        codec, error_feedback = choice.codec, choice.settings.family.error_feedback
+        overrides = {
+            pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
+            for pattern, own in (overrides or {}).items()
+        }
+    observe = None
+    if log and rank == 0:
+        observe = LayerLog(log, lambda: compression.codec, every=log_every, seed=seed, rank=rank)
+    levels = _levels(model, codec) if isinstance(codec, Block) else None
+    compression = DdpCompression(
+        model,
+        codec,
+        overrides=overrides,
+        min_numel=min_numel,
+        error_feedback=error_feedback,
+        seed=seed,
+        observe=observe,
+        groups=None if choice is None else choice.groups,
+        hierarchy=None if levels is None else levels.hierarchy,
+        method=None if levels is None else levels.method,
+    )
+    state = attach_state(model)
+    state.adaptive = None  # the controller of what `trimtab run` chose
+    if choice is not None:
+        controller = Controller(compression, choice.config, choice.settings, group=choice.groups[0])
+        compression.watcher = state.adaptive = controller
+        weakref.finalize(model, controller.close).atexit = False
+    model.register_comm_hook(None, compression.reduce)
+    state.compression = compression
+    # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
+    weakref.finalize(model, compression.close).atexit = False
+    explanation = f"{reason}; {_coverage(compression)}"
+    if levels is not None and (levels.hierarchy is not None or levels.method is not None):
+        explanation = f"{explanation}; {levels.reason}"
+        if levels.hierarchy is not None:
+            weakref.finalize(model, levels.hierarchy.close).atexit = False
+    return explanation
+
+
+def compression_of(model: torch.nn.Module) -> DdpCompression | None:
+    """The compression of a module, if there is one."""
+    compression: DdpCompression | None = state_of(model).compression
+    return compression
+
+
+def adaptive_of(model: torch.nn.Module) -> Controller | None:
+    """The controller that chooses the bits of a module while it trains, if there is one: its history, its cost."""
+    controller: Controller | None = state_of(model).adaptive
+    return controller
+
+
+def _require_compressible(model: DistributedDataParallel, weight_bits: int | None) -> None:
+    if weight_bits is not None:
+        raise TrimtabError("compress: weight_bits is for FSDP2; DDP sends no weights")
+    if not isinstance(model, DistributedDataParallel):
+        raise TrimtabError(
+            f"compress: {type(model).__name__} is not a DistributedDataParallel; wrap the model first: "
+            "ddp = DistributedDataParallel(model); trimtab.compress(ddp)"
+        )
+    compression = compression_of(model)
+    if compression is not None and not compression.automatic:
+        raise TrimtabError("compress: this module is already compressed; call it once")
+    if compression is None and getattr(model, "_comm_hooks", None):
+        raise TrimtabError("compress: this module has a communication hook of its own; register only one")
+    refuse_python_reducer()
+
+
+def _trained(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    return [p for p in model.module.parameters() if p.requires_grad]
+
+
+def _levels(model: DistributedDataParallel, codec: Block) -> Levels | None:
+    """The route over hosts with several ranks; None if there is one host. Collective."""
+    parameters = _trained(model)
+    if find_hosts(model.process_group, parameters[0].device).count == 1:
+        return None
+    nbytes = sum(p.numel() * p.element_size() for p in parameters)
+    return choose_levels(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FamilyChoice:
+    """The result of measuring the job's own link."""
+
+    config: Adaptive
+    settings: PlannerSettings
+    decision: Decision
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def codec(self) -> Block:
+        return family_codec(self.settings.family, self.config.start_bits)
+
+
+def _choose_family(
+    model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None
+) -> _FamilyChoice:
+    """Measure every applicable family and choose the fastest. Collective."""
+    parameters = _trained(model)
+    names = [
+        name
+        for name, family in FAMILIES.items()
+        if (config.family == name or (config.family is None and name in passed_families()))
+        and error_feedback in (None, family.error_feedback)
+    ]
+    if not names:
+        raise TrimtabError(
+            f"compress: there is no family {config.family!r} with error_feedback={error_feedback}; "
+            f"choose from {', '.join(FAMILIES)}"
+        )
+    groups = stage_groups(model.process_group, parameters[0].device)
+    exchanges = measure_exchanges(
+        {
+            name: (family_codec(family, family.expected), family.error_feedback)
+            for name, family in FAMILIES.items()
+            if name in names
+        },
+        groups,
+        parameters[0].device,
+        sum(p.numel() for p in parameters),
+    )
+    name, decision = decide_family(exchanges, sum(p.numel() * p.element_size() for p in parameters))
+    settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
+    if config.family is None and not error_feedback:
+        settings = replace(settings, name=AT_FIRST, fastest=name)
+        reason = f"{decision.reason} (that is for SGD; any other optimizer gets {AT_FIRST})"
+        decision = replace(decision, reason=reason) if decision.compress else decision
+    return _FamilyChoice(config=config, settings=settings, decision=decision, groups=groups)
+
+
+def _coverage(compression: DdpCompression) -> str:
+    total = sum(numel for numel, _, _ in compression.pieces.values())
+    exact = [numel for numel, bits, _ in compression.pieces.values() if bits == 0]
+    return (
+        f"{len(exact)} small or excluded parameters ({sum(exact) / total:.1%} of the values) are sent exactly"
+    )

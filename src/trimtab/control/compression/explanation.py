@@ -1,0 +1,20 @@
+"""What trimtab decided about a model's gradients, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from trimtab.environment import logger
+from trimtab.model_state import attach_state
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def record_explanation(model: nn.Module, text: str) -> None:
+    """Keep it for `trimtab.explain`; rank 0 also logs it."""
+    attach_state(model).explanation = text
+    if not dist.is_initialized() or dist.get_rank(getattr(model, "process_group", None)) == 0:
+        logger().info(text)

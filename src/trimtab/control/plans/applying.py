@@ -1,0 +1,191 @@
+"""Applying a plan to a model on this rank: precisions, compressed gradients, and following the ranks' speeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab import environment
+from trimtab.codec import Block
+from trimtab.control.compression.adaptive import Adaptive
+from trimtab.control.compression.ddp import compress_ddp, compression_of
+from trimtab.control.compression.explanation import record_explanation
+from trimtab.control.plans.active_plan import (
+    ActivePlan,
+    LaunchPlan,
+    active_plan_of,
+    agree_on_plan,
+    plan_text,
+    read_plan,
+)
+from trimtab.control.plans.follower import Follow, Follower
+from trimtab.control.plans.validation import require_runnable, require_same_bits
+from trimtab.control.rank_values import rank_and_world_size
+from trimtab.model_state import attach_state
+from trimtab.planning.plan_file import parse_plan
+from trimtab.precision.operators import Calls
+from trimtab.precision.setting import set_operators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from torch import nn
+
+    from trimtab.planning.plan import Plan
+
+
+def apply_plan(
+    model: nn.Module, plan: Plan | str | PathLike[str], *, seed: int = 0, follow: Follow | None
+) -> None:
+    """As `trimtab.apply`. Collective."""
+    _agree_and_apply(model, lambda: read_plan(plan), active_plan_of(model), seed=seed, follow=follow)
+
+
+def apply_launch_plan(ddp: DistributedDataParallel) -> None:
+    """Apply the plan of `trimtab run --plan`, which loaders may follow already. Collective."""
+    assert LaunchPlan.path is not None
+    path, active = LaunchPlan.path, LaunchPlan.active
+    LaunchPlan.active = _agree_and_apply(
+        ddp, lambda: read_plan(path) if active is None else active.plan, active, seed=0, follow=Follow()
+    )
+
+
+def _agree_and_apply(
+    model: nn.Module,
+    read: Callable[[], Plan],
+    active: ActivePlan | None,
+    *,
+    seed: int,
+    follow: Follow | None,
+) -> ActivePlan:
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    root = _root(model)
+    group = None if ddp is None else ddp.process_group
+    rank, world_size = rank_and_world_size(group, "apply")
+
+    def load() -> Plan:
+        loaded = read()
+        require_runnable(root, loaded, rank, world_size)
+        require_same_bits(ddp, loaded)
+        return loaded
+
+    plan = agree_on_plan(load, group)
+    if active is None:
+        active = ActivePlan(plan)
+    elif active.plan is not plan:
+        active.replace(plan)
+    # From here on nothing can be rejected.
+    _set_precisions(root, plan, rank, seed)
+    attach_state(root).active_plan = active
+    notes = [f"plan {plan.hash}: {_describe_roles(plan)}"]
+    if ddp is not None:
+        notes.append(_compress(ddp, plan, seed))
+        state = attach_state(ddp)
+        if state.plan_follower is not None:
+            state.plan_follower.close()
+            state.plan_follower = None
+        if follow is not None and plan.world_size > 1:
+            state.plan_follower = Follower(
+                ddp, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
+            )
+    elif plan.bits is not None:
+        notes.append("gradients are not compressed: apply the plan to the DDP module for that")
+    active.notes = tuple(notes)
+    if rank == 0:
+        environment.logger().info("%s", "; ".join(notes))
+    return active
+
+
+def explain_plan(model: nn.Module) -> str | None:
+    """What the plan of a model did, if it runs under one."""
+    active = active_plan_of(model)
+    if active is None:
+        return None
+    text = "; ".join(active.notes)
+    if not active.history:
+        return text
+    last = active.history[-1]
+    return f"{text}; since step {last.step} plan {last.after}: {'; '.join(last.reasons)}"
+
+
+def plan_state(model: nn.Module) -> dict[str, Any] | None:
+    """The active plan and the position of its random streams, for a checkpoint; None without a plan."""
+    active = active_plan_of(model)
+    if active is None:
+        return None
+    calls = _calls(_root(model))
+    return {"plan": plan_text(active.plan), "calls": 0 if calls is None else int(calls.count)}
+
+
+def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Resume with the plan of a checkpoint; a plan for another world size is ignored with a warning."""
+    plan = parse_plan(state["plan"], source="the plan in the checkpoint")
+    root = _root(model)
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    rank, world_size = rank_and_world_size(group, "apply")
+    if plan.world_size != world_size:
+        if rank == 0:
+            environment.logger().warning(
+                "the checkpoint's plan is for %d ranks, and this job has %d: the plan is ignored",
+                plan.world_size,
+                world_size,
+            )
+        return
+    active = active_plan_of(model)
+    if active is None:
+        apply_plan(model, plan, follow=Follow())
+    elif active.plan.hash != plan.hash:
+        require_runnable(root, plan, rank, world_size)
+        _set_precisions(root, plan, rank, 0)
+        active.replace(plan)
+    calls = _calls(root)
+    if calls is not None:
+        calls.count = torch.full_like(calls.count, state["calls"])
+
+
+def _set_precisions(root: nn.Module, plan: Plan, rank: int, seed: int) -> None:
+    """Set the precisions of this rank's role. Random streams continue where they were."""
+    before = _calls(root)
+    set_operators(root, plan.roles[plan.role_of(rank)].precisions, seed=seed)
+    after = _calls(root)
+    if before is not None and after is not None:
+        after.count = before.count
+
+
+def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
+    """Compress gradients as the plan says, unless that is decided already; returns what happens to them."""
+    state = attach_state(ddp)
+    if state.compression_plan is not None:
+        return "gradients are sent as under the previous plan"
+    compression = compression_of(ddp)
+    if compression is not None:
+        return f"gradients are sent as set by trimtab.compress ({compression.codec}), not as in the plan"
+    if getattr(ddp, "_comm_hooks", None):
+        return "gradients are sent by the module's own communication hook, not as in the plan"
+    state.compression_plan = plan
+    if plan.bits is None:
+        return "gradients are not compressed"
+    codec = Adaptive() if plan.bits == "adaptive" else Block(bits=plan.bits)
+    record_explanation(ddp, compress_ddp(ddp, codec, seed=seed))
+    return f"gradients in {plan.bits} bits"
+
+
+def _describe_roles(plan: Plan) -> str:
+    descriptions = []
+    for name, count in plan.ranks:
+        chosen = list(plan.roles[name].precisions.values())
+        lowered = ", ".join(f"{chosen.count(value)} in {value}" for value in sorted(set(chosen)))
+        role = name if count == 1 else f"{count} x {name}"
+        descriptions.append(f"{role}: {lowered or 'no operator'} lowered, {plan.roles[name].samples} samples")
+    return "; ".join(descriptions)
+
+
+def _root(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _calls(root: nn.Module) -> Calls | None:
+    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, Calls)), None)
