@@ -26,8 +26,6 @@ MOST_FILES_IN_A_FOLDER = 20
 CROSSING: set[tuple[str, str]] = set()
 # Modules that still are in an import cycle. It may only shrink.
 IN_CYCLES: set[str] = {
-    "trimtab.api.apply",
-    "trimtab.api.compress",
     "trimtab.bench.scenarios.hybrid.hybrid",
     "trimtab.bench.scenarios.hybrid.loss",
     "trimtab.bench.scenarios.hybrid.ranks",
