@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[torch.nn.Module, dict[str, Any], str]] = {
     "device": (
         net(),
         {"roles": {"slow": replace(role("B", 8), kind="cuda")}},
-        r"rank 0 has role slow, which is for cuda \(B\), and its model is on cpu",
+        r"rank 0 has role slow, which is for cuda \(B\), but its model is on cpu",
     ),
 }
 
@@ -218,7 +218,7 @@ def loader_refuses(settings: dict[str, Any]) -> str:
 
 def test_loaders_refuse_what_contradicts(ranks: Pool) -> None:
     plan = plan_for(net())
-    assert "give one of them" in ranks(2, loader_refuses, {"plan": plan, "shares": [1, 2]})[0]
+    assert "give shares or plan, not both" in ranks(2, loader_refuses, {"plan": plan, "shares": [1, 2]})[0]
     assert "no plan was applied" in ranks(2, loader_refuses, {"plan": net()})[0]
     assert "for 2 ranks" in ranks(3, loader_refuses, {"plan": plan})[2]
 
