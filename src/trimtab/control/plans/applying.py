@@ -25,7 +25,7 @@ from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.model_state import attach_state
 from trimtab.planning.plan_file import parse_plan
-from trimtab.precision.operators import Calls
+from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators
 
 if TYPE_CHECKING:
@@ -187,5 +187,5 @@ def _root(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _calls(root: nn.Module) -> Calls | None:
-    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, Calls)), None)
+def _calls(root: nn.Module) -> CallCounter | None:
+    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, CallCounter)), None)
