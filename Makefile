@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench native clean
+.PHONY: help venv demo test quick soak gpu check format bench native clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,9 @@ demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu: $(STAMP)  ## the tests that need a GPU; JSON=file keeps their outcomes and figures
+	$(BIN)/python -m tests.gpu $(or $(JSON),build/gpu.json) $(ARGS)
 
 check: $(STAMP)  ## ruff, mypy strict, the boundaries between folders, and a table of file sizes
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 from tests.support.leaks import MARK, Snapshot
 
@@ -16,9 +15,14 @@ if TYPE_CHECKING:
     from tests.support.pool import Pool
 
 
-# No deadline: shared machines stall. On CI the same examples every time, so that a change is judged by itself.
-settings.register_profile("trimtab", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("trimtab")
+try:
+    from hypothesis import settings
+except ImportError:  # the tests of tests/gpu run where only torch and pytest are installed
+    pass
+else:
+    # No deadline: shared machines stall. On CI the same examples every time, so that a change is judged by itself.
+    settings.register_profile("trimtab", deadline=None, derandomize="CI" in os.environ)
+    settings.load_profile("trimtab")
 
 
 @pytest.fixture(scope="session")

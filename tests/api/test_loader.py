@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.support.requirements import requires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -399,29 +398,3 @@ def test_refusals_without_a_group() -> None:
     batch = next(iter(data))
     with pytest.raises(TrimtabError, match=r"shape \(4, 1\)"):
         data.weigh(batch)
-
-
-def statistics() -> tuple[torch.Tensor, torch.Tensor]:
-    """Running statistics and gradients of a synchronised norm on a GPU, ranks meeting over Gloo."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)).double().cuda()
-    world = dist.get_world_size()
-    trained: nn.Module = model
-    if world > 1:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        trained = Ddp(model)
-    inputs = torch.randn(36, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    data = loader(TensorDataset(inputs), 12, shares=SPEEDS[:world], adjust=Adjust(window=1000))
-    data.watch(model)
-    for (batch,) in data:
-        data.weigh(trained(batch.cuda()).square().mean()).backward()
-    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    buffers = torch.cat([b.double().flatten() for b in model.buffers()])
-    return gradients.cpu(), buffers.cpu()
-
-
-@requires(cuda=1)
-def test_synchronised_batch_norm_weighs_by_count(ranks: Pool) -> None:
-    expected = ranks(1, statistics)[0]
-    for found in ranks(2, statistics):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

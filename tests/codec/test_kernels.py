@@ -5,7 +5,6 @@ from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-from tests.support.requirements import requires
 
 from trimtab.codec import kernels, native
 from trimtab.codec.kernels import kernels_for
@@ -17,11 +16,6 @@ def test_cpu_has_the_native_kernels() -> None:
         pytest.skip("the C++ kernels are not built")
     assert kernels_for(torch.device("cpu")).name == "native"
     assert kernels_for(torch.device("cpu")) is kernels_for(torch.device("cpu"))
-
-
-@requires(cuda=1, modules=["triton"])
-def test_cuda_has_the_triton_kernels() -> None:
-    assert kernels_for(torch.device("cuda")).name == "triton"
 
 
 def test_any_other_device_has_the_reference() -> None:

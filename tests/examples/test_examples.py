@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.requirements import requires
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = {
@@ -138,16 +137,3 @@ def test_mistake_ends_in_one_line(script: str, arguments: list[str], complaint: 
     (line,) = outcome.stderr.splitlines()
     assert line.startswith(f"{script}: ")
     assert complaint in line
-
-
-@requires(cuda=1)
-@pytest.mark.parametrize("arguments", [[], ["--bf16=1"]])
-def test_gpt_learns_on_a_gpu(arguments: list[str]) -> None:
-    results = train("gpt.py", "--steps=30", "--device=cuda", *arguments)
-    assert results["device"] == "cuda"
-    assert results["final_loss"] < 4
-
-
-@requires(cuda=1)
-def test_digits_learns_on_a_gpu() -> None:
-    assert train("digits.py", "--epochs=3", "--device=cuda")["accuracy"] > 0.8

@@ -20,20 +20,27 @@ def requires(
     cuda: int = 0,
     compiler: bool = False,
     cgroup: bool = False,
+    kernels: bool = False,
     modules: Sequence[str] = (),
     tools: Sequence[str] = (),
 ) -> pytest.MarkDecorator:
     """Skip the test or, as `pytestmark`, the module unless all of this is here.
 
-    `cuda` is a number of GPUs, `cgroup` a CPU controller that this process may write to, `modules` are names to
-    import, `tools` are commands.
+    `cuda` is a number of GPUs, `cgroup` a CPU controller that this process may write to, `kernels` the C++
+    kernels, `modules` are names to import, `tools` are commands.
     """
-    missing = list(_missing(root, cuda, compiler, cgroup, modules, tools))
+    missing = list(_missing(root, cuda, compiler, cgroup, kernels, modules, tools))
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def _missing(
-    root: bool, cuda: int, compiler: bool, cgroup: bool, modules: Sequence[str], tools: Sequence[str]
+    root: bool,
+    cuda: int,
+    compiler: bool,
+    cgroup: bool,
+    kernels: bool,
+    modules: Sequence[str],
+    tools: Sequence[str],
 ) -> Iterator[str]:
     if root and os.geteuid() != 0:
         yield "root"
@@ -43,6 +50,8 @@ def _missing(
         yield "a C++ compiler"
     if cgroup and not _cgroup_is_writable():
         yield "a writable cgroup CPU controller"
+    if kernels and not _kernels_are_built():
+        yield "the C++ kernels (make native)"
     yield from (f"the module {name}" for name in modules if find_spec(name) is None)
     yield from (f"the command {name}" for name in tools if shutil.which(name) is None)
 
@@ -51,6 +60,12 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _kernels_are_built() -> bool:
+    from trimtab.codec import native
+
+    return native.available()
 
 
 def _cgroup_is_writable() -> bool:

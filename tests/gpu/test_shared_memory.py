@@ -1,30 +1,25 @@
-"""Check and time CUDA tensors through shared, pinned host memory: 2 and 4 ranks on slices of one card.
-
-    PYTHONPATH=src:. python3 tools/gpu_shared_memory.py
-
-Needs the C++ library (`make native`). Prints one JSON object for each number of ranks. `wrong` counts results that
-differ by a bit, on any rank, from sums computed on one; `ms` are medians of interleaved rounds, beside NCCL over its
-socket transport (measured twice: the A/A pair).
-"""
+"""CUDA tensors through shared, pinned host memory: 2 and 4 ranks on slices of one card."""
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.ranks import on_slices, summed
+from tests.support.requirements import requires
 
 from trimtab._compat import all_gather_single
 from trimtab.bench.harness import AA, interleave
-from trimtab.bench.ranks import run_on_ranks, slices
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, Hosts, Method, Piece, SharedMemory, reduction_for, runner_for
-from trimtab.emulate import Emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+pytestmark = requires(cuda=1, modules=["triton"], tools=["nvidia-cuda-mps-control"], kernels=True)
 
 METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree")
 
@@ -54,7 +49,7 @@ def wrong_sums(device: torch.device) -> int:
                 for other in range(world):
                     theirs = values_of(other, numel, dtype, device).mul_(scale).to(wide)
                     total = theirs if other == 0 else total + theirs
-                wrong += int(not torch.equal(tensor, total.to(dtype)))
+                wrong += not torch.equal(tensor, total.to(dtype))
     dist.barrier()
     shared.close()
     return wrong
@@ -94,11 +89,12 @@ def wrong_reductions(device: torch.device, hosts: Hosts) -> int:
     for flat in results[0]:
         everyone = torch.empty(dist.get_world_size() * flat.numel(), device=device)
         all_gather_single(everyone, flat, world_group())
-        wrong += int(not bool((everyone.view(-1, flat.numel()) == flat).all()))
+        wrong += not bool((everyone.view(-1, flat.numel()) == flat).all())
     return wrong
 
 
 def timings(device: torch.device, mb: int, repeats: int) -> dict[str, float]:
+    """Milliseconds beside NCCL over its socket transport, which is measured twice: the A/A pair."""
     shared = SharedMemory(world_group(), device)
     tensor = torch.ones(mb * 1_000_000 // 4, device=device)
     part = 1 / dist.get_world_size()
@@ -132,25 +128,20 @@ def timings(device: torch.device, mb: int, repeats: int) -> dict[str, float]:
     return {name: round(timing.median_ms, 3) for name, timing in measured.items()}
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+def check(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     world = dist.get_world_size()
     half = world // 2
     hosts = Hosts(ranks=(tuple(range(half)), tuple(range(half, world))))
-    counts = [wrong_sums(device), wrong_reductions(device, hosts) if half > 1 else 0]
-    wrong = torch.tensor(counts, device=device)
-    dist.all_reduce(wrong)
+    sums, reductions = summed(wrong_sums(device), wrong_reductions(device, hosts) if half > 1 else 0)
     return {
-        "ranks": world,
-        "wrong_sums": int(wrong[0]),
-        "wrong_reductions": int(wrong[1]) if half > 1 else None,
-        "ms": {f"{mb} MB": timings(device, mb, 7) for mb in (16, 64, 256)},
+        "wrong": {"sums": sums, "reductions": reductions},
+        "ms": {f"{mb} MB": timings(device, mb, 5) for mb in (16, 64, 256)},
     }
 
 
-if __name__ == "__main__":
-    from tools.gpu_shared_memory import on_rank as imported  # by its importable name, for the ranks
-
-    for count in (2, 4):
-        with Emulation(slices(count)) as emulation:
-            print(json.dumps(run_on_ranks(emulation, imported, {"device": "cuda"})), flush=True)
+@pytest.mark.parametrize("count", [2, 4])
+def test_sums_are_those_of_one_rank(count: int, record_property: Callable[[str, object], None]) -> None:
+    result = on_slices(count, check)
+    record_property("ms", result["ms"])
+    assert result["wrong"] == {"sums": 0, "reductions": 0}

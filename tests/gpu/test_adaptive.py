@@ -1,31 +1,29 @@
-"""Check adaptive bits on a GPU: three NCCL ranks on slices of one card.
-
-    PYTHONPATH=src:. python3 tools/gpu_adaptive.py
+"""Adaptive bits on a GPU: three NCCL ranks on slices of one card.
 
 Two copies of a model train on the same data: one as users have it (streams by stage, overlapping buckets,
-statistics beside them), one with everything waited for. At every step their gradients must agree to the bit on
-every rank, and so must every decision: a race between a stage and the statistics would show. Halfway the first
-copy is saved and a third resumes it: that one must go on to the bit.
+statistics beside them), one with everything waited for. At every step their gradients agree to the bit on every
+rank, and so does every decision. Halfway the first copy is saved and a third resumes it to the bit.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from tools.gpu_ddp import WaitingRunner, gradient
+from tests.gpu.ranks import WaitingRunner, agree, gradient, on_slices, summed
+from tests.support.requirements import requires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.ranks import run_on_ranks, slices
-from trimtab.bench.result import Result
 from trimtab.control.compression.ddp import adaptive_of, compression_of
-from trimtab.emulate import Emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+pytestmark = requires(cuda=1, modules=["triton"], tools=["nvidia-cuda-mps-control"])
 
 STEPS, HALFWAY = 60, 29
 """Halfway is between a look and its switch."""
@@ -72,46 +70,36 @@ def train(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
     return torch.cat([gradient(p).flatten() for p in ddp.parameters()])
 
 
-def check(family: str) -> dict[str, Any]:
+def check(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+    family = spec["family"]
     fast, slow, resumed = model(family), model(family, waiting=True), model(family)
     differing, disagreeing, resumed_differing = 0, 0, 0
     for step in range(STEPS):
-        mine = train(fast, step)
-        differing += int(not torch.equal(mine, train(slow, step)))
-        first = mine.clone()
-        dist.broadcast(first, 0)
-        disagreeing += int(not torch.equal(first, mine))
+        gradients = train(fast, step)
+        differing += not torch.equal(gradients, train(slow, step))
+        disagreeing += not agree(gradients)
         if step == HALFWAY:
             resumed.load_state_dict(fast.state_dict())
             trimtab.load_state_dict(resumed, trimtab.state_dict(fast))
         elif step > HALFWAY:
-            resumed_differing += int(not torch.equal(mine, train(resumed, step)))
+            resumed_differing += not torch.equal(gradients, train(resumed, step))
     histories = [controller.history for c in (fast, slow, resumed) if (controller := adaptive_of(c))]
-    counts = torch.tensor([differing, disagreeing, resumed_differing], device="cuda")
-    dist.all_reduce(counts)
-    bits = sorted({b for change in histories[0] for b in change.bits.values()})
+    differing, disagreeing, resumed_differing = summed(differing, disagreeing, resumed_differing)
     return {
-        "wrong_against_waiting": int(counts[0]),
-        "wrong_between_ranks": int(counts[1]),
-        "wrong_after_resuming": int(counts[2]),
-        "ok_same_decisions": histories[0] == histories[1] == histories[2],
-        "ok_bits_changed_twice": len(histories[0]) >= 2,
+        "differing": {"waiting": differing, "ranks": disagreeing, "resumed": resumed_differing},
+        "same_decisions": len(histories) == 3 and histories[0] == histories[1] == histories[2],
         "switched_at": [change.step for change in histories[0]],
-        "bits": bits,
+        "bits": sorted({bits for change in histories[0] for bits in change.bits.values()}),
     }
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
-    return {family: check(family) for family in ("bits", "bits-feedback")}
-
-
-if __name__ == "__main__":
-    from tools.gpu_adaptive import on_rank as imported  # by its importable name, for the ranks
-
-    with Emulation(slices(3)) as emulation:
-        found = run_on_ranks(emulation, imported, {"device": "cuda"})
-    rows = [{"family": family, **row} for family, row in found.items()]
-    wrong = sum(value for row in rows for key, value in row.items() if key.startswith("wrong"))
-    fine = all(value for row in rows for key, value in row.items() if key.startswith("ok"))
-    summary = {"steps": STEPS, "wrong": wrong, "ok": fine}
-    print(Result(bench="adaptive on a GPU", summary=summary, rows=rows).to_json())
+@pytest.mark.parametrize("family", ["bits", "bits-feedback"])
+def test_overlapped_and_resumed_training_decides_the_same(
+    family: str, record_property: Callable[[str, object], None]
+) -> None:
+    result = on_slices(3, check, family=family)
+    record_property("switched_at", result["switched_at"])
+    record_property("bits", result["bits"])
+    assert result["differing"] == {"waiting": 0, "ranks": 0, "resumed": 0}
+    assert result["same_decisions"]
+    assert len(result["switched_at"]) >= 2, "the bits never changed: nothing was tested"
