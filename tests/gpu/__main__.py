@@ -29,6 +29,7 @@ class Report:
     def __init__(self, path: Path, arguments: list[str]) -> None:
         from trimtab.bench.result import environment
 
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._tests: dict[str, dict[str, Any]] = {}
         self._environment = environment()
@@ -72,6 +73,7 @@ def main(path: str, *arguments: str) -> int:
         "--import-mode=importlib",
     ]
     settings += ["-p", "no:cacheprovider", "-W", "error::FutureWarning", "-ra", "--durations=10"]
+    settings += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     faulthandler.dump_traceback_later(LONGEST, exit=True)
     report = Report(Path(path).absolute(), list(arguments))
     return int(pytest.main([*settings, "tests/gpu", *arguments], plugins=[report]))

@@ -13,10 +13,11 @@ from torch import nn
 
 from trimtab.api.set_precision import set_precision
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
-from trimtab.precision import Precision, reference
+from trimtab.precision import reference
 from trimtab.precision.devices import measure, offers
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.linear import linear
+from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

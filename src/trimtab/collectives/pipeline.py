@@ -96,12 +96,16 @@ class StreamRunner:
     Stages have streams of their own so that the next bucket is encoded while this one is on the
     wire, and of high priority so that a short kernel of ours need not wait for a long one of the
     backward pass. The thread launches our kernels while autograd's launches its own.
+
+    After a failure every later reduction fails with the same error: the ranks no longer start their
+    collectives in one order, so that a new one would wait forever or mix up buckets.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:  # a future must know which one
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
+        self._broken: Exception | None = None
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MOST_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="trimtab-launch", daemon=True)
@@ -112,7 +116,7 @@ class StreamRunner:
         filled = torch.cuda.Event()
         filled.record(torch.cuda.current_stream(self._device))
         self._queue.put((steps, filled, result, future))
-        return future
+        return future.then(_value)  # as in `ThreadPipeline.submit`: DDP would take the exception for a tensor
 
     def close(self) -> None:
         self._queue.put(None)
@@ -123,9 +127,13 @@ class StreamRunner:
         while (item := self._queue.get()) is not None:
             steps, filled, result, future = item
             try:
+                if self._broken is not None:
+                    raise self._broken
                 self._launch(steps, filled, result, future)
             except Exception as error:
-                future.set_exception(error)
+                if self._broken is None:
+                    self._broken = error if isinstance(error, TrimtabError) else _reduction_failed(error)
+                future.set_exception(self._broken)
 
     def _launch(self, steps: Iterator[dist.Work], filled: Any, result: torch.Tensor, future: Any) -> None:
         self._streams[0].wait_event(filled)
