@@ -15,7 +15,7 @@ from trimtab.api.set_precision import set_precision
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import offers
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.settings import matched
+from trimtab.predict.precision_patterns import matched
 
 CUDA = torch.device("cuda")
 SETTINGS: dict[str, tuple[str | None, dict[str, str]]] = {

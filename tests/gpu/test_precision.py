@@ -70,26 +70,26 @@ def skip_unless_offered(kind: Any, name: str) -> None:
 @pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
 @pytest.mark.parametrize(("rows", "columns"), [(37, 53), (64, 4096), (5, 20000), (300, 130)])
 def test_quantize_gives_the_reference_bits(rows: int, columns: int, stochastic: bool) -> None:
-    from trimtab.precision.triton_quantise import by_rows, whole
+    from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
 
     x = torch.randn(rows, columns) * torch.rand(rows, 1) * 2.0 ** -torch.randint(0, 24, (rows, columns))
     draw = Draw(base_key(1, 0, 99), torch.tensor([3], device=CUDA), stochastic)
     key = Draw(base_key(1, 0, 99), torch.tensor([3]), stochastic).key(Operand.INPUT)
 
-    expected, scales = reference.quantise(x, "rows", key=key, stochastic=stochastic)
-    codes, row_scales = by_rows(x.cuda(), torch.int8, draw, Operand.INPUT)
+    expected, scales = reference.quantize(x, "rows", key=key, stochastic=stochastic)
+    codes, row_scales = quantize_by_row(x.cuda(), torch.int8, draw, Operand.INPUT)
     assert torch.equal(codes[:rows, :columns].cpu(), expected)
     assert torch.equal(row_scales.cpu(), scales)
 
-    expected, scales = reference.quantise(x, "whole", key=key, stochastic=stochastic)
-    codes, transposed, scale = whole(x.cuda(), torch.int8, draw, Operand.INPUT)
+    expected, scales = reference.quantize(x, "whole", key=key, stochastic=stochastic)
+    codes, transposed, scale = quantize_whole(x.cuda(), torch.int8, draw, Operand.INPUT)
     assert torch.equal(codes[:rows, :columns].cpu(), expected)
     assert torch.equal(transposed, codes.t())
     assert scale.cpu() == scales[0]
 
     for dtype in (E4M3, E5M2):
-        codes, transposed, scale = whole(x.cuda(), dtype, draw, Operand.INPUT)
-        expected, scales = reference.quantise_fp8(x, dtype, key=key, stochastic=stochastic)
+        codes, transposed, scale = quantize_whole(x.cuda(), dtype, draw, Operand.INPUT)
+        expected, scales = reference.quantize_fp8(x, dtype, key=key, stochastic=stochastic)
         assert torch.equal(codes[:rows, :columns].cpu().view(torch.int8), expected.view(torch.int8))
         assert torch.equal(transposed.float(), codes.float().t())
         assert torch.equal(scale.cpu(), scales)
@@ -99,14 +99,14 @@ def test_quantize_gives_the_reference_bits(rows: int, columns: int, stochastic: 
 def test_stochastic_rounding_is_unbiased(
     dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
-    from trimtab.precision.triton_quantise import whole
+    from trimtab.precision.triton_quantize import quantize_whole
 
     x = torch.full((64, 4096), 0.3, device=CUDA)
     x[:, 0] = 1.0
     calls = torch.tensor([3], device=CUDA)
     total = torch.zeros_like(x)
     for seed in range(32):
-        codes, _, scale = whole(x, dtype, Draw(base_key(seed, 0, 1), calls, True), Operand.INPUT)
+        codes, _, scale = quantize_whole(x, dtype, Draw(base_key(seed, 0, 1), calls, True), Operand.INPUT)
         total += codes.float() * scale
     bias = float((total[:, 1:] / 32 - 0.3).mean().abs()) / 0.3
     record_property("bias", bias)
@@ -114,12 +114,12 @@ def test_stochastic_rounding_is_unbiased(
 
 
 def test_nan_reaches_the_scale() -> None:
-    from trimtab.precision.triton_quantise import whole
+    from trimtab.precision.triton_quantize import quantize_whole
 
     x = torch.full((64, 4096), 0.3, device=CUDA)
     x[3, 5] = float("nan")
     draw = Draw(1, torch.tensor([3], device=CUDA), False)
-    assert bool(whole(x, E4M3, draw, Operand.INPUT)[2].isnan())
+    assert bool(quantize_whole(x, E4M3, draw, Operand.INPUT)[2].isnan())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "mixed"])
@@ -132,16 +132,16 @@ def test_linear_is_near_fp64(name: str, record_property: Callable[[str, object],
     bound = max(BOUNDS[part] for part in precision.names)
     worst = 0.0
     for rows, inputs, outputs in ((37, 53, 24), (256, 512, 384), (1, 16, 16)):
-        for turned in (False, True):
+        for transposed in (False, True):
             x = torch.randn(rows, inputs, device=CUDA, requires_grad=True)
-            shape = (inputs, outputs) if turned else (outputs, inputs)
+            shape = (inputs, outputs) if transposed else (outputs, inputs)
             weight = torch.randn(shape, device=CUDA, requires_grad=True)
             bias = torch.randn(outputs, device=CUDA, requires_grad=True)
             g = torch.randn(rows, outputs, device=CUDA)
-            y = linear(x, weight, bias, precision, base=7, calls=calls, turned=turned)
+            y = linear(x, weight, bias, precision, base=7, calls=calls, transposed=transposed)
             grads = torch.autograd.grad(y, (x, weight, bias), g)
             wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
-            straight = wide[1].t() if turned else wide[1]
+            straight = wide[1].t() if transposed else wide[1]
             y64 = F.linear(wide[0], straight, wide[2])
             grads64 = torch.autograd.grad(y64, wide, g.double())
             worst = max(worst, *map(relative, (y, *grads), (y64, *grads64)))
@@ -213,7 +213,7 @@ def test_training_loses_nothing(record_property: Callable[[str, object], None]) 
 
 def test_bandwidth_of_quantizing(record_property: Callable[[str, object], None]) -> None:
     """Fused largest magnitude and quantize, over copying the same tensor: 16384 × 8192 values of bf16."""
-    from trimtab.precision.triton_quantise import by_rows, whole
+    from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
 
     x = torch.randn(16384, 8192, device=CUDA, dtype=torch.bfloat16)
     into = torch.empty_like(x)
@@ -222,10 +222,10 @@ def test_bandwidth_of_quantizing(record_property: Callable[[str, object], None])
     times = over_copy(
         {
             "copy": lambda: into.copy_(x),
-            "int8 by row, stochastic": lambda: by_rows(x, torch.int8, stochastic, Operand.INPUT),
-            "int8 by row, nearest": lambda: by_rows(x, torch.int8, nearest, Operand.INPUT),
-            "fp8 whole, both orders, nearest": lambda: whole(x, E4M3, nearest, Operand.INPUT),
-            "fp8 whole, both orders, stochastic": lambda: whole(x, E5M2, stochastic, Operand.INPUT),
+            "int8 by row, stochastic": lambda: quantize_by_row(x, torch.int8, stochastic, Operand.INPUT),
+            "int8 by row, nearest": lambda: quantize_by_row(x, torch.int8, nearest, Operand.INPUT),
+            "fp8 whole, both orders, nearest": lambda: quantize_whole(x, E4M3, nearest, Operand.INPUT),
+            "fp8 whole, both orders, stochastic": lambda: quantize_whole(x, E5M2, stochastic, Operand.INPUT),
         }
     )
     record_property("time_over_copy", times)
