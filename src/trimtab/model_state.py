@@ -6,9 +6,44 @@ The key is no parameter, buffer or submodule, so that the module's own ``state_d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _KEY = "_trimtab"
+
+
+class Detached:
+    """What a copy of a model, or a saved model, has in the place of something `JobBound`: it does nothing."""
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Detached:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class JobBound:
+    """Belongs to a model of the running job (threads, groups, hooks): copies and saved models go without it."""
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return Detached()
+
+    def __reduce__(self) -> Any:
+        return Detached, ()
+
+
+class JobHook(JobBound):
+    """A module's hook that its copies do not take along."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 @dataclass(eq=False)
@@ -44,6 +79,10 @@ class ModelState:
 
     unit_block: Any = None
     """`trimtab.sharding.unit_block` unit block of an attention module with dropout, and the kind of attention."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and saved models keep what their forward pass needs; the rest belongs to the running job."""
+        return {"tensor_parallel": self.tensor_parallel, "unit_block": self.unit_block}
 
 
 def state_of(module: object) -> ModelState:

@@ -34,7 +34,7 @@ class WaitingRunner:
         future.set_result(result)
         return future
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         pass
 
 

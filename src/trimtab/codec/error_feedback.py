@@ -17,14 +17,26 @@ class ErrorFeedback:
     whose difference is not finite (an overflow under loss scaling) starts again from zero.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hold_unused: bool = False) -> None:
+        """`hold_unused`: in steps where a parameter's values are all zero, keep what is owed to it.
+
+        DDP with `find_unused_parameters` discards the result of a step for parameters that no rank used in it:
+        whatever is sent then is lost.
+        """
         self._residuals: dict[str, torch.Tensor] = {}
+        self._hold_unused = hold_unused
+        self._used: dict[str, torch.Tensor] = {}
 
     def restore(self, name: str, values: torch.Tensor) -> None:
         """Add, in place, what earlier steps left out."""
         residual = self._residuals.get(name)
-        if residual is not None:
-            values.add_(residual.view_as(values))
+        if residual is None:
+            return
+        owed = residual.view_as(values)
+        if self._hold_unused:
+            self._used[name] = used = values.any()
+            owed = owed * used
+        values.add_(owed)
 
     def keep(self, name: str, meant: torch.Tensor, sent: torch.Tensor) -> None:
         """Remember `meant - sent` for the next step."""
@@ -33,7 +45,11 @@ class ErrorFeedback:
             residual = self._residuals[name] = torch.zeros(
                 meant.numel(), dtype=torch.float32, device=meant.device
             )
-        torch.sub(meant.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
+        held = self._used.pop(name, None)
+        if held is None:
+            torch.sub(meant.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
+        else:  # what was not added to the values is still owed
+            residual.mul_(~held).add_(meant.reshape(-1).float()).sub_(sent.reshape(-1).float())
         # One pass: a single NaN or Inf makes the sum one. (A sum that overflows resets too; no gradient is so large.)
         finite = torch.isfinite(residual.sum())
         if residual.device.type == "cpu":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW
+from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.intra_host import GroupInside, Inside, SharedInside
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import MAX_STAGES, PlainReduction, Reduction, together
@@ -57,7 +58,6 @@ class Hierarchy:
             raise TrimtabError(f"no hierarchy: {reason}; reduce flat over all ranks")
         rank = dist.get_rank(group)
         self.host, self.index = self.hosts.seat(rank)
-        global_ranks = dist.get_process_group_ranks(group)
         members = self.hosts.ranks[self.host]
         self.shared_memory = shared_memory
         self.inside: Inside
@@ -68,19 +68,19 @@ class Hierarchy:
             ]
             self.inside = SharedInside(*segments)
         else:
-            self.inside = GroupInside(*_groups([global_ranks[r] for r in members], device, 2))
+            self.inside = GroupInside(*private_groups(group, device, 2, ranks=members))
         self.between: tuple[dist.ProcessGroup, ...] = ()
         if self.hosts.count > 1:
-            peers = [global_ranks[r] for r in self.hosts.peers(rank)]
-            self.between = _groups(peers, device, MAX_STAGES)
+            self.between = private_groups(group, device, MAX_STAGES, ranks=self.hosts.peers(rank))
 
     def shard(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Shard:
         """This rank's part of a bucket."""
         return shards(pieces, dtype, self.hosts.per_host)[self.index]
 
     def close(self) -> None:
-        """Let go of shared memory; the reductions must not be used after this."""
+        """Let go of shared memory and groups; the reductions must not be used after this."""
         self.inside.close()
+        destroy_groups(self.between)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +205,3 @@ class PlainShard:
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. all-reduce."""
         return self._plain.steps(flat[self._part], step=step, scale=scale)
-
-
-def _groups(ranks: list[int], device: torch.device, count: int) -> tuple[dist.ProcessGroup, ...]:
-    """As many process groups as threads will use; NCCL orders by stream, so one serves."""
-    made: list[dist.ProcessGroup] = []
-    for _ in range(1 if device.type == "cuda" else count):
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-        made.append(group)
-    return tuple(made * (count if device.type == "cuda" else 1))

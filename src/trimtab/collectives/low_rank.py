@@ -59,10 +59,8 @@ class LowRankReduction:
             values = _part(flat, piece)
             self._memory.restore(piece.name, values)
             matrices.append(values.float().view(shape))
-        lefts = [
-            matrix @ self._right(piece, shape[1], rank, matrix.device)
-            for (piece, shape, rank), matrix in zip(self._matrices, matrices, strict=True)
-        ]
+        starts = [self._right(piece, shape[1], rank, flat.device) for piece, shape, rank in self._matrices]
+        lefts = [matrix @ right for matrix, right in zip(matrices, starts, strict=True)]
         first = _join([*lefts, *(_part(flat, piece).float() for piece in self._raw)], flat)
         yield started(dist.all_reduce(first, group=self._groups[0], async_op=True))
         carried(first, *matrices)
@@ -77,13 +75,14 @@ class LowRankReduction:
         yield started(dist.all_reduce(second, group=self._groups[-1], async_op=True))
         carried(second, *matrices, *bases)
         summed = second.split_with_sizes([right.numel() for right in rights])
-        for (piece, _, _), matrix, basis, right, part in zip(
-            self._matrices, matrices, bases, rights, summed, strict=True
+        for (piece, _, _), matrix, basis, right, part, before in zip(
+            self._matrices, matrices, bases, rights, summed, starts, strict=True
         ):
             product = basis @ part.view_as(right).T
             # Each rank made up 1/W of the product; what its own values had beyond that is still owed.
             self._memory.keep(piece.name, matrix, product / world)
-            self._rights[piece.name] = part.view_as(right).clone()
+            # Of a matrix that was zero on every rank there is nothing to learn: the last factor stays.
+            self._rights[piece.name] = torch.where(part.any(), part.view_as(right), before)
             _part(flat, piece).copy_(product.view(-1))
 
     def _right(self, piece: Piece, columns: int, rank: int, device: torch.device) -> torch.Tensor:

@@ -9,18 +9,19 @@ the wire, the next is being encoded. On CUDA the same steps are queued on a side
 from __future__ import annotations
 
 import threading
+import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from trimtab.collectives.reduction import MOST_STAGES
 from trimtab.errors import TrimtabError
+from trimtab.shutdown import close_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch.distributed as dist
 
 
 class Runner(Protocol):
@@ -29,8 +30,8 @@ class Runner(Protocol):
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         """A `torch.futures.Future` that holds `result` when `steps` have finished."""
 
-    def close(self) -> None:
-        """Stop; reductions already submitted are finished first."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop; reductions already submitted are finished first, or given up after `timeout` seconds."""
 
 
 class ThreadPipeline:
@@ -45,6 +46,7 @@ class ThreadPipeline:
         ]
         for thread in self._threads:
             thread.start()
+        close_at_exit(self)
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future()
@@ -53,10 +55,11 @@ class ThreadPipeline:
         # a callback reaches it as an error.
         return future.then(_value)
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
-            thread.join()
+            thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
     def _serve(self, stage: int) -> None:
         queue = self._queues[stage]
@@ -70,8 +73,7 @@ class ThreadPipeline:
                 started = next(steps, None)
             except Exception as error:
                 # A failed collective leaves the group unusable: fail what follows instead of hanging.
-                if self._broken is None:
-                    self._broken = error if isinstance(error, TrimtabError) else _reduction_failed(error)
+                self._broken = self._broken or _failure(error)
                 future.set_exception(self._broken)
                 continue
             if started is None:
@@ -80,10 +82,20 @@ class ThreadPipeline:
                 self._queues[stage + 1].put((steps, started, result, future))
 
 
-def _reduction_failed(error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"reducing the gradients failed; has another rank ended? Its own output says why. ({error})"
+def _failure(error: Exception) -> Exception:
+    """What DDP raises for `error`: the cause itself, unless a collective failed, whose cause lies on another rank."""
+    if isinstance(error, TrimtabError):
+        return error
+    text = str(error)
+    if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
+        return RuntimeError(
+            f"reducing the gradients failed: has another rank ended? Its own output says why. ({text})"
+        )
+    failure = RuntimeError(
+        f"reducing the gradients failed on rank {dist.get_rank()}: {type(error).__name__}: {text}"
     )
+    failure.__cause__ = error
+    return failure
 
 
 def _value(future: Any) -> Any:
@@ -105,11 +117,12 @@ class StreamRunner:
         if device.index is None:  # a future must know which one
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
-        self._broken: Exception | None = None
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MOST_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="trimtab-launch", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future(devices=[self._device])
@@ -118,9 +131,9 @@ class StreamRunner:
         self._queue.put((steps, filled, result, future))
         return future.then(_value)  # as in `ThreadPipeline.submit`: DDP would take the exception for a tensor
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
 
     def _serve(self) -> None:
         torch.cuda.set_device(self._device)
@@ -131,8 +144,8 @@ class StreamRunner:
                     raise self._broken
                 self._launch(steps, filled, result, future)
             except Exception as error:
-                if self._broken is None:
-                    self._broken = error if isinstance(error, TrimtabError) else _reduction_failed(error)
+                # What was queued before may wait for a collective that never ends: fail what follows.
+                self._broken = self._broken or _failure(error)
                 future.set_exception(self._broken)
 
     def _launch(self, steps: Iterator[dist.Work], filled: Any, result: torch.Tensor, future: Any) -> None:

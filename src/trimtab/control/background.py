@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from trimtab.collectives.groups import shared_name
+from trimtab.collectives.roll_call import timeout_of
+from trimtab.errors import TrimtabError
+from trimtab.shutdown import close_at_exit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FAILED = "failed"
+FAILED = "failed"
+"""The key of a decision that could not be made; its value says why."""
+
+POLL_S = 0.02
+"""Between two looks whether a decision is there: it takes effect some steps later."""
 
 NICENESS = 10
 """Added to the thread's: it takes what the training leaves."""
@@ -26,29 +35,32 @@ NICENESS = 10
 class Background:
     """Decisions by key, the same on every rank, through the job's own store.
 
-    The store is the one the ranks met at; keys carry the name of the group, which is the job's own.
-    No collective is involved, so nothing here can get into the order of those that are.
+    The store is the one the ranks met at; keys carry a name that no other decisions have, agreed on when this is
+    made, on every rank at the same point. Nothing after that is a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # A connection of its own: waiting for a key must not hold up others who use the store.
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = PrefixStore(f"trimtab/adaptive/{group.group_name}", store.clone())
+        self._store = PrefixStore(f"{shared_name(group)}/decisions", store.clone())
+        self._timeout_s = timeout_of(group).total_seconds()
+        self._closing = threading.Event()
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._published: list[str] = []
         self.cpu_seconds = 0.0
 
     def decide(self, key: str, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-        """Run `function` and publish what it gives, which must be JSON's."""
+        """Run `function` and publish what it gives, which must be JSON's; if it raises, what it raised, as `FAILED`.
+
+        A decision that cannot be made must never end a training that could go on without it.
+        """
 
         def run() -> dict[str, Any]:
             try:
                 text = json.dumps(function())
             except Exception as error:
-                # The others wait for this key: tell them, rather than let them wait for the store's timeout.
-                self._store.set(key, json.dumps({_FAILED: repr(error)}))
-                raise
+                text = json.dumps({FAILED: f"{type(error).__name__}: {error}"})
             self._store.set(key, text)
             # Everyone has read the one before last: it was in effect before this one was begun.
             self._published.append(key)
@@ -62,10 +74,15 @@ class Background:
         """What the deciding rank publishes under the key."""
 
         def run() -> dict[str, Any]:
-            decision = dict(json.loads(self._store.get(key)))
-            if _FAILED in decision:
-                raise RuntimeError(f"rank 0 could not plan the bits of the layers: {decision[_FAILED]}")
-            return decision
+            deadline = time.monotonic() + self._timeout_s
+            while not self._store.check([key]):  # a thread inside `get` could not be told to leave
+                if self._closing.wait(POLL_S):
+                    raise RuntimeError(f"closed before rank 0 decided {key!r}")
+                if time.monotonic() > deadline:
+                    raise TrimtabError(
+                        f"rank 0 of the group has not published {key!r} within {self._timeout_s:g} s: has it ended?"
+                    )
+            return dict(json.loads(self._store.get(key)))
 
         return self._submit(run)
 
@@ -76,17 +93,19 @@ class Background:
         future.set_result(value)
         return future
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = 5.0) -> None:
         """End the thread when it has done what it was given; a key that never comes is not waited for."""
+        self._closing.set()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(timeout=5)
+            self._thread.join(timeout)
 
     def _submit(self, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="trimtab-adaptive", daemon=True)
             self._thread.start()
+            close_at_exit(self)
         self._queue.put((function, future))
         return future
 

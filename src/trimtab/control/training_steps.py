@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from trimtab.model_state import JobHook
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -38,7 +40,7 @@ class TrainingSteps:
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = self._stepped = False
         # A compiled model calls it between its graphs: what it does is not for tracing.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
         alive = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -142,6 +142,14 @@ class TrimtabGroup(ForwardingGroup):
                 return reducer.reduce(tensors, self._next(), self._scale(opts.reduceOp))
         return self._plain.allreduce_coalesced(tensors, opts)
 
+    @_disable_dynamo
+    def barrier(self, *args: Any, **named: Any) -> Any:
+        """The wrapped backend's, after every all-reduce that was started here before."""
+        for reducer in self._reducers.values():
+            if reducer is not None:
+                reducer.wait()
+        return self._plain.barrier(*args, **named)
+
     def set_options(self, options: GroupOptions) -> None:
         """From the next all-reduce on; every rank of the group does the same."""
         self._close_reducers(destroy=True)

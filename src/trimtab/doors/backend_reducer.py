@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
+from trimtab.collectives.groups import destroy_groups
 from trimtab.doors.ddp import stage_groups
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Reducer:
         self.groups = stage_groups(group, device)
         self._codec, self._device, self._min_numel, self._seed = codec, device, min_numel, seed
         self._runner = runner_for(device)
+        self._last: Any = None
         # Buffers of the same sizes may be under way together, so a reduction with its payload buffers is
         # taken for the time of one all-reduce. Each with the event after which its buffers are free.
         self._idle: deque[tuple[Key, Reduction, Any]] = deque()
@@ -40,8 +42,13 @@ class Reducer:
     def reduce(self, tensors: Sequence[torch.Tensor], step: int, scale: float) -> Reduced:
         """Start replacing the tensors by their sum over ranks of `scale` × them."""
         tensors = [tensor.detach() for tensor in tensors]
-        future = self._runner.submit(self._steps(tensors, step, scale), tensors)  # type: ignore[arg-type]
-        return Reduced(future)
+        self._last = self._runner.submit(self._steps(tensors, step, scale), tensors)  # type: ignore[arg-type]
+        return Reduced(self._last)
+
+    def wait(self) -> None:
+        """For all that was started: buffers are reduced in order."""
+        if self._last is not None:
+            self._last.wait()
 
     def close(self, *, destroy: bool) -> None:
         """Finish what was started and end the threads.
@@ -49,9 +56,8 @@ class Reducer:
         `destroy` the groups of the stages too, unless the default group goes: torch then destroys all others.
         """
         self._runner.close()
-        for group in dict.fromkeys(self.groups):
-            if destroy and group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
+        if destroy:
+            destroy_groups(self.groups)
 
     def _steps(self, tensors: list[torch.Tensor], step: int, scale: float) -> Iterator[dist.Work]:
         single = len(tensors) == 1

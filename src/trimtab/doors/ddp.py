@@ -7,20 +7,24 @@ another order, and that must change nothing.
 from __future__ import annotations
 
 import sys
+import weakref
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from trimtab._compat import all_gather_single
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives import MAX_STAGES, Piece, Reduction, finish, reduction_for, runner_for
+from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.ddp_resume import AsSaved
 from trimtab.errors import TrimtabError
+from trimtab.model_state import Detached, JobBound
 from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
@@ -52,7 +56,7 @@ class Watcher(Protocol):
         """Called with each bucket's average over the ranks, before DDP gets it; must not change it."""
 
 
-class DdpCompression:
+class DdpCompression(JobBound):
     """The compression of one DDP module: which parameters, how, and what must survive a restart."""
 
     def __init__(
@@ -88,7 +92,8 @@ class DdpCompression:
         """Parameters that an override speaks of."""
         if error_feedback is None:
             error_feedback = not isinstance(codec, Block)
-        self.memory = ErrorFeedback() if error_feedback else None
+        self._hold_unused = bool(ddp.find_unused_parameters)
+        self.memory = self._feedback() if error_feedback else None
         self._rights: dict[str, torch.Tensor] = {}
         self.watcher: Watcher | None = None
         """Set before the first step, on every rank or on none."""
@@ -97,9 +102,11 @@ class DdpCompression:
         self._kernels, self._observe = kernels, observe
         self._hierarchy, self._method = hierarchy, method
         self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
-        self._names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self._choose(ddp, overrides or {}, min_numel)
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+        self._ddp = weakref.ref(ddp)
+        self._own_group = ddp.process_group
         self.groups = groups or stage_groups(ddp.process_group, self.device)
         self.scale = 1.0 / dist.get_world_size(self.groups[0])
         self._reductions: dict[Any, tuple[Reduction, list[Piece]]] = {}
@@ -118,7 +125,15 @@ class DdpCompression:
         if self._instead is not None:
             state, hook = self._instead
             return hook(state, bucket)
+        ddp = self._ddp()
+        if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            raise TrimtabError(
+                "compress: join(divide_by_initial_world_size=False) averages over the ranks that are left, which a "
+                "communication hook cannot know; use join(), or train without trimtab.compress"
+            )
         flat = bucket.buffer()
+        if flat.is_sparse:  # its values and their places differ from rank to rank: torch's own reduction
+            return allreduce_hook(self._own_group, bucket)
         step = self.step
         if bucket.is_last():
             self.step += 1
@@ -159,7 +174,7 @@ class DdpCompression:
             if bits != RAW and name not in self.fixed:
                 self.pieces[name] = numel, bits, codec.block
         if error_feedback != (self.memory is not None):
-            self.memory = ErrorFeedback() if error_feedback else None
+            self.memory = self._feedback() if error_feedback else None
         self._reductions.clear()
         self._in_step.clear()
 
@@ -173,8 +188,9 @@ class DdpCompression:
         self._instead = (state, hook)
 
     def close(self) -> None:
-        """End the communication threads; the module must not train after this."""
+        """End the communication threads and groups; the module must not train after this."""
         self._runner.close()
+        destroy_groups(self.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the same bits."""
@@ -214,6 +230,9 @@ class DdpCompression:
         self._in_step.clear()
         buckets = state.get("buckets")
         self._as_saved = AsSaved(buckets, self._names) if buckets else None
+
+    def _feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(hold_unused=self._hold_unused)
 
     def _choose(
         self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
@@ -324,17 +343,14 @@ class DdpCompression:
 
 
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
-    """A process group for each stage of a reduction.
+    """A process group for each stage of a reduction: Gloo needs one for each thread. Collective."""
+    return private_groups(group, device, MAX_STAGES)
 
-    NCCL orders collectives by stream, so one group serves; of high priority, so that its kernels need
-    not wait for those of the backward pass. Gloo needs a group for each thread.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        own = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
-        return (_checked(own),) * MAX_STAGES
-    return tuple(_checked(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(MAX_STAGES))
+
+def has_other_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered; that a copied module's original had one of ours does not count."""
+    hooks = getattr(ddp, "_comm_hooks", ())
+    return any(not isinstance(getattr(hook, "__self__", hook), Detached) for hook, _ in hooks)
 
 
 def refuse_python_reducer() -> None:
@@ -345,11 +361,6 @@ def refuse_python_reducer() -> None:
             "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's communication hooks; "
             "set it to True (the default) or False"
         )
-
-
-def _checked(group: Any) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup), "every rank of the group calls this"
-    return group
 
 
 def _bits_and_block(main: Codec, chosen: Codec | None, name: str) -> tuple[int, int]:

@@ -106,7 +106,7 @@ class ShardedGroup:
         self._owner, self._module, self._param_group = owner, module, param_group
         self._params = {parameter_name(p, names): p for p in param_group.fsdp_params}
         self._layouts: dict[Any, ShardLayout | None] = {}
-        self._reductions: dict[torch.dtype, Reduction] = {}
+        self._reductions: dict[Any, Reduction] = {}
 
     @property
     def names(self) -> list[str]:
@@ -159,12 +159,13 @@ class ShardedGroup:
         shards = self._shards("gradients", params)
         if sum(shard.numel for shard in shards) != flat.numel() or flat.dtype not in DTYPES:
             return False
-        if flat.dtype not in self._reductions:
-            self._reductions[flat.dtype] = self._plan_replicas(shards, flat, group)
+        key = *params, flat.dtype
+        if key not in self._reductions:
+            self._reductions[key] = self._plan_replicas(shards, flat, group)
         scattered, step = self.steps
         self.steps = scattered, step + 1
         scale = self._scale(op, group.size())
-        finish(self._reductions[flat.dtype].steps(flat, step=step, scale=scale))
+        finish(self._reductions[key].steps(flat, step=step, scale=scale))
         return True
 
     def _plan_replicas(self, shards: list[Shard], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
@@ -191,7 +192,7 @@ class ShardedGroup:
         self, what: str, params: Mapping[str, Any], flat: torch.Tensor, chunk: int, group: dist.ProcessGroup
     ) -> ShardLayout | None:
         """How a buffer travels; None: exactly, as it holds other values than the shards of `params`."""
-        key = what, chunk, flat.dtype, group.size()
+        key = what, *params, chunk, flat.dtype, group.size()
         if key not in self._layouts:
             shards = self._shards(what, params)
             if sum(shard.numel for shard in shards) == chunk and flat.dtype in DTYPES:

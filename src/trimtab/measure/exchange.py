@@ -37,6 +37,8 @@ def measure_exchanges(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     numel: int = LARGEST,
+    *,
+    repeats: int = REPEATS,
 ) -> dict[str, Exchange]:
     """Time a plain exchange of a trial buffer and one for each way, in turn; every rank gets the same figures.
 
@@ -65,7 +67,7 @@ def measure_exchanges(
         numel = min(numel * 4, largest)
     times = [
         (_timed(plain, groups, device), [_timed(run, groups, device) for run in runs.values()])
-        for _ in range(REPEATS)
+        for _ in range(repeats)
     ]
     return {
         name: Exchange(

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.model_state import JobHook
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -128,5 +130,5 @@ def leave_out(module: torch.nn.Module, clock: Callable[[], LocalClock | None]) -
             output.grad_fn.register_prehook(pause)
             output.grad_fn.register_hook(resume)
 
-    module.register_forward_pre_hook(pause)
-    module.register_forward_hook(forward_ends)
+    module.register_forward_pre_hook(JobHook(pause))
+    module.register_forward_hook(JobHook(forward_ends))

@@ -31,6 +31,10 @@ class TensorGroup:
     clock: Clock | None = None
     """What measures the time between collectives, when something wants to know."""
 
+    def __deepcopy__(self, _memo: Any) -> TensorGroup:
+        """A copied model has the same ranks; its time is nobody's concern."""
+        return TensorGroup(process_group=self.process_group, rank=self.rank, size=self.size)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up over the ranks, in place."""
         if self.size == 1:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trimtab.control.background import Background
+from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.optimizer_kind import OptimiserWatch
 from trimtab.control.compression.statistics import Statistics
@@ -129,6 +129,8 @@ class Controller:
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
         self._optimiser = OptimiserWatch(compression.parameter_ids) if self._rank == 0 else None
         self._background = Background(group)
+        self._failed = False
+        """Whether a decision could not be made, which is said once."""
         self._own_cpu = 0.0
         self._began_at: tuple[int, float] | None = None
         self._last_at: tuple[int, float] | None = None
@@ -257,6 +259,13 @@ class Controller:
         assert self._pending is not None
         decision = self._pending[1].result()
         self._pending = None
+        if FAILED in decision:
+            if self._rank == 0 and not self._failed:
+                logger().warning(
+                    "step %d: bits stay as they are; planning them failed: %s", step, decision[FAILED]
+                )
+            self._failed = True
+            return
         if decision["planned"]:
             self.planned_at = step
         if decision["family"] != self._family:

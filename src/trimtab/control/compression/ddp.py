@@ -11,17 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec
 from trimtab.collectives import find_hosts
+from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller
 from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.levels import Levels, choose_levels
-from trimtab.doors.ddp import DdpCompression, refuse_python_reducer, stage_groups
+from trimtab.control.compression.past_decision import PastDecision
+from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.exchange import measure_exchanges
+from trimtab.measure.exchange import REPEATS, measure_exchanges
 from trimtab.model_state import attach_state, state_of
 from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
-from trimtab.planning.compression.payoff import Decision, decide_family
+from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
 from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
@@ -52,6 +55,11 @@ def compress_ddp(
     rank, world_size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world_size == 1:
         return "one rank: there is nothing to send, so nothing to compress"
+    observe = None
+    if log and rank == 0:
+        observe = LayerLog(
+            log, lambda: state_of(model).compression.codec, every=log_every, seed=seed, rank=rank
+        )
     choice = None
     reason = f"compressing with {codec}, as requested"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
@@ -61,6 +69,7 @@ def compress_ddp(
         reason = choice.decision.reason
         if not choice.decision.compress:
             if codec is None:
+                destroy_groups(choice.groups)
                 return reason
             reason = f"choosing bits of the family {choice.settings.name}, as requested"
         codec, error_feedback = choice.codec, choice.settings.family.error_feedback
@@ -68,9 +77,6 @@ def compress_ddp(
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    observe = None
-    if log and rank == 0:
-        observe = LayerLog(log, lambda: compression.codec, every=log_every, seed=seed, rank=rank)
     levels = _levels(model, codec) if isinstance(codec, Block) else None
     compression = DdpCompression(
         model,
@@ -125,7 +131,7 @@ def _require_compressible(model: DistributedDataParallel, weight_bits: int | Non
     compression = compression_of(model)
     if compression is not None and not compression.automatic:
         raise TrimtabError("compress: this module is already compressed; call it once")
-    if compression is None and getattr(model, "_comm_hooks", None):
+    if compression is None and has_other_hook(model):
         raise TrimtabError("compress: this module has a communication hook of its own; register only one")
     refuse_python_reducer()
 
@@ -173,23 +179,40 @@ def _choose_family(
             f"compress: there is no family {config.family!r} with error_feedback={error_feedback}; "
             f"choose from {', '.join(FAMILIES)}"
         )
-    groups = stage_groups(model.process_group, parameters[0].device)
-    exchanges = measure_exchanges(
-        {
-            name: (family_codec(family, family.expected), family.error_feedback)
-            for name, family in FAMILIES.items()
-            if name in names
-        },
-        groups,
-        parameters[0].device,
-        sum(p.numel() for p in parameters),
-    )
-    name, decision = decide_family(exchanges, sum(p.numel() * p.element_size() for p in parameters))
+    device, numel = parameters[0].device, sum(p.numel() for p in parameters)
+    gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    groups = stage_groups(model.process_group, device)
+    ways = {
+        name: (family_codec(FAMILIES[name], FAMILIES[name].expected), FAMILIES[name].error_feedback)
+        for name in names
+    }
+    exchanges = measure_exchanges(ways, groups, device, numel)
+    if is_close(exchanges):
+        logger().debug("compressing pays hardly or not at all; measuring the link once more")
+        exchanges = measure_exchanges(ways, groups, device, numel, repeats=4 * REPEATS)
+    memory = PastDecision(gradient_bytes, groups[0], device)
+    name, decision = decide_family(exchanges, gradient_bytes, memory.recall())
+    memory.remember(decision.compress)
+    for family, exchange in exchanges.items():
+        logger().debug(
+            "%s: %.1f ms plain, %.1f ms in %d bits, for %.1f MB",
+            *(
+                family,
+                exchange.plain_s * 1e3,
+                exchange.compressed_s * 1e3,
+                exchange.bits,
+                exchange.nbytes / 1e6,
+            ),
+        )
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
     if config.family is None and not error_feedback:
         settings = replace(settings, name=AT_FIRST, fastest=name)
-        reason = f"{decision.reason} (that is for SGD; any other optimizer gets {AT_FIRST})"
-        decision = replace(decision, reason=reason) if decision.compress else decision
+        if decision.compress:
+            reason = (
+                f"{decide(exchanges[AT_FIRST], gradient_bytes, True).reason}; the bits of each layer are chosen "
+                "while training runs, for the optimizer that it has"
+            )
+            decision = replace(decision, reason=reason)
     return _FamilyChoice(config=config, settings=settings, decision=decision, groups=groups)
 
 

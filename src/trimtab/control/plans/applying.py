@@ -23,6 +23,7 @@ from trimtab.control.plans.active_plan import (
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
+from trimtab.doors.ddp import has_other_hook
 from trimtab.model_state import attach_state
 from trimtab.planning.plan_file import parse_plan
 from trimtab.precision.operators import CallCounter
@@ -163,7 +164,7 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     compression = compression_of(ddp)
     if compression is not None:
         return f"gradients are sent as set by trimtab.compress ({compression.codec}), not as in the plan"
-    if getattr(ddp, "_comm_hooks", None):
+    if has_other_hook(ddp):
         return "gradients are sent by the module's own communication hook, not as in the plan"
     state.compression_plan = plan
     if plan.bits is None:

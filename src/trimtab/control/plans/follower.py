@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from trimtab.control.background import Background
+from trimtab.control.background import FAILED, Background
 from trimtab.control.plans.active_plan import Switch, plan_text
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.environment import logger
 from trimtab.measure.local_clock import LocalClock
+from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
 from trimtab.planning.plan_file import parse_plan
 from trimtab.planning.replan import replan
@@ -59,6 +60,7 @@ class Follower:
         self._clock = LocalClock(next(ddp.parameters()).device)
         active.clocks.add(self._clock)
         self._background = Background(self._group)
+        self._failed = False
         self._drift = Drift(rules)
         self._step = 0
         self._shares: tuple[int, ...] | None = None
@@ -72,7 +74,7 @@ class Follower:
                 follower._time_backward(output)
 
         # A compiled model calls the hook between its graphs; it must not be traced.
-        self._handle = ddp.register_forward_hook(torch.compiler.disable(after_forward))
+        self._handle = ddp.register_forward_hook(JobHook(torch.compiler.disable(after_forward)))
         weakref.finalize(ddp, self._background.close).atexit = False
 
     def close(self) -> None:
@@ -154,6 +156,13 @@ class Follower:
         assert self._pending is not None
         decision = self._pending[1].result()
         self._pending = None
+        if FAILED in decision:
+            if self._rank == 0 and not self._failed:
+                logger().warning(
+                    "step %d: the plan stays; comparing it failed: %s", self._step, decision[FAILED]
+                )
+            self._failed = True
+            return
         if self._rank == 0:
             for reason in decision["reasons"]:
                 logger().info("step %d: %s", self._step, reason)

@@ -16,6 +16,10 @@ MAX_TIME_RATIO = 0.85
 """Compress when the exchange takes at most this fraction of the plain one: less gain than that is
 within what a step varies by, and exact gradients are worth more."""
 
+KEEP_MARGIN = 0.10
+"""How much the ratio must pass that limit by before a decision of an earlier run is reversed: a measurement that
+varies from run to run must not turn the same job's compression on and off."""
+
 MIN_SAVED_S = 5e-4
 """And when it saves at least so many seconds a step: a small model's exchange is all latency."""
 
@@ -31,12 +35,22 @@ class Decision:
     reason: str
 
 
-def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
-    """Compress exactly when it makes the exchange of the job's gradients clearly shorter."""
+def is_close(exchanges: Mapping[str, Exchange]) -> bool:
+    """Whether the measurement is so near the limit that another one might decide otherwise."""
+    ratio = min(exchange.compressed_s / exchange.plain_s for exchange in exchanges.values())
+    return abs(ratio - MAX_TIME_RATIO) <= KEEP_MARGIN
+
+
+def decide(exchange: Exchange, gradient_bytes: int, before: bool | None = None) -> Decision:
+    """Compress exactly when it makes the exchange of the job's gradients clearly shorter.
+
+    `before` is what an earlier run of the same job decided; None if there was none.
+    """
     times = gradient_bytes / exchange.nbytes
     plain_ms, compressed_ms = exchange.plain_s * times * 1e3, exchange.compressed_s * times * 1e3
     gain = exchange.plain_s / exchange.compressed_s
-    clearly = exchange.compressed_s <= MAX_TIME_RATIO * exchange.plain_s
+    margin = {None: 0.0, True: KEEP_MARGIN, False: -KEEP_MARGIN}[before]
+    clearly = exchange.compressed_s <= (MAX_TIME_RATIO + margin) * exchange.plain_s
     compress = clearly and plain_ms - compressed_ms >= MIN_SAVED_S * 1e3
     said = (
         f"{gradient_bytes / 1e6:.0f} MB of gradients a step take {plain_ms:.0f} ms by plain all-reduce "
@@ -49,7 +63,9 @@ def decide(exchange: Exchange, gradient_bytes: int) -> Decision:
     return Decision(compress=compress, gain=gain, reason=reason)
 
 
-def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tuple[str, Decision]:
+def decide_family(
+    exchanges: Mapping[str, Exchange], gradient_bytes: int, before: bool | None = None
+) -> tuple[str, Decision]:
     """The family that takes least time, of those that were tried on this link, and whether even that pays."""
     candidates = [
         FamilyCandidate(
@@ -60,7 +76,7 @@ def decide_family(exchanges: Mapping[str, Exchange], gradient_bytes: int) -> tup
         for name, exchange in exchanges.items()
     ]
     choice = choose_family(candidates, passed=exchanges.keys())
-    decision = decide(exchanges[choice.family], gradient_bytes)
+    decision = decide(exchanges[choice.family], gradient_bytes, before)
     if decision.compress:
         reason = f"{decision.reason}; bits are chosen per layer while training runs: {choice.reason}"
         decision = replace(decision, reason=reason)

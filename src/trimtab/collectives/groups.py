@@ -1,0 +1,128 @@
+"""Process groups of our own: invisible to the script, named by the ranks that share them.
+
+`dist.new_group(use_local_synchronization=True)` names a group by how many groups *this process* has made, so ranks
+that belong to different subgroups wait for each other under different names, forever. It also forgets the timeout
+of the group it is made from, and takes its backend from the default group. Here the first rank of the parent gives
+the name, and timeout and backend are those of the parent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from trimtab.collectives.roll_call import roll_call, timeout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def shared_name(group: dist.ProcessGroup) -> str:
+    """A name that no other group or job has, the same on every rank of the group, which all call this."""
+    return roll_call(group, "trimtab", f"trimtab-{secrets.token_hex(8)}")[0]
+
+
+def private_groups(
+    parent: dist.ProcessGroup, device: torch.device, count: int, *, ranks: Sequence[int] | None = None
+) -> tuple[dist.ProcessGroup, ...]:
+    """`count` groups of the parent's ranks for tensors on `device`. Every rank of the parent calls it.
+
+    NCCL orders collectives by stream, so there one group serves them all; its streams have high priority, so that
+    its kernels need not wait for those of the backward pass.
+
+    Args:
+        ranks: the ranks of the parent (as the parent counts them) that form this rank's groups; all when None.
+            Different ranks may name different, disjoint sets.
+    """
+    every = dist.get_process_group_ranks(parent)
+    members = sorted(every if ranks is None else [every[rank] for rank in ranks])
+    base = shared_name(parent)
+    name = f"{base}-{'_'.join(map(str, members))}"
+    if device.type == "cuda":
+        return (_group(parent, device, members, name),) * count
+    return tuple(_group(parent, device, members, f"{name}-{index}") for index in range(count))
+
+
+def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Close the connections and threads of private groups; those that torch has destroyed already are passed over."""
+    for group in dict.fromkeys(groups):
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def gloo_backend(
+    store: Any, rank: int, size: int, timeout: Any, *, name: Any, global_ranks: Sequence[int]
+) -> Any:
+    """A Gloo backend that torch knows nothing of yet."""
+    backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    backend.options.global_ranks_in_group, backend.options.group_name = list(global_ranks), name
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def nccl_backend(
+    store: Any, rank: int, size: int, options: Any, *, timeout: Any, name: Any, global_ranks: Sequence[int]
+) -> Any:
+    """An NCCL backend that torch knows nothing of yet."""
+    options._timeout = timeout
+    options.global_ranks_in_group, options.group_name = list(global_ranks), name
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def register_group(
+    group: dist.ProcessGroup, name: Any, *, desc: str, backend: str, config: str, store: Any, ranks: Any
+) -> None:
+    """Let torch find a group that it did not make: these are the tables that `new_group` fills.
+
+    `ranks` maps global ranks to the group's own.
+    """
+    world: Any = dist.distributed_c10d._world
+    group._set_group_name(name)
+    group._set_group_desc(desc)
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = ranks
+    world.pg_backend_config[group] = config
+    world.pg_to_tag[group] = f"ptd:{name}"
+    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+    c10d._register_process_group(name, group)
+
+
+def _group(
+    parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str
+) -> dist.ProcessGroup:
+    timeout = timeout_of(parent, device)
+    kind = parent._get_backend(device).name()
+    if kind not in ("gloo", "nccl"):
+        made = dist.new_group(members, timeout=timeout, backend=kind, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+        return made
+    rank, size = members.index(dist.get_rank()), len(members)
+    store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroup(store, rank, size)
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        backend = nccl_backend(store, rank, size, options, timeout=timeout, name=name, global_ranks=members)
+        kinds = dist.ProcessGroup.BackendType.NCCL
+    else:
+        backend = gloo_backend(store, rank, size, timeout, name=name, global_ranks=members)
+        kinds = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(device, kinds, backend)
+    group._set_default_backend(kinds)
+    register_group(
+        group,
+        name,
+        desc="trimtab",
+        backend=kind,
+        config=f"{device.type}:{kind}",
+        store=store,
+        ranks={global_rank: index for index, global_rank in enumerate(members)},
+    )
+    return group

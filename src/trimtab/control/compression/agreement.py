@@ -1,0 +1,89 @@
+"""Before anything is measured or sent: every rank is there, wants the same, and can do its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.codec import Block, Codec, PowerSGD, TopK
+from trimtab.codec.codec import Uncompressed
+from trimtab.collectives.roll_call import announce, roll_call
+from trimtab.control.compression.adaptive import Adaptive
+from trimtab.control.compression.fsdp import is_fsdp
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch.distributed as dist
+    from torch import nn
+
+DISABLED = "disabled"
+_READY = "ready"
+_REFUSED = "refused: "
+
+
+def compression_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that compress a model's gradients together; None where there is one rank, or no such model."""
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup | None = model.process_group
+    elif is_fsdp(model):
+        from trimtab.doors.fsdp import process_groups
+
+        shard, replicate = process_groups(model)
+        group = shard if shard is not None and shard.size() > 1 else replicate
+    else:
+        return None
+    return group if group is not None and group.size() > 1 else None
+
+
+def agree_to_compress(
+    group: dist.ProcessGroup | None,
+    codec: object,
+    overrides: Mapping[str, Codec | None] | None,
+    log: str | Path | None,
+) -> list[int]:
+    """Check this rank's arguments and hear the others; gives the ranks on which trimtab is disabled.
+
+    Raises:
+        TrimtabError: on every rank, if one of them cannot go on.
+    """
+    try:
+        _check_codecs(codec, overrides or {})
+        if log is not None and (group is None or group.rank() == 0):
+            _check_log(log)
+    except TrimtabError as error:
+        if group is not None:
+            announce(group, "trimtab.compress", f"{_REFUSED}{error}")
+        raise
+    if group is None:
+        return []
+    answers = roll_call(group, "trimtab.compress", _READY)
+    for rank, answer in enumerate(answers):
+        if answer.startswith(_REFUSED):
+            raise TrimtabError(f"rank {rank} of the group refused: {answer.removeprefix(_REFUSED)}")
+    return [rank for rank, answer in enumerate(answers) if answer == DISABLED]
+
+
+def _check_codecs(codec: object, overrides: Mapping[str, Codec | None]) -> None:
+    if codec is not None and not isinstance(codec, (Adaptive, Block, PowerSGD, TopK, Uncompressed)):
+        raise TrimtabError(
+            f"compress: {codec!r} is not a codec; give trimtab.codec.Block(bits=4), PowerSGD(rank=4), "
+            "TopK(0.01) or trimtab.Adaptive(), or nothing to let trimtab choose"
+        )
+    for pattern, choice in overrides.items():
+        if choice is not None and not isinstance(choice, (Block, PowerSGD, TopK, Uncompressed)):
+            raise TrimtabError(
+                f"compress: overrides[{pattern!r}] is {choice!r}; give a codec such as trimtab.codec.Block(bits=8), "
+                "or None to leave it uncompressed"
+            )
+
+
+def _check_log(log: str | Path) -> None:
+    try:
+        with Path(log).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise TrimtabError(f"compress: log={str(log)!r} cannot be written: {error}") from error
