@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.unit_clock import StepClock
+from trimtab.measure.unit_clock import UnitClock
 
 
-class Counting(StepClock):
+class Counting(UnitClock):
     """Each look at the time is one second after the last."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Counting(StepClock):
         return self._seconds_so_far
 
 
-def work(clock: StepClock) -> None:
+def work(clock: UnitClock) -> None:
     clock.compute_starts()
     clock.compute_ends()
     with clock.collective():

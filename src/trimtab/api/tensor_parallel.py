@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from trimtab import environment
 from trimtab.errors import TrimtabError
+from trimtab.measure.rank_speeds import measure_rank_speeds
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import convert
@@ -26,15 +26,8 @@ if TYPE_CHECKING:
     Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
 
 _DIMENSION = "tp"
-_PROBE_SIZE = {"cpu": (128, 1024), "cuda": (4096, 4096)}
-"""Rows and width of the measured product, enough to fill the device."""
-_PROBE_PRODUCTS = 4
-_PROBE_SAMPLES = 40
-_PROBE_WARMUP = 2
 _BYTES_IN_TRAINING = 4
 """Times its parameters that a unit takes: parameter, gradient, and two states of an Adam."""
-_MEMORY_FOR_UNITS = 0.5
-"""Part of a device's free memory that units may take; activations and what is replicated need the rest."""
 
 
 def tensor_parallel(
@@ -143,7 +136,7 @@ def _tables(
     elif isinstance(shares, str):
         if shares != "measured":
             raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the one word is 'measured'")
-        speeds, memory = measure(group, like.device, like.dtype)
+        speeds, memory = measure_rank_speeds(group, like.device, like.dtype)
         if group.rank == 0:
             said = ", ".join(f"{speed / max(speeds):.2f}" for speed in speeds)
             environment.logger().info(f"tensor_parallel: units are shared by the measured speeds {said}")
@@ -155,29 +148,3 @@ def _tables(
             )
     counts = share_blocks(sizes, speeds, memory_bytes=memory)
     return {name: UnitTable.consecutive(count) for name, count in counts.items()}
-
-
-def measure(
-    group: TensorGroup, device: torch.device, dtype: torch.dtype
-) -> tuple[list[float], list[float | None]]:
-    """Speed of a matrix product and memory for units of every rank, measured at the same time on all."""
-    rows, width = _PROBE_SIZE.get(device.type, _PROBE_SIZE["cuda"])
-    x = torch.ones(rows, width, device=device, dtype=dtype)
-    weight = torch.ones(width, width, device=device, dtype=dtype)
-    taken = []
-    for _ in range(_PROBE_WARMUP + _PROBE_SAMPLES):
-        dist.barrier(group.process_group)
-        start = time.perf_counter()
-        for _ in range(_PROBE_PRODUCTS):
-            x @ weight
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    # The lower fifth, over a second or two: a burst of other work must not count as slow hardware.
-    typical = sorted(taken[_PROBE_WARMUP:])[_PROBE_SAMPLES // 5]
-    free = torch.cuda.mem_get_info(device)[0] * _MEMORY_FOR_UNITS if device.type == "cuda" else -1.0
-    mine = torch.tensor([1 / typical, free], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(group.size)]
-    dist.all_gather(every, mine, group=group.process_group)
-    speeds = [float(speed) for speed, _ in every]
-    return speeds, [None if room < 0 else float(room) for _, room in every]

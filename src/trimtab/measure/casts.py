@@ -1,8 +1,7 @@
-"""Measuring casts between types, in the direction they are named: ``fp32>int8`` reads fp32 and writes codes."""
+"""Measure casts between types, named by their direction: ``fp32>int8`` reads fp32 and writes codes."""
 
 from __future__ import annotations
 
-import time
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 
 from trimtab.cluster.profile import Line
 from trimtab.errors import TrimtabError
-from trimtab.measure.codec import line
+from trimtab.measure.timing import fit_line, seconds_per_call
 from trimtab.precision.draw import Draw
 from trimtab.precision.half import DTYPES
 from trimtab.precision.passes import products_for
@@ -24,20 +23,21 @@ REPEATS = 5
 
 
 def cast_lines(device: torch.device, directions: Sequence[str]) -> dict[str, Line]:
-    """Seconds as a·n + c for each direction; quantising includes finding the scales."""
-    found = {}
+    """Seconds as a·n + c for each direction; quantizing includes finding the scales."""
+    lines = {}
     for direction in directions:
         points = []
         for rows in ROWS[device.type]:
             run = cast(direction, rows, device)
-            points.append((rows * COLUMNS, median(timed(run, device) for _ in range(REPEATS))))
-        a, c = line(points)
-        found[direction] = Line(a=a, c=c)
-    return found
+            times = [seconds_per_call(run, device, at_least_s=0.003, gpu_calls=16) for _ in range(REPEATS)]
+            points.append((rows * COLUMNS, median(times)))
+        a, c = fit_line(points)
+        lines[direction] = Line(a=a, c=c)
+    return lines
 
 
 def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """The cast itself, of a matrix with so many rows."""
+    """The cast of a matrix with so many rows, as a function to time."""
     source, _, target = direction.partition(">")
     types = DTYPES
     values = torch.randn(rows, COLUMNS, device=device)
@@ -51,25 +51,7 @@ def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.
         return lambda: (codes * scales).to(types[target])
     if source not in types or target not in types or source == target:
         raise TrimtabError(
-            f"{direction!r} is no cast; write two of {', '.join([*types, 'int8'])} with > between"
+            f"{direction!r} is not a cast; write two of {', '.join([*types, 'int8'])} with > between"
         )
     typed = values.to(types[source])
     return lambda: typed.to(types[target])
-
-
-def timed(run: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of one call, over enough of them."""
-    run()
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(16):
-            run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 16e3
-    times, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < 0.003:
-        run()
-        times += 1
-    return taken / times

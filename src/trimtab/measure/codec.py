@@ -1,8 +1,7 @@
-"""Measuring the codec: what encoding and decoding take, as a·n + c, on the device at hand."""
+"""Measure the codec: seconds of encoding and decoding as a·n + c, on this device."""
 
 from __future__ import annotations
 
-import time
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
+from trimtab.measure.timing import fit_line, seconds_per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +20,15 @@ EXACT = 1024
 
 
 class CodecProbe:
-    """Trials of encoding and decoding at a number of bits; rounds can be added, and fitted at any time."""
+    """Times encoding and decoding at a number of bits, in rounds; the fits can be read after any round."""
 
     def __init__(self, bits: int, device: torch.device, *, block: int = 1024) -> None:
         self._device, self._kernels = device, kernels_for(device)
         self._cases: dict[tuple[str, int], Callable[[], None]] = {}
-        self._taken: dict[tuple[str, int], list[float]] = {}
+        self._times: dict[tuple[str, int], list[float]] = {}
         self._numels = NUMELS[device.type]
         for numel in self._numels:
-            # A bucket has small parameters too, which travel as they are.
+            # A bucket also has small parameters, which are sent exactly.
             coded = Segment(offset=0, numel=numel, bits=bits, block=block)
             exact = Segment(offset=numel, numel=EXACT, bits=RAW, block=block)
             packing = Packing(segments=(coded, exact), dtype=torch.float32)
@@ -44,50 +44,17 @@ class CodecProbe:
 
     def round(self) -> None:
         for key, run in self._cases.items():
-            self._taken.setdefault(key, []).append(self._timed(run))
+            # Long enough that a CPU quota of short periods counts in full.
+            seconds = seconds_per_call(run, self._device, at_least_s=0.015, gpu_calls=8)
+            self._times.setdefault(key, []).append(seconds)
 
     def fits(self) -> dict[str, tuple[float, float]]:
-        """(seconds per value, seconds besides) of `encode`, `decode` and `add` (decode onto a sum)."""
-        found = {}
-        for which in ("encode", "decode", "add"):
-            points = [(numel, median(self._taken[which, numel])) for numel in self._numels]
-            found[which] = line(points)
-        return found
+        """(seconds per value, fixed seconds) of `encode`, `decode` and `add` (decode and add to a sum)."""
+        return {
+            which: fit_line([(numel, median(self._times[which, numel])) for numel in self._numels])
+            for which in ("encode", "decode", "add")
+        }
 
     def times(self) -> CodecTime:
-        """The fits, as a profile holds them."""
+        """The fits as a profile stores them."""
         return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in self.fits().items()})
-
-    def _timed(self, run: Callable[[], None]) -> float:
-        if self._device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            run()
-            begin.record()
-            for _ in range(8):
-                run()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 8e3
-        # Repeated until a quota of short periods counts in full.
-        run()
-        times, start = 0, time.perf_counter()
-        while (taken := time.perf_counter() - start) < 0.015:
-            run()
-            times += 1
-        return taken / times
-
-
-def line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(slope, offset) of seconds over size, least squares in relative error; neither is negative."""
-    a = sum((n / s) ** 2 for n, s in points)
-    b = sum(n / s**2 for n, s in points)
-    c = sum(1 / s**2 for _, s in points)
-    p = sum(n / s for n, s in points)
-    q = sum(1 / s for _, s in points)
-    determinant = a * c - b * b
-    slope, offset = (p * c - q * b) / determinant, (q * a - p * b) / determinant
-    if offset < 0:
-        return p / a, 0.0
-    if slope < 0:
-        return 0.0, q / c
-    return slope, offset

@@ -25,6 +25,7 @@ from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
 from trimtab.measure.lockstep import StepTrainer
 from trimtab.measure.operators import with_steps
+from trimtab.measure.timing import synchronize
 from trimtab.precision.devices import offers
 from trimtab.predict.precision_patterns import matched
 
@@ -291,7 +292,7 @@ def launch_seconds(device: torch.device) -> float:
     x = torch.zeros(16, device=device)
     taken = []
     for _ in range(5):
-        torch.accelerator.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(200):
             x.add_(1.0)

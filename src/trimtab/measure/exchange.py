@@ -1,8 +1,7 @@
-"""Measuring the job's own link: the same values exchanged plainly and compressed."""
+"""Measure the job's own link: the same values exchanged uncompressed and compressed."""
 
 from __future__ import annotations
 
-import time
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from trimtab.codec import ErrorFeedback
 from trimtab.collectives import Piece, finish, reduction_for
+from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trimtab.codec import Block
 
 SMALLEST, LARGEST = 1 << 18, 1 << 22
-"""Elements of the trial exchange: grown until it takes long enough to time, never beyond."""
+"""Elements of the trial exchange, which grows until it takes long enough to time."""
 
 LONG_ENOUGH_S = 0.03
 REPEATS = 5
@@ -28,45 +28,48 @@ REPEATS = 5
 def measure_exchange(
     codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int = LARGEST
 ) -> Exchange:
-    """Time a plain and a compressed exchange of a trial buffer: `measure_exchanges` of one codec."""
+    """Time an uncompressed and a compressed exchange of a trial buffer: `measure_exchanges` of one codec."""
     return measure_exchanges({"": (codec, False)}, groups, device, numel)[""]
 
 
 def measure_exchanges(
-    ways: Mapping[str, tuple[Block, bool]],
+    codecs: Mapping[str, tuple[Block, bool]],
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     numel: int = LARGEST,
     *,
     repeats: int = REPEATS,
 ) -> dict[str, Exchange]:
-    """Time a plain exchange of a trial buffer and one for each way, in turn; every rank gets the same figures.
+    """Time an uncompressed exchange of a trial buffer and one with each codec, in turn; all ranks get the same times.
 
     Collective: every rank of the groups calls it at the same point. Takes about half a second at
     100 Mbit/s and less on faster links. The trial never has more elements than the `numel` of the
-    job's gradients: a small model's exchange is all latency.
+    job's gradients: the exchange of a small model is mostly latency.
 
     Args:
-        ways: by name, a codec and whether error feedback goes with it.
+        codecs: by name, a codec and whether it has error feedback.
     """
     largest = min(numel, LARGEST)
     numel = min(numel, SMALLEST)
     while True:
         flat = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(numel))
-        runs = {name: _run(codec, feedback, flat, groups) for name, (codec, feedback) in ways.items()}
+        runs = {name: _run(codec, feedback, flat, groups) for name, (codec, feedback) in codecs.items()}
 
         def plain(flat: torch.Tensor = flat) -> None:
             dist.all_reduce(flat, group=groups[0])
             flat.mul_(1 / dist.get_world_size(groups[0]))
 
         for run in runs.values():
-            _timed(run, groups, device)  # the first call of each opens connections and fills caches
-        first = _timed(plain, groups, device)
+            slowest_seconds(run, device, groups[0])  # the first call opens connections and fills caches
+        first = slowest_seconds(plain, device, groups[0])
         if first >= LONG_ENOUGH_S or numel >= largest:
             break
         numel = min(numel * 4, largest)
     times = [
-        (_timed(plain, groups, device), [_timed(run, groups, device) for run in runs.values()])
+        (
+            slowest_seconds(plain, device, groups[0]),
+            [slowest_seconds(run, device, groups[0]) for run in runs.values()],
+        )
         for _ in range(repeats)
     ]
     return {
@@ -74,9 +77,9 @@ def measure_exchanges(
             nbytes=numel * 4,
             plain_s=median(plain_s for plain_s, _ in times),
             compressed_s=median(each[i] for _, each in times),
-            bits=ways[name][0].bits,
+            bits=codecs[name][0].bits,
         )
-        for i, name in enumerate(ways)
+        for i, name in enumerate(codecs)
     }
 
 
@@ -89,21 +92,3 @@ def _run(
     reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, memory=memory)
     scale = 1 / dist.get_world_size(groups[0])
     return lambda: finish(reduction.steps(flat, step=0, scale=scale))
-
-
-def _timed(run: Callable[[], None], groups: Sequence[dist.ProcessGroup], device: torch.device) -> float:
-    """Seconds until the slowest rank has finished."""
-    taken = torch.zeros(1, device=device, dtype=torch.float64)
-    dist.all_reduce(taken, group=groups[0])
-    _wait(device)
-    start = time.perf_counter()
-    run()
-    _wait(device)
-    taken += time.perf_counter() - start
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=groups[0])
-    return float(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

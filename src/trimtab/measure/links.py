@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CollectiveTime
 from trimtab.collectives.reduction import started
+from trimtab.measure.timing import meet, seconds_per_call, slowest_seconds, stream_seconds, synchronize
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
 from trimtab.predict.replay.build import payloads
 
@@ -102,7 +104,7 @@ class LinkProbe:
             c: sorted(map(tuple, rows[c] if isinstance(rows, Mapping) else rows), key=sum)
             for c in collectives
         }
-        self._taken: dict[tuple[Collective, tuple[int, ...]], list[float]] = {}
+        self._times: dict[tuple[Collective, tuple[int, ...]], list[float]] = {}
         self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
         self._unit = _Unit(device)
         self._trials = {(c, row): self._row(c, row) for c in self._collectives for row in self._rows[c]}
@@ -110,7 +112,9 @@ class LinkProbe:
     def round(self) -> None:
         """Time every trial of every collective once, and the largest beside a computation."""
         for key, run in self._trials.items():
-            self._taken.setdefault(key, []).append(self._timed(run))
+            self._times.setdefault(key, []).append(
+                slowest_seconds(partial(_complete, run), self._device, self._group)
+            )
         for collective in self._collectives:
             self._drags[collective].append(self._beside(self._trials[collective, self._rows[collective][-1]]))
 
@@ -122,7 +126,7 @@ class LinkProbe:
             for row in self._rows[collective]:
                 volumes = [volume(collective, size, self._placement) for size in row]
                 messages, sent = sum(m for m, _ in volumes), sum(v for _, v in volumes)
-                points.append((messages, sent, median(self._taken[collective, row])))
+                points.append((messages, sent, median(self._times[collective, row])))
             rest = points[-1][2]
             found[collective] = tuple(
                 fit(points, drag=max(0.0, median(taken) / rest))
@@ -149,19 +153,10 @@ class LinkProbe:
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
 
-    def _timed(self, run: Callable[[], list[dist.Work]]) -> float:
-        """Seconds until the slowest rank has finished."""
-        self._together()
-        start = time.perf_counter()
-        for work in run():
-            work.wait()
-        self._finish()
-        return self._largest(time.perf_counter() - start)
-
     def _beside(self, run: Callable[[], list[dist.Work]]) -> list[float]:
         """For each rank, the seconds of computing that the transfers cost it."""
         alone = self._unit.seconds()
-        self._together()
+        meet(self._device, self._group)
         start = time.perf_counter()
         if self._device.type == "cuda":
             lost = self._unit.beside(run, alone)
@@ -180,18 +175,10 @@ class LinkProbe:
         all_gather_single(everyone, mine, of)
         return [float(x) for x in everyone.tolist()]
 
-    def _together(self) -> None:
-        dist.barrier(group=self._group)
-        self._finish()
 
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _largest(self, seconds: float) -> float:
-        taken = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
-        return float(taken)
+def _complete(run: Callable[[], list[dist.Work]]) -> None:
+    for work in run():
+        work.wait()
 
 
 class _Unit:
@@ -214,37 +201,18 @@ class _Unit:
             self._traffic.mul_(0.5)
 
     def seconds(self) -> float:
-        """One unit with the device to itself, over long enough that a quota counts in full."""
-        for _ in range(3):
-            self.run()
-        if self._device.type == "cuda":
-            return self._on_stream(64) / 64
-        start = time.perf_counter()
-        units = 0
-        while (taken := time.perf_counter() - start) < self.SECONDS:
-            self.run()
-            units += 1
-        return taken / units
+        """One unit on an otherwise idle device, over long enough that a CPU quota counts in full."""
+        return seconds_per_call(self.run, self._device, at_least_s=self.SECONDS, gpu_calls=64, warmup=3)
 
     def beside(self, run: Callable[[], list[dist.Work]], alone: float) -> float:
-        """How much longer a long row of units takes with the transfers beside it (CUDA)."""
+        """How much longer a long row of units takes while the transfers run (CUDA)."""
         start = time.perf_counter()
-        for work in run():
-            work.wait()
-        torch.cuda.synchronize(self._device)
+        _complete(run)
+        synchronize(self._device)
         units = max(1, round(1.5 * (time.perf_counter() - start) / alone))
         works = run()
-        taken = self._on_stream(units)
+        taken = stream_seconds(self.run, units)
         for work in works:
             work.wait()
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return taken - units * alone
-
-    def _on_stream(self, units: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(units):
-            self.run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3

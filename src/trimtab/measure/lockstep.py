@@ -10,10 +10,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.measure.operators import StepClock, StepTimes, anchored, host_ahead, without_communication
+from trimtab.measure.timing import meet
 from trimtab.precision.half import DTYPES
 from trimtab.precision.setting import set_operators
 
@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.workload import Workload
-
-
-def together(device: torch.device) -> None:
-    """Until every rank is here, with nothing left to do; a rank alone only finishes what it began."""
-    finish(device)
-    if dist.get_world_size() > 1:
-        dist.barrier()
-        finish(device)
-
-
-def finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class StepTrainer:
@@ -86,7 +73,7 @@ class StepTrainer:
 
         def ready() -> None:
             # After the last average all ranks have it, and all begin to update.
-            together(self._device)
+            meet(self._device)
             host_ahead(self._device)
 
         def update() -> None:
@@ -94,5 +81,5 @@ class StepTrainer:
             self._optimiser.zero_grad()
 
         clock = StepClock(self._ddp.module, self._workload, self._device)
-        together(self._device)
+        meet(self._device)
         return clock.step(loss, update, ready=ready, whole=whole)

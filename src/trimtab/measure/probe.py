@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
 from trimtab.measure.job import probe_job
+from trimtab.measure.timing import meet, seconds_per_call
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
 from trimtab.predict.links import Placement
@@ -178,17 +178,9 @@ def _name(host: str, index: int) -> str:
 def _speed(device: torch.device) -> float:
     """Matrix products a second, over long enough that a quota counts in full."""
     side = SPEED_SIDE[device.type]
-    a = torch.randn(side, side, device=device)
-    for _ in range(3):
-        a @ a
-    dist.barrier()
-    start, products = time.perf_counter(), 0
-    while (taken := time.perf_counter() - start) < 0.5:
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        products += 1
-    return products / taken
+    matrix = torch.randn(side, side, device=device)
+    meet(device)
+    return 1 / seconds_per_call(lambda: matrix @ matrix, device, at_least_s=0.5, gpu_calls=64, warmup=3)
 
 
 def merge_files(paths: Sequence[Path]) -> Cluster:

@@ -7,7 +7,6 @@ added to what a message costs. Collective: every rank calls these at the same po
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from trimtab.codec import Block
 from trimtab.collectives import Piece, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
 from trimtab.measure.links import tried
+from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
 from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
 from trimtab.predict.step import codec_speed
@@ -42,7 +42,7 @@ class ReductionProbe:
         """`groups` are those of `stage_groups`."""
         self._device = device
         self._runner = runner_for(device)
-        self._taken: list[float] = []
+        self._times: list[float] = []
         tensors = {p.name: p.tensor for p in workload.parameters}
         chosen = bits_of(workload, bits)
         self._row: list[tuple[Reduction, torch.Tensor]] = []
@@ -59,36 +59,24 @@ class ReductionProbe:
 
     def round(self) -> None:
         """Time all buckets once, until the slowest rank has finished."""
-        self._taken.append(self._run())
+        self._times.append(slowest_seconds(self._run, self._device))
 
     @property
     def seconds(self) -> float:
         """Of all buckets: the median of the rounds."""
-        return median(self._taken)
+        return median(self._times)
 
     def close(self) -> None:
         self._runner.close()
         self._row.clear()
 
-    def _run(self) -> float:
-        self._finish()
-        dist.barrier()
-        self._finish()
-        start = time.perf_counter()
+    def _run(self) -> None:
         futures: list[Any] = [
             self._runner.submit(reduction.steps(flat, step=0, scale=1.0), flat)
             for reduction, flat in self._row
         ]
         for future in futures:
             future.wait()
-        self._finish()
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=self._device)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        return float(taken)
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class Unhidden:

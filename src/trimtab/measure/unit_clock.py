@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     _Step = tuple[Any, Any, Sequence[tuple[Any, Any]], Sequence[tuple[Any, Any]]]
 
 
-class StepClock(Clock):
+class UnitClock(Clock):
     """Counts like `Clock`, and knows where steps begin and end; events of a GPU are used again."""
 
     def __init__(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from trimtab.control.tensor.resizing import resized
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.migration import Transfer
-from trimtab.measure.unit_clock import StepClock
+from trimtab.measure.unit_clock import UnitClock
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.sharding import assignment
 from trimtab.sharding.lease import leased
@@ -34,7 +34,7 @@ LINKS = {
 }
 
 
-class Scripted(StepClock):
+class Scripted(UnitClock):
     """Gives the times that ranks of given slowness would need, whatever this machine does."""
 
     def __init__(self, model: Any, slowness: Callable[[int, int], float]) -> None:

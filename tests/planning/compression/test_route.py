@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.collectives import Method as ReductionMethod
-from trimtab.planning.compression.route import Links, LinkSpeed, Method, choose_route
+from trimtab.planning.compression.route import Method, choose_route
+from trimtab.predict.host_links import HostLinks, LinkSpeed
 
 MB = 1_000_000
 
 
 def links(
     *, gbit: float = 1.0, latency_s: float = 1e-4, inside_gb: float = 4.0, codec_gb: float = 3.0
-) -> Links:
-    return Links(
+) -> HostLinks:
+    return HostLinks(
         between=LinkSpeed(latency_s=latency_s, bytes_per_s=gbit * 1e9 / 8),
         inside=LinkSpeed(latency_s=2e-5, bytes_per_s=inside_gb * 1e9),
         codec_bytes_per_s=codec_gb * 1e9,

@@ -14,8 +14,8 @@ from trimtab.collectives import find_hosts
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller
 from trimtab.control.compression.family_codec import family_codec
+from trimtab.control.compression.host_route import HostRoute, choose_host_route
 from trimtab.control.compression.layer_log import LayerLog
-from trimtab.control.compression.levels import Levels, choose_levels
 from trimtab.control.compression.past_decision import PastDecision
 from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
 from trimtab.environment import logger
@@ -77,7 +77,7 @@ def compress_ddp(
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    levels = _levels(model, codec) if isinstance(codec, Block) else None
+    route = _host_route(model, codec) if isinstance(codec, Block) else None
     compression = DdpCompression(
         model,
         codec,
@@ -87,8 +87,8 @@ def compress_ddp(
         seed=seed,
         observe=observe,
         groups=None if choice is None else choice.groups,
-        hierarchy=None if levels is None else levels.hierarchy,
-        method=None if levels is None else levels.method,
+        hierarchy=None if route is None else route.hierarchy,
+        method=None if route is None else route.method,
     )
     state = attach_state(model)
     state.adaptive = None  # the controller of what `trimtab run` chose
@@ -101,10 +101,10 @@ def compress_ddp(
     # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
     explanation = f"{reason}; {_coverage(compression)}"
-    if levels is not None and (levels.hierarchy is not None or levels.method is not None):
-        explanation = f"{explanation}; {levels.reason}"
-        if levels.hierarchy is not None:
-            weakref.finalize(model, levels.hierarchy.close).atexit = False
+    if route is not None and (route.hierarchy is not None or route.method is not None):
+        explanation = f"{explanation}; {route.reason}"
+        if route.hierarchy is not None:
+            weakref.finalize(model, route.hierarchy.close).atexit = False
     return explanation
 
 
@@ -140,13 +140,13 @@ def _trained(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [p for p in model.module.parameters() if p.requires_grad]
 
 
-def _levels(model: DistributedDataParallel, codec: Block) -> Levels | None:
+def _host_route(model: DistributedDataParallel, codec: Block) -> HostRoute | None:
     """The route over hosts with several ranks; None if there is one host. Collective."""
     parameters = _trained(model)
     if find_hosts(model.process_group, parameters[0].device).count == 1:
         return None
     nbytes = sum(p.numel() * p.element_size() for p in parameters)
-    return choose_levels(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
+    return choose_host_route(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)

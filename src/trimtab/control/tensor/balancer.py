@@ -2,7 +2,7 @@
 
 It hooks itself between the training's steps, so a script needs no line for it:
 
-1. Every step: the rank's own time in units and besides is counted (`StepClock`).
+1. Every step: the rank's own time in units and besides is counted (`UnitClock`).
 2. Every window: the medians go to all ranks, in one all-gather that is read one step later, so that a GPU never
    waits for it.
 3. When the ranks were uneven for some windows, every rank makes the same decision
@@ -26,7 +26,7 @@ from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, w
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.migration import Transfer, measure_transfer
-from trimtab.measure.unit_clock import StepClock
+from trimtab.measure.unit_clock import UnitClock
 from trimtab.model_state import attach_state, find_state, state_of
 from trimtab.planning.tensor.rebalance import (
     Costs,
@@ -83,7 +83,7 @@ class Record:
     """Seconds of the slowest rank's own work in the window after it; None until that is over."""
 
 
-def balance(model: nn.Module, rules: Rules | None = None, *, clock: StepClock | None = None) -> None:
+def balance(model: nn.Module, rules: Rules | None = None, *, clock: UnitClock | None = None) -> None:
     """Let a converted model keep its ranks even from now on; every rank calls it, before training begins."""
     rules = Rules() if rules is None else rules
     if not 0 <= rules.gamma_max < 1:
@@ -114,7 +114,7 @@ def decisions(model: nn.Module) -> list[Record]:
 class Balancer:
     """The controller of one model on one rank."""
 
-    def __init__(self, model: nn.Module, rules: Rules, clock: StepClock | None) -> None:
+    def __init__(self, model: nn.Module, rules: Rules, clock: UnitClock | None) -> None:
         self._model = weakref.ref(model)
         self._sharded = sharded_model(model, "balance")
         self._group, self._device = self._sharded.group, device_of(self._sharded)
@@ -130,7 +130,7 @@ class Balancer:
         self.transfer: Transfer | None = (
             measure_transfer(self._group, self._device) if self._group.size > 1 else None
         )
-        self._clock = StepClock(self._device) if clock is None else clock
+        self._clock = UnitClock(self._device) if clock is None else clock
         self.every = 1 if clock is not None else _SAMPLE_EVERY.get(self._device.type, 1)
         self._step = self._counted = 0
         self._timed = False
@@ -163,9 +163,9 @@ class Balancer:
         if self._timed:
             self._clock.end()
 
-    def fresh_clock(self) -> StepClock:
+    def fresh_clock(self) -> UnitClock:
         """One like that at work, to see what it costs."""
-        return StepClock(self._device)
+        return UnitClock(self._device)
 
     def between(self, model: nn.Module) -> None:
         """After a step, before the next forward pass."""

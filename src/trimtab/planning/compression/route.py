@@ -13,35 +13,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trimtab.predict.host_links import HostLinks
+
 Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
 
 EXTRA_ROUNDING_RATIO = 0.85
 """A way that rounds every value more often, or adds a level, must take at most this fraction of the time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSpeed:
-    """One kind of link, as measured: a message takes `latency_s`, then its bytes at the rate."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, messages: float, nbytes: float) -> float:
-        return messages * self.latency_s + nbytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """What was measured of a job's links."""
-
-    between: LinkSpeed
-    """Between hosts; the rate is that of one host's interface, which its ranks share."""
-
-    inside: LinkSpeed
-    """Between ranks of one host, exact values; the rate at which one rank gives and takes them."""
-
-    codec_bytes_per_s: float
-    """Uncompressed bytes that a rank encodes, or decodes and adds, in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +50,7 @@ class _Way:
         return f"{'two levels, ' if self.hierarchical else 'flat '}{self.method.replace('_', '-')}"
 
 
-def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int, links: Links) -> Route:
+def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int, links: HostLinks) -> Route:
     """The fastest way for a bucket of `nbytes` that is encoded in `payload_bytes`.
 
     Hosts with unequal numbers of ranks have no second level. Among routes about as fast
@@ -110,7 +87,7 @@ def _pick(ways: Sequence[_Way]) -> _Way:
 
 
 def _flat(
-    method: Method, world: int, local: int, hosts: int, nbytes: float, payload: float, links: Links
+    method: Method, world: int, local: int, hosts: int, nbytes: float, payload: float, links: HostLinks
 ) -> _Way:
     """All ranks as equals: `local` of them share their host's interface."""
     messages, crossing, coded, roundings = _exchange(method, world, local, payload)
@@ -119,7 +96,7 @@ def _flat(
     return _Way(hierarchical=False, method=method, seconds=seconds, roundings=roundings)
 
 
-def _levels(method: Method, hosts: int, local: int, nbytes: float, payload: float, links: Links) -> _Way:
+def _levels(method: Method, hosts: int, local: int, nbytes: float, payload: float, links: HostLinks) -> _Way:
     """Exact inside; each of `local` ranks exchanges its shard, and they share the interface."""
     inside = 2 * links.inside.seconds(1, nbytes * (local - 1) / local)
     if hosts == 1:

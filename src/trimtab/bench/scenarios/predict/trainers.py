@@ -15,7 +15,7 @@ import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
 from trimtab.control.compression.ddp import compression_of
-from trimtab.measure.lockstep import finish, together
+from trimtab.measure.timing import meet, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,14 +50,14 @@ class Trainers:
         module, ddp, optimiser = self._made[way]
         set_precision(module, precisions)
         batch = self._task.batch(samples)
-        together(self.device)
+        meet(self.device)
         start = time.perf_counter()
         with self._half():
             loss = ddp(*batch)
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
-        finish(self.device)
+        synchronize(self.device)
         taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=self.device)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.faults import Throttle
 
 from trimtab.codec import Block
-from trimtab.control.compression.levels import choose_levels
+from trimtab.control.compression.host_route import choose_host_route
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -20,13 +20,13 @@ def chosen(agents: list[str]) -> tuple[bool, str | None, str]:
     assert dist.group.WORLD is not None
     os.environ["GROUP_RANK"] = agents[dist.get_rank()]
     try:
-        levels = choose_levels(dist.group.WORLD, torch.device("cpu"), Block(), 25_000_000)
+        route = choose_host_route(dist.group.WORLD, torch.device("cpu"), Block(), 25_000_000)
     finally:
         del os.environ["GROUP_RANK"]
     dist.barrier()
-    if levels.hierarchy is not None:
-        levels.hierarchy.close()
-    return levels.hierarchy is not None, levels.method, levels.reason
+    if route.hierarchy is not None:
+        route.hierarchy.close()
+    return route.hierarchy is not None, route.method, route.reason
 
 
 def test_a_slow_link_between_hosts_of_several_ranks_is_found_and_spared(ranks: Pool) -> None:
