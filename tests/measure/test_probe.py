@@ -78,11 +78,11 @@ def test_too_little_time_gives_fewer_rounds_and_says_so(tmp_path: Path) -> None:
 
     def late(done: int, total: int) -> None:
         if done == 2 + 2 * WARMUP + 3:
-            probe._start -= 1000  # as if so many seconds had passed
+            device_probe._start -= 1000  # as if so many seconds had passed
 
     with group_of_one():
-        probe = DeviceProbe(task(model, batch, seconds=900.0), CPU, cache)
-        found, left = probe.run(late)
+        device_probe = DeviceProbe(task(model, batch, seconds=900.0), CPU, cache)
+        found, left = device_probe.run(late)
     assert [name.split(" batch ")[1] for name in left] == ["2 plain", "3 plain"]
     assert found.batches == {"Gpt": (2, 3)}, "what there is can be used"
     assert not cache.profile.batches, "but is not kept as if it were whole"
