@@ -28,6 +28,9 @@ OPERATOR_PRECISIONS: dict[OperatorKind, tuple[PrecisionName, ...]] = {
 ATTENTION = "/attention"
 """Suffix to a module's name: the products of activations that its forward computes."""
 
+OWN = "own"
+"""In place of a precision: the one the model has without trimtab."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

@@ -6,11 +6,10 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.measure.timing import fit_line, lockstep_seconds, repeated_seconds, seconds_per_call
+from trimtab.measure.timing import lockstep_seconds, repeated_seconds, seconds_per_call
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -46,10 +45,3 @@ def test_calls_are_repeated_until_they_can_be_timed() -> None:
     seconds = seconds_per_call(work, CPU, at_least_s=0.02, gpu_calls=1)
     assert next(calls) > 3
     assert 0.001 <= seconds < 0.02
-
-
-def test_a_line_is_fitted_without_negative_parts() -> None:
-    slope, offset = fit_line([(n, 3e-9 * n + 2e-6) for n in (1 << 10, 1 << 14, 1 << 20)])
-    assert (slope, offset) == pytest.approx((3e-9, 2e-6))
-    assert fit_line([(1000, 1e-6), (2000, 3e-6)])[1] == 0
-    assert fit_line([(1000, 3e-6), (2000, 1e-6)])[0] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import fsum
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.planning.planning import BETWEEN, FAST, SLOW, damages, planned, three, uneven
@@ -12,17 +13,20 @@ from tests.predict.profiles import profile, workload
 from trimtab.cluster import Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
-from trimtab.planning.plan import OWN, Plan
 from trimtab.planning.plan_file import load_plan, save_plan
 from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
 from trimtab.planning.precision.exact import exhaustive
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import layout
+from trimtab.precision_names import OWN
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
+
+if TYPE_CHECKING:
+    from trimtab.planning.plan import Plan
 
 
 def replayed(plan: Plan, slower: float) -> float:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from tests.measure.capture.models import MODELS, batch_for
 
-from trimtab.cluster.profile import Line
+from trimtab.cluster.profile import Line, OperatorTime
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, Times, key_of
+from trimtab.predict.operators.costs import DeviceCosts, key_of
 from trimtab.predict.precision_patterns import settable
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def workload_of(name: str, autocast: str | None = None) -> Workload:
 
 
 @cache
-def table_of(name: str, autocast: str | None = None) -> CostTable:
+def costs_of(name: str, autocast: str | None = None) -> DeviceCosts:
     """Every key its own time, so that a wrong one is seen; casts small beside them."""
-    operators: dict[str, Times] = {}
+    operators: dict[str, OperatorTime] = {}
     for operator in workload_of(name, autocast).operators:
         keys = [key_of(operator), *(key_of(operator, dtype=d) for d in ("fp32", "bf16", "fp16"))]
         if operator.setting is not None:
@@ -40,7 +40,7 @@ def table_of(name: str, autocast: str | None = None) -> CostTable:
         for key in keys:
             operators.setdefault(
                 str(key),
-                Times(
+                OperatorTime(
                     forward_s=1e-3 * (1 + len(operators) % 97), backward_s=2e-3 * (1 + len(operators) % 89)
                 ),
             )
@@ -48,4 +48,4 @@ def table_of(name: str, autocast: str | None = None) -> CostTable:
         f"{a}>{b}": Line(a=1e-12 * (i + 1), c=1e-7 * (i + 1))
         for i, (a, b) in enumerate(permutations(TYPES, 2))
     }
-    return CostTable(version=COSTS_VERSION, devices={DEVICE: DeviceCosts(operators=operators, casts=casts)})
+    return DeviceCosts(device=DEVICE, operators=operators, casts=casts)

@@ -9,9 +9,10 @@ from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.errors import TrimtabError
+from trimtab.precision_names import OWN
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions, probed
-from trimtab.predict.replayed_job import OWN, ReplayedJob, RoleSetting, by_roles
+from trimtab.predict.replayed_job import ReplayedJob, RoleSetting, by_roles
 from trimtab.predict.step import JobSetting, RankSetting, predict_memory, predict_step
 
 RANKS = ((FAST, 1), (SLOW, 1))

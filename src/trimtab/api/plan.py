@@ -103,7 +103,7 @@ def plan(
     )
     measured = Measured(workload, profile)
     for name in rank_counts(given):  # what was not measured is said before the long work
-        measured.table(name, batch_size // given.world_size, {})
+        measured.costs(name, batch_size // given.world_size, {})
     half = DTYPES[autocast] if autocast is not None else None  # a name that is none was refused by now
     with torch.autocast(job.device.type, dtype=half) if half is not None else nullcontext():
         found = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.cluster.profile import Profile  # noqa: TC001 - pydantic reads the annotations
+from trimtab.strict_files import STRICT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SCHEMA_VERSION = 1
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Device:
     """A class of devices that are alike."""
 
@@ -46,7 +45,7 @@ class Device:
     """Cost of one such device for an hour, in any one currency."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Link:
     """A class of links that are alike: what one host can send and receive."""
 
@@ -57,7 +56,7 @@ class Link:
     """One-way latency in microseconds; whatever the medium gives when absent."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Host:
     """One or more identical machines."""
 
@@ -85,7 +84,7 @@ class Rank:
     """Name of the device class."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Cluster:
     """Hosts, and the classes of devices and links they are made of."""
 
@@ -100,11 +99,6 @@ class Cluster:
 
     @model_validator(mode="after")
     def _refer_only_to_what_exists(self) -> Cluster:
-        if self.version != SCHEMA_VERSION:
-            raise ValueError(
-                f"version {self.version} is not read by this trimtab, which reads version {SCHEMA_VERSION}; "
-                "install the trimtab that wrote the file, or write the file anew"
-            )
         seen: set[str] = set()
         for index, host in enumerate(self.hosts):
             here = f"hosts[{index}] ({host.name})"

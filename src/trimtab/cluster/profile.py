@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
+from trimtab.strict_files import STRICT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +22,10 @@ PROFILE_VERSION = 1
 LOCAL = "local"
 """In the place of a link class: what joins ranks of one host."""
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
 Seconds = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OperatorTime:
     """One call of an operator."""
 
@@ -34,7 +33,7 @@ class OperatorTime:
     backward_s: Seconds
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Line:
     """Seconds as a·n + c for n elements."""
 
@@ -45,7 +44,7 @@ class Line:
         return self.a * elements + self.c
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CodecTime:
     """Turning values into codes and back."""
 
@@ -55,7 +54,7 @@ class CodecTime:
     """Decoding onto a sum."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CollectiveTime:
     """per_message_s for each message after another, per_byte_s for each byte the busiest host sends."""
 
@@ -65,7 +64,7 @@ class CollectiveTime:
     """By device class: the part of the device that a transfer takes while it flows."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceProfile:
     """What one device of a class takes."""
 
@@ -98,7 +97,7 @@ class DeviceProfile:
         return self.estimated_from is not None
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Profile:
     """Measurements of a cluster."""
 
@@ -115,8 +114,8 @@ class Profile:
     def _is_of_this_form(self) -> Profile:
         if self.version != PROFILE_VERSION:
             raise ValueError(
-                f"the profile has version {self.version}, and this trimtab reads version {PROFILE_VERSION}; "
-                "measure anew with `trimtab probe`"
+                f"version mismatch: found {self.version}, expected {PROFILE_VERSION}; measure again "
+                "with `trimtab probe`"
             )
         return self
 
@@ -127,7 +126,7 @@ def check_profile(profile: Profile, *, trimtab: str, torch: str | None = None) -
         if here is not None and measured != here:
             raise TrimtabError(
                 f"the profile was measured with {what} {measured}, and this is {what} {here}, whose operators may "
-                "take other times; measure anew with `trimtab probe`"
+                "have other times; measure again with `trimtab probe`"
             )
 
 

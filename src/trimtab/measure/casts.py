@@ -9,10 +9,11 @@ import torch
 
 from trimtab.cluster.profile import Line
 from trimtab.errors import TrimtabError
-from trimtab.measure.timing import fit_line, seconds_per_call
+from trimtab.measure.timing import seconds_per_call
 from trimtab.precision.draw import Draw
 from trimtab.precision.half import DTYPES
 from trimtab.precision.passes import products_for
+from trimtab.predict.linear_fit import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,8 @@ import torch
 from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
-from trimtab.measure.timing import fit_line, seconds_per_call
+from trimtab.measure.timing import seconds_per_call
+from trimtab.predict.linear_fit import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,6 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -85,15 +84,3 @@ def stream_seconds(run: Callable[[], object], calls: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(slope, offset) of seconds over size: least squares of the relative error, neither of them negative."""
-    sizes, seconds = np.array(points, dtype=float).T
-    columns = np.stack([sizes / seconds, 1 / seconds], axis=1)
-    slope, offset = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
-    if offset < 0:
-        return float(columns[:, 0].sum() / (columns[:, 0] ** 2).sum()), 0.0
-    if slope < 0:
-        return 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
-    return float(slope), float(offset)

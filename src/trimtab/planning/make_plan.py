@@ -6,9 +6,10 @@ from math import fsum
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import OWN, PLAN_VERSION, Choice, Plan, Predicted, Role
+from trimtab.planning.plan import PLAN_VERSION, Choice, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

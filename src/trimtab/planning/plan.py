@@ -10,18 +10,18 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-PLAN_VERSION = 1
+from trimtab.strict_files import STRICT
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+PLAN_VERSION = 1
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Choice:
     """One operator in one precision on one role, as it was predicted: what a later plan may choose among."""
 
@@ -35,11 +35,7 @@ class Choice:
     """Bytes of the rank's peak beyond what it is with this operator in the precision that the plan chose."""
 
 
-OWN = "own"
-"""In the place of a precision: the model's."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Role:
     """What ranks that are alike do."""
 
@@ -77,7 +73,7 @@ class Role:
     """By operator and precision (`OWN` is the model's): what plans made while training runs choose among."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Predicted:
     """What the plan is expected to bring."""
 
@@ -92,7 +88,7 @@ class Predicted:
     """Of the slow ranks wholly at their fastest precisions: what a user would do instead."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Plan:
     """What every rank of a job does."""
 
@@ -121,11 +117,6 @@ class Plan:
 
     @model_validator(mode="after")
     def _refer_only_to_what_exists(self) -> Plan:
-        if self.version != PLAN_VERSION:
-            raise ValueError(
-                f"version {self.version} is not read by this trimtab, which reads version {PLAN_VERSION}; make the "
-                "plan anew with `trimtab plan`"
-            )
         unknown = sorted({name for name, _ in self.ranks} - self.roles.keys())
         if unknown:
             raise ValueError(f"ranks: no role {unknown[0]!r}; there are {', '.join(self.roles)}")

@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from trimtab.predict.damage import plan_damage as plan_damage
     from trimtab.predict.memory.step_peak import step_memory as step_memory
     from trimtab.predict.operators.cost_mapper import CostMapper as CostMapper
-    from trimtab.predict.operators.costs import CostTable as CostTable
     from trimtab.predict.operators.costs import DeviceCosts as DeviceCosts
     from trimtab.predict.operators.costs import OperatorKey as OperatorKey
-    from trimtab.predict.operators.costs import load_costs as load_costs
-    from trimtab.predict.operators.costs import save_costs as save_costs
     from trimtab.predict.operators.measured import Measured as Measured
     from trimtab.predict.precision_patterns import matched as matched
     from trimtab.predict.step import JobSetting as JobSetting
@@ -26,34 +23,28 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CostMapper": "trimtab.predict.operators.cost_mapper",
-    "CostTable": "trimtab.predict.operators.costs",
     "DeviceCosts": "trimtab.predict.operators.costs",
     "JobSetting": "trimtab.predict.step",
     "Measured": "trimtab.predict.operators.measured",
     "OperatorKey": "trimtab.predict.operators.costs",
     "RankSetting": "trimtab.predict.step",
-    "load_costs": "trimtab.predict.operators.costs",
     "matched": "trimtab.predict.precision_patterns",
     "plan_damage": "trimtab.predict.damage",
     "predict_memory": "trimtab.predict.step",
     "predict_step": "trimtab.predict.step",
-    "save_costs": "trimtab.predict.operators.costs",
     "step_memory": "trimtab.predict.memory.step_peak",
 }
 __all__ = [
     "CostMapper",
-    "CostTable",
     "DeviceCosts",
     "JobSetting",
     "Measured",
     "OperatorKey",
     "RankSetting",
-    "load_costs",
     "matched",
     "plan_damage",
     "predict_memory",
     "predict_step",
-    "save_costs",
     "step_memory",
 ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
+from trimtab.predict.linear_fit import two_rates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,20 +87,12 @@ def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit
         raise TrimtabError(
             f"links: {len(points)} measurement(s) cannot tell latency from bandwidth; take two sizes"
         )
-    # Weighted normal equations of two unknowns.
-    a = sum((m / s) ** 2 for m, _, s in points)
-    b = sum(m * v / s**2 for m, v, s in points)
-    c = sum((v / s) ** 2 for _, v, s in points)
-    p = sum(m / s for m, _, s in points)
-    q = sum(v / s for _, v, s in points)
-    determinant = a * c - b * b
-    if determinant > 0:
-        message, byte = (p * c - q * b) / determinant, (q * a - p * b) / determinant
-        if message >= 0 and byte >= 0:
-            return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
+    message, byte = two_rates(points)
+    if message >= 0 and byte >= 0:
+        return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
     # One of the two came out negative: large transfers are slower by the byte than small ones (queues fill up), or
     # the small ones met with a disturbance. Those that matter are large.
     count, sent, seconds = max(points, key=lambda point: point[1])
-    if determinant > 0 and message < 0 and sent > 0:
+    if message < 0 and sent > 0:
         return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
     return Fit(per_message_s=seconds / count if count else 0.0, per_byte_s=0.0, drag=drag)

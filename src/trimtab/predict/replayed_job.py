@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
+from trimtab.precision_names import OWN
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.build import segments
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from trimtab.predict.replay.inputs import RoleWork
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
-
-OWN = "own"
-"""In the place of a precision: the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)

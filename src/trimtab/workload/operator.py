@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from trimtab.workload.tensor import STRICT, Tensor
+from trimtab.strict_files import STRICT
+from trimtab.workload.tensor import Tensor  # noqa: TC001 - pydantic reads the annotations
 
 PRODUCTS = ("linear", "conv", "attention", "matmul")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+from trimtab.strict_files import STRICT
 
 BYTES = {
     "fp64": 8,

@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
+from trimtab.strict_files import STRICT
 from trimtab.workload.operator import OUTSIDE, Operator
-from trimtab.workload.tensor import STRICT, Tensor
+from trimtab.workload.tensor import Tensor  # noqa: TC001 - pydantic reads the annotations
 
 SCHEMA_VERSION = 1
 
@@ -95,11 +96,6 @@ class Workload:
 
     @model_validator(mode="after")
     def _is_whole(self) -> Workload:
-        if self.version != SCHEMA_VERSION:
-            raise ValueError(
-                f"version {self.version} is not read by this trimtab, which reads version {SCHEMA_VERSION}; "
-                "capture the model anew"
-            )
         names = {p.name for p in self.parameters}
         for place, operator in enumerate(self.operators):
             here = f"operators[{place}] ({operator.name})"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option, Options
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

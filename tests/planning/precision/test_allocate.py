@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from tests.planning.precision.option_cases import between, options, parts, random_options
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
 from trimtab.planning.precision.exact import exact, exhaustive, grade
 from trimtab.planning.precision.options import Options, damage_of, ladder, seconds_of
 from trimtab.planning.precision.starting_point import Lowerable, fastest
+from trimtab.precision_names import OWN
 
 
 def role(of: Options, **keywords: Any) -> Lowerable:

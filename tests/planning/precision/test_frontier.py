@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from tests.planning.precision.option_cases import between, options, parts, random_options
 
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.frontier import Frontier, within_both
 from trimtab.planning.precision.options import Options, damage_of, memory_of, seconds_of
+from trimtab.precision_names import OWN
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.predict.tables import DEVICE, table_of, workload_of
+from tests.predict.tables import costs_of, workload_of
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
-from trimtab.predict.operators.costs import CostTable, DeviceCosts, key_of
+from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.low_precision import backward_casts, forward_casts
 from trimtab.predict.precision_patterns import settable
 
@@ -18,7 +18,7 @@ NAMES = ("gpt", "conv")
 
 
 def mapper_of(name: str, autocast: str | None = None, **options: Any) -> CostMapper:
-    return CostMapper(workload_of(name, autocast), table_of(name, autocast), DEVICE, **options)
+    return CostMapper(workload_of(name, autocast), costs_of(name, autocast), **options)
 
 
 def snapshot(mapper: CostMapper) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def snapshot(mapper: CostMapper) -> tuple[Any, ...]:
 def afresh(mapper: CostMapper) -> CostMapper:
     """All costs again, from the precisions alone."""
     return CostMapper(
-        mapper.workload, mapper.table, DEVICE, results=mapper.graph.results, naive=mapper.naive,
+        mapper.workload, mapper.costs, results=mapper.graph.results, naive=mapper.naive,
         precisions=mapper.precisions,
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_under_our_operators_no_neighbour_changes() -> None:
     up = mapper.workload.by_name["blocks.0.up"]
     change = mapper.change("blocks.0.up", "int8")
     assert change.touched == (up.index,)
-    measured = table_of("gpt").times(DEVICE, key_of(up, "int8"), up.name)
+    measured = costs_of("gpt").times(key_of(up, "int8"), up.name)
     assert (mapper.forward_s[up.index], mapper.backward_s[up.index]) == (
         measured.forward_s,
         measured.backward_s,
@@ -90,20 +90,20 @@ def test_under_our_operators_no_neighbour_changes() -> None:
 
 def test_a_half_that_stays_half_is_followed_to_whoever_is_fixed() -> None:
     mapper = mapper_of("gpt", results="own")
-    operators, table = mapper.workload.by_name, mapper.table
+    operators, costs = mapper.workload.by_name, mapper.costs
     up, gelu, down = (operators[f"blocks.0{n}"] for n in (".up", "/gelu", ".down"))
     change = mapper.change("blocks.0.up", "bf16")
     assert change.touched == (up.index, gelu.index, down.index)
     assert mapper.graph.computes_in(gelu.index) == "bf16"
-    followed = table.times(DEVICE, key_of(gelu, dtype="bf16"), gelu.name)
+    followed = costs.times(key_of(gelu, dtype="bf16"), gelu.name)
     assert mapper.forward_s[gelu.index] == followed.forward_s
     n = down.input_tensors[0].numel
-    plain = table.times(DEVICE, key_of(down), down.name)
-    there, back = table.cast(DEVICE, "bf16", "fp32"), table.cast(DEVICE, "fp32", "bf16")
+    plain = costs.times(key_of(down), down.name)
+    there, back = costs.cast("bf16", "fp32"), costs.cast("fp32", "bf16")
     assert mapper.forward_s[down.index] == pytest.approx(plain.forward_s + there.seconds(n), rel=1e-12)
     assert mapper.backward_s[down.index] == pytest.approx(plain.backward_s + back.seconds(n), rel=1e-12)
     # Its own result is no longer cast back, so it is cheaper by that cast than it was measured.
-    alone = table.times(DEVICE, key_of(up, "bf16"), up.name)
+    alone = costs.times(key_of(up, "bf16"), up.name)
     saved = there.seconds(up.outputs[0].numel)
     assert mapper.forward_s[up.index] == pytest.approx(alone.forward_s - saved, rel=1e-12)
     second = mapper.change("blocks.0.down", "bf16")
@@ -129,7 +129,7 @@ def test_naive_leaves_out_casts() -> None:
     up = full.workload.by_name["blocks.0.up"]
     one, two = full.change("blocks.0.up", "bf16"), naive.change("blocks.0.up", "bf16")
     casts = [*forward_casts(up, "bf16", "fp32", "fp32"), *backward_casts(up, "bf16", "fp32", "fp32", "cpu")]
-    seconds = sum(full.table.cast(DEVICE, source, to).seconds(n) for source, to, n in casts)
+    seconds = sum(full.costs.cast(source, to).seconds(n) for source, to, n in casts)
     assert seconds > 0
     assert one.delta_s - two.delta_s == pytest.approx(seconds, rel=1e-9)
 
@@ -144,20 +144,19 @@ def test_all_calls_of_a_module_change_together() -> None:
 
 @pytest.mark.parametrize("gone", ["bf16", None])
 def test_what_was_not_measured_is_named_and_changes_nothing(gone: str | None) -> None:
-    workload, table = workload_of("gpt"), table_of("gpt")
+    workload, costs = workload_of("gpt"), costs_of("gpt")
     up = workload.by_name["blocks.0.up"]
     key = str(key_of(up, gone))
-    costs = table.devices[DEVICE]
     rest = {k: v for k, v in costs.operators.items() if k != key}
-    poorer = CostTable(version=1, devices={DEVICE: DeviceCosts(operators=rest, casts=costs.casts)})
+    poorer = replace(costs, operators=rest)
     message = (
         r"blocks\.0\.up: linear \(.*\) in .* was not measured on device class 'here'; run `trimtab probe`"
     )
     if gone is None:
         with pytest.raises(TrimtabError, match=message):
-            CostMapper(workload, poorer, DEVICE)
+            CostMapper(workload, poorer)
         return
-    mapper = CostMapper(workload, poorer, DEVICE)
+    mapper = CostMapper(workload, poorer)
     before = snapshot(mapper)
     with pytest.raises(TrimtabError, match=message):
         mapper.change("blocks.0.up", gone)
@@ -166,16 +165,10 @@ def test_what_was_not_measured_is_named_and_changes_nothing(gone: str | None) ->
     assert snapshot(mapper) == before
 
 
-def test_a_missing_cast_and_a_missing_device_are_named() -> None:
-    workload, costs = workload_of("gpt"), table_of("gpt").devices[DEVICE]
-    uncast = CostTable(version=1, devices={DEVICE: replace(costs, casts={})})
-    mapper = CostMapper(workload, uncast, DEVICE, naive=True)
+def test_a_missing_cast_is_named() -> None:
+    mapper = CostMapper(workload_of("gpt"), replace(costs_of("gpt"), casts={}), naive=True)
     with pytest.raises(TrimtabError, match=r"the cast fp32 to bf16 was not measured.*trimtab probe"):
         mapper.change("blocks.0.up", "bf16")
-    with pytest.raises(
-        TrimtabError, match=r"no costs were measured for device class 'there'; there are here"
-    ):
-        CostMapper(workload, uncast, "there")
 
 
 def test_only_what_can_be_set_is_set() -> None:

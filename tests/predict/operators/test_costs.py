@@ -1,29 +1,12 @@
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.predict.tables import table_of, workload_of
+from tests.predict.tables import workload_of
 
-from trimtab.cluster.profile import Line
 from trimtab.errors import TrimtabError
-from trimtab.predict.operators.costs import (
-    CostTable,
-    DeviceCosts,
-    OperatorKey,
-    Times,
-    key_of,
-    load_costs,
-    missing,
-    plain_precision,
-    save_costs,
-)
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trimtab.predict.operators.costs import OperatorKey, key_of, plain_precision
 
 
 def test_keys_say_what_a_time_depends_on() -> None:
@@ -56,41 +39,6 @@ def test_keys_are_read_back(name: str, data: st.DataObject) -> None:
     assert OperatorKey.parse(str(key)) == key
 
 
-def test_file_is_read_back_equal_and_another_version_is_refused(tmp_path: Path) -> None:
-    table, path = table_of("gpt"), tmp_path / "costs.json"
-    save_costs(table, path)
-    assert load_costs(path) == table
-    tree = json.loads(path.read_text())
-    path.write_text(json.dumps(tree | {"version": 2}))
-    with pytest.raises(TrimtabError, match=r"version 2 of measured costs is not read.*trimtab probe"):
-        load_costs(path)
-    tree["devices"]["here"]["casts"]["fp32>bf16"]["a"] = -1.0
-    path.write_text(json.dumps(tree))
-    with pytest.raises(TrimtabError, match=r"costs\.json: devices.*greater than or equal to 0"):
-        load_costs(path)
-    with pytest.raises(TrimtabError, match=r"cannot be read.*trimtab probe"):
-        load_costs(tmp_path / "none.json")
+def test_other_text_is_no_key() -> None:
     with pytest.raises(TrimtabError, match="is no operator key"):
         OperatorKey.parse("linear")
-
-
-def test_profiles_merge_and_an_estimate_replaces_nothing() -> None:
-    def table(seconds: float, *, estimated: bool = False, device: str = "a", key: str = "k") -> CostTable:
-        times = {key: Times(forward_s=seconds, backward_s=seconds)}
-        casts = {"fp32>bf16": Line(a=seconds, c=0.0)}
-        costs = DeviceCosts(operators=times, casts=casts, estimated=estimated)
-        return CostTable(version=1, devices={device: costs})
-
-    assert set(table(1.0).merged(table(2.0, device="b")).devices) == {"a", "b"}
-    assert table(1.0).merged(table(2.0)).devices["a"].operators["k"].forward_s == 2.0
-    assert set(table(1.0).merged(table(2.0, key="other")).devices["a"].operators) == {"k", "other"}
-    assert table(1.0).merged(table(2.0, estimated=True)) == table(1.0)
-    assert table(1.0, estimated=True).merged(table(2.0)) == table(2.0)
-
-
-def test_what_is_missing_is_listed_once() -> None:
-    workload = workload_of("gpt")
-    keys = [key_of(o) for o in workload.operators]
-    empty = CostTable(version=1, devices={})
-    assert missing(empty, "here", keys) == list(dict.fromkeys(keys))
-    assert missing(table_of("gpt"), "here", keys) == []

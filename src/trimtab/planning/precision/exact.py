@@ -11,11 +11,11 @@ from math import fsum
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
 from trimtab.planning.precision.options import damage_of, memory_of, seconds_of
 from trimtab.planning.precision.starting_point import Lowerable
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.planning.plan import OWN
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

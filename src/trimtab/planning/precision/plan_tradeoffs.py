@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option, memory_of, own_only, scaled, seconds_of
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

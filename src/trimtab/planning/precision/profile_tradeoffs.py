@@ -6,9 +6,9 @@ from bisect import bisect_left
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
+from trimtab.precision_names import OWN
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step import rank_counts

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import OWN
 from trimtab.planning.precision.options import Option, option_of
+from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.predict.operators.costs import CostTable, OperatorKey, Times, key_of
+from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 from trimtab.predict.operators.low_precision import DeviceKind, backward_casts, forward_casts, values_of
 from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
 from trimtab.predict.precision_patterns import matched
@@ -18,6 +18,7 @@ from trimtab.predict.precision_patterns import matched
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from trimtab.cluster.profile import OperatorTime
     from trimtab.predict.operators.low_precision import Cast
     from trimtab.workload import Operator, Workload
 
@@ -52,8 +53,7 @@ class CostMapper:
     def __init__(
         self,
         workload: Workload,
-        table: CostTable,
-        device: str,
+        costs: DeviceCosts,
         *,
         kind: DeviceKind = "cpu",
         precisions: Mapping[str, str] | None = None,
@@ -62,7 +62,6 @@ class CostMapper:
     ) -> None:
         """
         Args:
-            device: the device class, as the table calls it.
             precisions: by pattern, as `trimtab.set_precision` takes them.
             results: what operators give; "input" describes `trimtab.precision`.
             naive: leave out casts and neighbours, as simpler predictors do. For comparison.
@@ -70,7 +69,7 @@ class CostMapper:
         Raises:
             TrimtabError: naming the first operator, or cast, that was not measured.
         """
-        self.workload, self.table, self.device, self.kind, self.naive = workload, table, device, kind, naive
+        self.workload, self.costs, self.kind, self.naive = workload, costs, kind, naive
         self.graph = PrecisionGraph(workload, results=results)
         self._known: dict[tuple[int, State], tuple[float, float]] = {}
         self._undoable: list[Change] = []
@@ -209,11 +208,11 @@ class CostMapper:
         backward += self._casts(backward_casts(operator, precision, now, leaving, self.kind))
         return forward, backward
 
-    def _measured(self, operator: Operator, key: OperatorKey) -> Times:
-        return self.table.times(self.device, key, operator.name)
+    def _measured(self, operator: Operator, key: OperatorKey) -> OperatorTime:
+        return self.costs.times(key, operator.name)
 
     def _casts(self, casts: Iterable[Cast]) -> float:
         return fsum(self._cast(*cast) for cast in casts)
 
     def _cast(self, source: str, target: str, elements: int) -> float:
-        return self.table.cast(self.device, source, target).seconds(elements)
+        return self.costs.cast(source, target).seconds(elements)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from trimtab.cluster.profile import OperatorTime
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
-from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
+from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 from trimtab.predict.precision_patterns import matched
 
 if TYPE_CHECKING:
@@ -62,31 +63,30 @@ class Measured:
             TrimtabError: naming the operator that was not measured.
         """
         chosen = matched(self.workload, precisions) if precisions else {}
-        asked = (device, kind, samples, tuple(sorted(chosen.items())), naive)
-        if asked not in self._mappers:
-            table = self.table(device, samples, chosen)
-            self._mappers[asked] = CostMapper(
-                self.at(samples), table, device, kind=kind, precisions=chosen, naive=naive
+        key = (device, kind, samples, tuple(sorted(chosen.items())), naive)
+        if key not in self._mappers:
+            costs = self.costs(device, samples, chosen)
+            self._mappers[key] = CostMapper(
+                self.at(samples), costs, kind=kind, precisions=chosen, naive=naive
             )
-        return self._mappers[asked]
+        return self._mappers[key]
 
-    def table(self, device: str, samples: int, precisions: Mapping[str, str]) -> CostTable:
+    def costs(self, device: str, samples: int, precisions: Mapping[str, str]) -> DeviceCosts:
         """Costs of every operator: in its precision of `precisions` (by name), or as it is."""
         profile = self.device(device)
-        operators: dict[str, Times] = {}
+        operators: dict[str, OperatorTime] = {}
         for operator in self.workload.operators:
             precision = None if operator.setting is None else precisions.get(operator.setting)
             key = str(self._key(operator.index, precision, samples))
             if key not in operators:
                 operators[key] = self._find(device, operator.index, precision, samples)
-        costs = DeviceCosts(operators=operators, casts=profile.casts, estimated=profile.estimated)
-        return CostTable(version=COSTS_VERSION, devices={device: costs})
+        return DeviceCosts(device=device, operators=operators, casts=profile.casts)
 
-    def _find(self, device: str, index: int, precision: str | None, samples: int) -> Times:
+    def _find(self, device: str, index: int, precision: str | None, samples: int) -> OperatorTime:
         profile = self.device(device)
         exact = profile.operators.get(str(self._key(index, precision, samples)))
         if exact is not None:
-            return Times(forward_s=exact.forward_s, backward_s=exact.backward_s)
+            return exact
         known = []
         for size in sorted(profile.batches.get(self.workload.model, ())):
             found = profile.operators.get(str(self._key(index, precision, size)))
@@ -97,7 +97,7 @@ class Measured:
         place = min(max(1, bisect_left([size for size, _ in known], samples)), len(known) - 1)
         (low, a), (high, b) = known[place - 1], known[place]
         part = (samples - low) / (high - low)
-        return Times(
+        return OperatorTime(
             forward_s=max(0.0, a.forward_s + part * (b.forward_s - a.forward_s)),
             backward_s=max(0.0, a.backward_s + part * (b.backward_s - a.backward_s)),
         )

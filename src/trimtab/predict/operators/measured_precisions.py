@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
-from trimtab.predict.operators.costs import COSTS_VERSION, CostTable, DeviceCosts, OperatorKey, Times, key_of
+from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 
 if TYPE_CHECKING:
     from trimtab.cluster.profile import Profile
@@ -31,30 +31,31 @@ class MeasuredPrecisions:
 
     def __init__(self, operators: Measured) -> None:
         self.operators = operators
-        self._tables: dict[tuple[str, int], tuple[CostTable, dict[str, tuple[str, ...]]]] = {}
-
-    def table(self, device: str, samples: int) -> CostTable:
-        return self._found(device, samples)[0]
+        self._known: dict[tuple[str, int], tuple[DeviceCosts, dict[str, tuple[str, ...]]]] = {}
 
     def precisions(self, device: str, samples: int) -> dict[str, tuple[str, ...]]:
         """By the name that sets an operator; its own precision is left out."""
-        return self._found(device, samples)[1]
+        return self._at(device, samples)[1]
 
-    def _found(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
+    def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
+        """A new mapper with nothing lowered, in which every measured precision can be set."""
+        return CostMapper(self.operators.at(samples), self._at(device, samples)[0], kind=kind)
+
+    def _at(self, device: str, samples: int) -> tuple[DeviceCosts, dict[str, tuple[str, ...]]]:
         key = (device, samples)
-        if key not in self._tables:
-            self._tables[key] = self._collect(device, samples)
-        return self._tables[key]
+        if key not in self._known:
+            self._known[key] = self._collect(device, samples)
+        return self._known[key]
 
-    def _collect(self, device: str, samples: int) -> tuple[CostTable, dict[str, tuple[str, ...]]]:
+    def _collect(self, device: str, samples: int) -> tuple[DeviceCosts, dict[str, tuple[str, ...]]]:
         measured, workload = self.operators, self.operators.at(samples)
-        times: dict[str, Times] = dict(measured.table(device, samples, {}).devices[device].operators)
+        times = dict(measured.costs(device, samples, {}).operators)
         offered: dict[str, tuple[str, ...]] = dict.fromkeys(workload.settings, ())
         for precision in probed(measured.profile, device):
             known: dict[tuple[OperatorKey, ...], bool] = {}
             chosen = {}
             for name, indices in workload.settings.items():
-                # Operators with equal keys take equal times: one of them is key for.
+                # Operators with equal keys take equal times, so one of each is looked up.
                 keys = tuple(dict.fromkeys(key_of(workload.operators[i], precision) for i in indices))
                 if keys == tuple(dict.fromkeys(key_of(workload.operators[i]) for i in indices)):
                     continue
@@ -64,18 +65,12 @@ class MeasuredPrecisions:
                     chosen[name] = precision
                     offered[name] = (*offered[name], precision)
             if chosen:
-                times |= measured.table(device, samples, chosen).devices[device].operators
-        profile = measured.device(device)
-        costs = DeviceCosts(operators=times, casts=profile.casts, estimated=profile.estimated)
-        return CostTable(version=COSTS_VERSION, devices={device: costs}), offered
+                times |= measured.costs(device, samples, chosen).operators
+        return DeviceCosts(device=device, operators=times, casts=measured.device(device).casts), offered
 
     def _is_known(self, device: str, samples: int, name: str, precision: str) -> bool:
         try:
-            self.operators.table(device, samples, {name: precision})
+            self.operators.costs(device, samples, {name: precision})
         except TrimtabError:
             return False
         return True
-
-    def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
-        """One of its own, nothing lowered, in which every precision on offer can be set."""
-        return CostMapper(self.operators.at(samples), self.table(device, samples), device, kind=kind)

@@ -24,8 +24,8 @@ from trimtab.measure.job import probe_job
 from trimtab.models.gpt import Gpt
 from trimtab.models.spec import ModelSpec
 from trimtab.planning.make_plan import make_plan
-from trimtab.planning.plan import OWN
 from trimtab.planning.plan_file import parse_plan
+from trimtab.precision_names import OWN
 from trimtab.predict.links import Placement
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.precision_patterns import matched

@@ -14,6 +14,7 @@ from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, L
 from trimtab.measure.capture.named_model import workload_of
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.measured import Measured
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step
 
@@ -40,15 +41,15 @@ def speed() -> dict[str, float]:
     setting = JobSetting(bits=4, ranks={name: RankSetting(samples=4, precisions={}) for name in KINDS})
     measured = Measured(workload, profile)
     roles, buckets = build_step(measured, cluster, setting)
-    every = {name: "int8" for name, (first, *_) in workload.settings.items() if _linear(workload, first)}
-    mapper = measured.mapper("slow", "cuda", 4, every)
-    names = list(every)
+    names = [name for name, (first, *_) in workload.settings.items() if _linear(workload, first)]
+    mapper = MeasuredPrecisions(measured).mapper("slow", 4, "cuda")
+    for name in names:
+        mapper.change(name, "int8")
     turn = iter(range(10**9))
 
     def change() -> None:
         mapper.undo(mapper.change(names[next(turn) % len(names)], None))
 
-    mapper.table.devices["slow"].operators.update(measured.table("slow", 4, {}).devices["slow"].operators)
     return {
         "replay_ms": _milliseconds(lambda: replay(roles, buckets)),
         "recost_ms": _milliseconds(change) / 2,  # there and back
