@@ -106,11 +106,11 @@ def test_places_of_the_kernel_that_see_nothing_but_padding_have_no_gradient(name
 
 
 def test_which_places_those_are() -> None:
-    from trimtab.precision.conv import Geometry, meets_padding_only
+    from trimtab.precision.conv import Geometry, has_position_on_padding_only
 
     def found(size: int, stride: int, padding: int, dilation: int, kernel: int = 3) -> bool:
         geometry = Geometry((stride, stride), (padding, padding), (dilation, dilation), 1)
-        return meets_padding_only(
+        return has_position_on_padding_only(
             geometry, torch.Size((1, 1, size, size)), torch.Size((1, 1, kernel, kernel))
         )
 

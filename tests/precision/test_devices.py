@@ -9,7 +9,7 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.precision import devices
-from trimtab.precision.devices import cpu_features, cuda_precisions, measure, offers, working_halves
+from trimtab.precision.devices import cpu_features, cuda_precisions, offers, working_halves
 from trimtab.precision_names import OPERATOR_PRECISIONS
 
 CPU = torch.device("cpu")
@@ -64,11 +64,3 @@ def test_bf16_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -
         TrimtabError, match=r"does not offer bf16 for forward of this linear; it offers fp32, fp16$"
     ):
         set_precision(nn.Sequential(nn.Linear(4, 4)), {"0": "bf16"})
-
-
-def test_measuring_orders_the_precisions_of_this_machine() -> None:
-    rows = measure(CPU, ("bf16",), shape=(16, 32, 32), repeats=3)
-    assert [row.precision for row in rows] == ["fp32", "bf16"]
-    assert rows[0].speedup_over_fp32 == 1
-    assert not rows[0].slower_than_fp32
-    assert all(row.ms > 0 for row in rows)

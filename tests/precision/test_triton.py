@@ -55,11 +55,11 @@ def test_it_compiles_to_the_specified_arithmetic(
     for form in formats:
         drawn = {"FORMAT": form, "STOCHASTIC": True}
         rows = drawn | {"OPERAND": 2, "FACTOR": True, "BLOCK": 1024, "CHUNKS": 1}
-        tiles = drawn | {"STRAIGHT": True, "TRANSPOSED": True, "BM": 64, "BN": 64}
+        tiles = drawn | {"DIRECT": True, "TRANSPOSED": True, "BM": 64, "BN": 64}
         for kernel, constants in ((kernels.quantize_rows, rows), (kernels.quantize_tiles, tiles)):
             assert "fma.rn.f32" not in _ptx(kernel, constants, capability)
     surveyed = {"OPERAND": 2, "STOCHASTIC": True, "ROWS": 16, "BLOCK": 1024}
-    assert ".max" in _ptx(kernels.survey, surveyed, capability)
+    assert ".max" in _ptx(kernels.find_largest, surveyed, capability)
     scaled = {"ROW": True, "COLUMN": True, "BIAS": True, "BLOCK": 1024}
     assert "fma.rn.f32" not in _ptx(kernels.dequantize, scaled, capability)
 

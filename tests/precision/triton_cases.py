@@ -12,7 +12,12 @@ from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.fp8 import Fp8
 from trimtab.precision.int8_cuda import Int8Cuda
 from trimtab.precision.products import Products, Sizes
-from trimtab.precision.triton_quantize import HELD, dequantize, quantize_by_row, quantize_whole
+from trimtab.precision.triton_quantize import (
+    LONGEST_ROW_IN_REGISTERS,
+    dequantize,
+    quantize_by_row,
+    quantize_whole,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -23,7 +28,7 @@ def kernel_faults() -> list[str]:
         (37, 53, ""),
         (16, 64, "nan"),
         (5, 300, "inf"),
-        (2, HELD + 40, ""),
+        (2, LONGEST_ROW_IN_REGISTERS + 40, ""),
         (3, 7, "zero"),
     ):
         torch.manual_seed(rows)

@@ -1,9 +1,8 @@
 """A convolution in a chosen precision: 2-D, grouped, strided, dilated (1-D is 2-D with one row).
 
-fp32, tf32 and half types go to cuDNN or oneDNN. int8 and fp8 become matrix products: the input is
-quantized once (a scale for each sample), its codes are gathered into rows of what lies under the kernel,
-and what is saved for backward is the codes, not the rows. Codes lie channels last, so that gathering
-copies whole runs of channels.
+fp32, tf32 and half types use cuDNN or oneDNN. int8 and fp8 become matrix products: the input is quantized once,
+with one scale per sample, and its codes are unfolded into rows, one for each position of the kernel. Backward saves
+the codes, not the rows. Codes are stored channels last, so that unfolding copies contiguous channels.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class _Conv(torch.autograd.Function):
             saved_w: Operands = ()
             saved_x: Operands = ()
             if ctx.needs_input_grad[0]:
-                saved_w = (weight,)  # costs no memory; its operands are made anew
+                saved_w = (weight,)  # costs no memory; its operands are recomputed
             if ctx.needs_input_grad[1]:
                 saved_x = x_operands if passes[2] is passes[0] else passes[2].input(x, draw)
         ctx.save_for_backward(*saved_x, *saved_w)
@@ -109,7 +108,7 @@ class _Conv(torch.autograd.Function):
 
 
 class _Direct:
-    """Through torch's own convolutions, in fp32, tf32 or a half type."""
+    """torch's convolutions in fp32, tf32 or a half type."""
 
     def __init__(self, name: PrecisionName) -> None:
         self.tf32 = name == "tf32"
@@ -133,7 +132,7 @@ class _Direct:
         self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
     ) -> torch.Tensor:  # fmt: skip
-        # Only the input's shape matters here: an expanded scalar stands for it.
+        # Only the shape of the input matters here, so an expanded scalar will do.
         return self._backward(g, w[0].new_zeros(()).expand(x_shape), w[0], geometry, 0)
 
     def grad_weight(
@@ -141,8 +140,12 @@ class _Direct:
         draw: Draw,
     ) -> torch.Tensor:  # fmt: skip
         values = x[0]
-        if self.half and values.device.type == "cpu" and meets_padding_only(geometry, x_shape, w_shape):
-            # Of such places oneDNN leaves the gradient as it found the memory (torch 2.13); in fp32 it does not.
+        if (
+            self.half
+            and values.device.type == "cpu"
+            and has_position_on_padding_only(geometry, x_shape, w_shape)
+        ):
+            # oneDNN does not write the gradient of such kernel positions (torch 2.13), except in fp32.
             return _Direct("fp32")._backward(
                 g.float(),
                 values.float(),
@@ -165,21 +168,21 @@ class _Direct:
         return unscaled(grads[which], () if scale is None else (scale,), torch.float32)
 
 
-def meets_padding_only(geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size) -> bool:
-    """Whether some place of the kernel lies over padding wherever the kernel is put."""
+def has_position_on_padding_only(geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size) -> bool:
+    """Whether some element of the kernel only ever meets padding."""
     stride, padding, dilation, _ = geometry
     for size, kernel, s, p, d in zip(x_shape[2:], w_shape[2:], stride, padding, dilation, strict=True):
-        puts = (size + 2 * p - d * (kernel - 1) - 1) // s + 1
-        for place in range(kernel):
-            if not any(0 <= put * s + place * d - p < size for put in range(puts)):
+        outputs = (size + 2 * p - d * (kernel - 1) - 1) // s + 1
+        for element in range(kernel):
+            if not any(0 <= output * s + element * d - p < size for output in range(outputs)):
                 return True
     return False
 
 
 class _Columns:
-    """Through matrix products of 8-bit codes, group by group.
+    """Matrix products of 8-bit codes, group by group.
 
-    Operands are (codes, scales by row): of the input samples × height × width × channels, of the weight
+    Operands are (codes, scales by row). The input's codes are samples × height × width × channels, the weight's
     outputs × (height · width · channels of a group).
     """
 
@@ -187,9 +190,9 @@ class _Columns:
         self.products = products
 
     def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        last = x.permute(0, 2, 3, 1).contiguous()
-        codes, scales = self.products.samples(last.flatten(1), draw, Operand.INPUT)
-        return codes.reshape(last.shape), scales
+        channels_last = x.permute(0, 2, 3, 1).contiguous()
+        codes, scales = self.products.samples(channels_last.flatten(1), draw, Operand.INPUT)
+        return codes.reshape(channels_last.shape), scales
 
     def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
         codes, scales = self.products.samples(w.permute(0, 2, 3, 1).flatten(1), draw, Operand.WEIGHT)
@@ -208,7 +211,7 @@ class _Columns:
         n = w_shape[0] // geometry.groups
         sizes = Sizes(x_shape[0] * height * width, n, w[0].shape[1])
         parts = []
-        for group, columns in enumerate(_groups(x[0], w_shape, geometry)):
+        for group, columns in enumerate(_unfolded(x[0], w_shape, geometry)):
             own = slice(group * n, (group + 1) * n)
             x_operands = self.products.assemble(columns, x[1].repeat_interleave(height * width))
             w_operands = self.products.assemble(w[0][own], w[1][own].contiguous())
@@ -230,7 +233,7 @@ class _Columns:
             w_operands = self.products.saved(self.products.assemble(w[0][own], w[1][own].contiguous()))
             operands = self.products.gradient(rows[:, own], draw)
             parts.append(self.products.grad_input(operands, w_operands, sizes, torch.float32, draw))
-        return _scattered(parts, x_shape, w_shape, geometry)
+        return _folded(parts, x_shape, w_shape, geometry)
 
     def grad_weight(
         self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
@@ -241,26 +244,26 @@ class _Columns:
         sizes = Sizes(len(rows), n, w_shape[1:].numel())
         scales = x[1].repeat_interleave(len(rows) // x_shape[0])
         parts = []
-        for group, columns in enumerate(_groups(x[0], w_shape, geometry)):
+        for group, columns in enumerate(_unfolded(x[0], w_shape, geometry)):
             x_operands = self.products.saved(self.products.assemble(columns, scales))
             operands = self.products.gradient(rows[:, group * n : (group + 1) * n], draw)
             parts.append(self.products.grad_weight(operands, x_operands, sizes, False, draw))
         outputs, inputs, height, width = w_shape
-        last = torch.cat(parts).view(outputs, height, width, inputs)
-        return last.permute(0, 3, 1, 2).contiguous()
+        channels_last = torch.cat(parts).view(outputs, height, width, inputs)
+        return channels_last.permute(0, 3, 1, 2).contiguous()
 
 
 def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
-    """The implementations of the three passes, one object for passes in the same precision."""
-    made: dict[PrecisionName, Any] = {}
+    """The implementations of the three passes; passes in the same precision share one object."""
+    by_name: dict[PrecisionName, Any] = {}
     for name in precision.names:
-        if name not in made:
+        if name not in by_name:
             if name in ("int8", "fp8"):
                 products = products_for(name, precision.scales, precision.rounding, device_type)
-                made[name] = _Columns(products)
+                by_name[name] = _Columns(products)
             else:
-                made[name] = _Direct(name)
-    return made[precision.forward], made[precision.grad_input], made[precision.grad_weight]
+                by_name[name] = _Direct(name)
+    return by_name[precision.forward], by_name[precision.grad_input], by_name[precision.grad_weight]
 
 
 def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> Pair:
@@ -273,11 +276,11 @@ def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -
     return height, width
 
 
-def _groups(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> list[torch.Tensor]:
-    """For each group, a row of the codes under the kernel for each output position of each sample."""
+def _unfolded(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> list[torch.Tensor]:
+    """For each group: one row of the codes under the kernel for each output position of each sample."""
     samples, rows, columns, channels = codes.shape
     height, width = _output_size(torch.Size((samples, channels, rows, columns)), w_shape, geometry)
-    # Through bytes, which can be padded and gathered in any 8-bit type.
+    # As bytes, which can be padded and gathered whatever the 8-bit type.
     raw = F.pad(codes.view(torch.int8), (0, 0, *(geometry.padding[1],) * 2, *(geometry.padding[0],) * 2))
     sample, row, column, _ = raw.stride()
     (down, right), (below, beside) = geometry.stride, geometry.dilation
@@ -292,10 +295,10 @@ def _groups(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> lis
     ]
 
 
-def _scattered(
+def _folded(
     parts: list[torch.Tensor], x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry
 ) -> torch.Tensor:
-    """The opposite of `_groups`, in fp32: what each output position gives to the inputs under it, summed."""
+    """The adjoint of `_unfolded`, in fp32: each output position adds its row to the inputs under the kernel."""
     samples, channels, rows, columns = x_shape
     height, width = _output_size(x_shape, w_shape, geometry)
     (down, right), (top, left), (below, beside), groups = geometry
@@ -307,8 +310,8 @@ def _scattered(
         for i in range(w_shape[2]):
             for j in range(w_shape[3]):
                 y, x = i * below, j * beside
-                place = into[
+                inputs = into[
                     :, y : y + down * (height - 1) + 1 : down, x : x + right * (width - 1) + 1 : right
                 ]
-                place += windows[:, :, :, i, j]
+                inputs += windows[:, :, :, i, j]
     return total[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2)

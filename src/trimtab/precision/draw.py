@@ -1,4 +1,4 @@
-"""Random streams of operands: `trimtab-lb32` of docs/wire-format.md, keyed as docs/precision.md says."""
+"""Random bits for rounding operands: `trimtab-lb32` (docs/wire-format.md), with the keys of docs/precision.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Operand(IntEnum):
-    """Which operand is rounded: each has a stream of its own."""
+    """The operand being rounded; each has a random stream of its own."""
 
     INPUT = 2
     WEIGHT = 3
@@ -22,7 +22,7 @@ class Operand(IntEnum):
 
 
 def base_key(seed: int, rank: int, name_hash: int) -> int:
-    """The constant part of an operator's key, as a signed 64-bit integer (what an operator schema holds)."""
+    """The constant part of an operator's key, as a signed 64-bit integer: the type an operator schema can hold."""
     h = 0
     for value in (seed, rank, name_hash):
         h = absorb(h, value)
@@ -31,16 +31,16 @@ def base_key(seed: int, rank: int, name_hash: int) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where one operator's roundings take their random bits, or that they take none."""
+    """The random stream of one operator's rounding, or rounding to nearest."""
 
     base: int
     """See `base_key`."""
 
     calls: torch.Tensor
-    """How often the model was called: one int64, on the operands' device, so that no host waits for it."""
+    """How often the model was called: one int64 on the operands' device, so that the host never waits for it."""
 
     stochastic: bool
 
     def key(self, operand: Operand) -> int:
-        """The 64-bit key of an operand; only for a counter in host memory."""
+        """The 64-bit key of an operand; for a counter in host memory only."""
         return absorb(absorb(self.base & 0xFFFFFFFFFFFFFFFF, int(self.calls)), operand)

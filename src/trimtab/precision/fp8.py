@@ -1,7 +1,7 @@
 """fp8 products on a GPU: e4m3 inputs and weights, e5m2 gradients, one scale for each tensor.
 
-Tensor cores sum along the axis that is contiguous in both operands. So an operand is quantized together
-with its transpose, in one kernel, and backward saves the transposes.
+Tensor cores sum along the axis that is contiguous in both operands. So one kernel writes the codes of an operand
+and their transpose, and backward saves the transpose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
 
 FAST_SUMS = (True, False)
-"""Whether forward, and backward, may sum in the tensor cores' shorter accumulator."""
+"""Whether forward and backward may use the tensor cores' shorter accumulator."""
 
 
 class Fp8:
@@ -50,10 +50,10 @@ class Fp8:
     def forward(
         self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
     ) -> torch.Tensor:
-        inside = None
+        fused = None
         if bias is not None and dtype == torch.bfloat16 and len(w[0]) == sizes.n:
-            inside, bias = bias.to(dtype), None  # added before the product leaves the tensor cores
-        y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0], bias=inside)
+            fused, bias = bias.to(dtype), None  # added in the product's epilogue
+        y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0], bias=fused)
         y = y[: sizes.m, : sizes.n].contiguous()
         return y if bias is None else (y + bias).to(dtype)
 
@@ -78,7 +78,7 @@ class Fp8:
         return y[: sizes.n, : sizes.k].contiguous()
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        """As `Int8.samples`; every row has the same scale."""
+        """See `Int8.samples`; all rows have the same scale."""
         from trimtab.precision.triton_quantize import quantize_whole
 
         codes, _, scale = quantize_whole(
@@ -87,7 +87,7 @@ class Fp8:
         return codes[: len(rows), : rows.shape[1]], scale.expand(len(rows)).contiguous()
 
     def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
-        """As `Int8.assemble`."""
+        """See `Int8.assemble`."""
         from trimtab.precision.triton_quantize import pad_codes
 
         codes = pad_codes(codes)
@@ -115,8 +115,8 @@ def scaled_product(
     """a bᵀ · scales + bias, both row-major, in `dtype`."""
     if 0 in (*a.shape, len(b)):
         return torch.zeros((len(a), len(b)), dtype=dtype, device=a.device)
-    wanted = dtype if dtype in (torch.float32, torch.bfloat16) else torch.bfloat16
+    out_dtype = dtype if dtype in (torch.float32, torch.bfloat16) else torch.bfloat16
     y = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=wanted, use_fast_accum=fast
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
     )
     return y.to(dtype)

@@ -1,4 +1,4 @@
-"""Embeddings and attention in half types (or in fp32 where autocast would have lowered them)."""
+"""Embeddings and attention in half types (or in fp32, where autocast would lower them)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x rounded to a half type and given back in its own; its gradient passes unrounded."""
+    """x rounded to a half type, in its own dtype; the gradient passes through unrounded."""
     result: torch.Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
     return result
 
@@ -35,10 +35,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class HalfProducts(TorchFunctionMode):
-    """Inside, products of activations (attention, matmul, bmm) take half operands and give back the type
-    they were given. Linear layers are not touched.
+    """Computes products of activations (attention, matmul, bmm) with half operands; results keep the input's dtype.
 
-    fp16's gradient is scaled on its way in, by a power of two, and unscaled on its way out.
+    Linear layers are not affected. With fp16, gradients are scaled by a power of two before a product's backward
+    and unscaled after it.
     """
 
     _PRODUCTS: ClassVar[frozenset[Callable[..., Any]]] = frozenset(
@@ -71,16 +71,16 @@ class HalfProducts(TorchFunctionMode):
                 return value.to(self.dtype)
             return _Enter.apply(value, scale)  # type: ignore[no-untyped-call]
 
-        given = result_dtype(args[0])
+        output_dtype = result_dtype(args[0])
         with no_autocast(args[0].device.type):
             y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
         if self.dtype != torch.float16:
-            return y.to(given)
-        return _Leave.apply(y, given, scale)  # type: ignore[no-untyped-call]
+            return y.to(output_dtype)
+        return _Leave.apply(y, output_dtype, scale)  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
-    """To fp16; backward divides by the scale that `_Leave` left in `scale`."""
+    """To fp16; backward divides by the scale that `_Leave` stored in `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: list[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """From fp16; backward scales the gradient so that it fits."""
+    """From fp16; backward scales the gradient to fp16's range."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dtype: torch.dtype, scale: list[torch.Tensor]) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        half, by = Half("fp16").scaled(g)
-        assert by is not None
-        ctx.scale[:] = [by]
+        half, scale = Half("fp16").scaled(g)
+        assert scale is not None
+        ctx.scale[:] = [scale]
         return half, None, None

@@ -1,8 +1,8 @@
-"""int8 products: codes with exact int32 sums, scaled back in the epilogue.
+"""int8 products on CPU: codes with exact int32 sums, dequantized in the epilogue.
 
-A scale that runs along the summed axis cannot leave the sum. So backward folds it into the gradient
-before that is quantized: w's row scales multiply g's columns for grad_input, and x's row scales multiply
-g's rows for grad_weight. Thus the codes of the forward pass serve backward as they are.
+A scale that varies along the summed axis cannot be factored out of the sum. So backward folds it into the gradient
+before quantizing it: w's row scales multiply g's columns for grad_input, and x's row scales multiply g's rows for
+grad_weight. The codes of the forward pass then serve backward unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Int8:
-    """On CPU: oneDNN's int8 products (`torch._int_mm`) between our quantize and dequantize kernels."""
+    """oneDNN's int8 products (`torch._int_mm`) between our quantize and dequantize kernels."""
 
     saves_input, saves_weight = True, False
 
@@ -46,7 +46,7 @@ class Int8:
         return product(x[0], w[0].t(), row_scale=x[1], column_scale=w[1], bias=bias).to(dtype)
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        # Each product folds another scale into it, so each quantizes it anew.
+        # Each product folds a different scale into g, so each quantizes it again.
         return (g,)
 
     def grad_input(
@@ -67,7 +67,7 @@ class Int8:
         return product(codes.t(), x[0], row_scale=scales)
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        """Codes and scales by row, unpadded: for a convolution, which arranges codes into operands."""
+        """Codes and scales by row, unpadded, from which a convolution assembles its operands."""
         return self._operand(rows, draw, operand)
 
     def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:

@@ -1,4 +1,4 @@
-"""int8 products on a GPU: `torch._int_mm` between Triton kernels, with the folding of `trimtab.precision.int8`."""
+"""int8 products on a GPU: `torch._int_mm` between Triton kernels; scales are folded as in `trimtab.precision.int8`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trimtab.precision.triton_quantize import (
 if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
 
-LEAST_ROWS = 32
-"""`torch._int_mm` refuses 16 rows or fewer on a GPU."""
+MIN_ROWS = 32
+"""`torch._int_mm` needs more than 16 rows on a GPU."""
 
 
 class Int8Cuda:
-    """Operands are (codes, scales by row), the codes padded."""
+    """Operands are (padded codes, scales by row)."""
 
     saves_input = saves_weight = True
 
@@ -65,7 +65,7 @@ class Int8Cuda:
         self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
     ) -> torch.Tensor:
         folded = g[0].float() * x[1][:, None]
-        _, codes, scale = quantize_whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, straight=False)
+        _, codes, scale = quantize_whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, direct=False)
         inputs = x[0].t().contiguous()
         if transposed:
             sums, rows, columns = integer_product(inputs, codes), sizes.k, sizes.n
@@ -74,12 +74,12 @@ class Int8Cuda:
         return dequantize(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        """As `Int8.samples`."""
+        """See `Int8.samples`."""
         codes, scales = self._operand(rows, draw, operand)
         return codes[: len(rows), : rows.shape[1]], scales
 
     def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
-        """As `Int8.assemble`."""
+        """See `Int8.assemble`."""
         return pad_codes(codes), scales.contiguous()
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
@@ -95,6 +95,6 @@ def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     assert len(b) % PAD == 0
     if 0 in (*a.shape, len(b)):
         return torch.zeros((len(a), len(b)), dtype=torch.int32, device=a.device)
-    if len(a) < LEAST_ROWS:
-        a = torch.nn.functional.pad(a, (0, 0, 0, LEAST_ROWS - len(a)))
+    if len(a) < MIN_ROWS:
+        a = torch.nn.functional.pad(a, (0, 0, 0, MIN_ROWS - len(a)))
     return torch._int_mm(a, b.t())

@@ -1,4 +1,4 @@
-"""A linear operator in a chosen precision, for autograd and, as a registered operator, for torch.compile."""
+"""A linear layer in a chosen precision: an autograd function, and a registered operator for torch.compile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def linear(
 
     Args:
         base: the operator's random stream, see `trimtab.precision.draw.base_key`.
-        calls: how often the model was called; one int64 on x's device.
+        calls: how often the model was called: one int64 on x's device.
         transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
     """
     dtype = result_dtype(x)
@@ -90,14 +90,14 @@ def _linear_op(
     transposed: bool,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """y, then the saved operands of x and of w that are not x and w themselves."""
+    """y, then those saved operands of x and of w that are not x and w themselves."""
     chosen = Precision.decode(precision)
     w = weight.t() if transposed else weight
     y, saved_x, saved_w = forward_pass(x, w, bias, chosen, draw_of(chosen, base, calls), dtype)
     _, grad_input, grad_weight = products_of(chosen, x.device.type)
-    kept = [*(saved_x if grad_weight.saves_input else ()), *(saved_w if grad_input.saves_weight else ())]
-    # An operator's results may not be its arguments, as a half operand of a half input is.
-    return [y, *(k.clone() if _same_memory(k, x) or _same_memory(k, weight) else k for k in kept)]
+    saved = [*(saved_x if grad_weight.saves_input else ()), *(saved_w if grad_input.saves_weight else ())]
+    # A registered operator may not return its arguments, as it would for a half operand of a half input.
+    return [y, *(s.clone() if _same_memory(s, x) or _same_memory(s, weight) else s for s in saved)]
 
 
 @_linear_op.register_fake
@@ -157,13 +157,13 @@ def _(
     return [g.new_empty((tokens, inputs), dtype=dtype), g.new_empty(shape, dtype=torch.float32)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weight, bias, calls, base, precision, transposed, _ = inputs
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
-    kept = list(output[1:])
+    saved = output[1:]
     split = len(grad_weight.saved_like(x)) if grad_weight.saves_input else 0
-    saved_x = kept[:split] if grad_weight.saves_input else [x]
-    saved_w = kept[split:] if grad_input.saves_weight else [weight.t() if transposed else weight]
+    saved_x = saved[:split] if grad_weight.saves_input else [x]
+    saved_w = saved[split:] if grad_input.saves_weight else [weight.t() if transposed else weight]
     ctx.save_for_backward(calls, *saved_x, *saved_w)
     ctx.split = 1 + len(saved_x)
     ctx.setting = base, precision, transposed, x.shape[1]
@@ -182,7 +182,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return gx, gw.to(ctx.dtypes[1]), gb, None, None, None, None, None
 
 
-_linear_op.register_autograd(_differentiate, setup_context=_keep)
+_linear_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

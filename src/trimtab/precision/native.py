@@ -1,4 +1,4 @@
-"""8-bit operands on CPU tensors in C++ (csrc/quantize.h), through the codec's library and ctypes."""
+"""int8 operands on CPU in C++ (csrc/quantize.h), called through ctypes in the codec's library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def quantize(
     column_factor: torch.Tensor | None = None,
     instruction_set: str = "best",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `trimtab.precision.reference.quantize`, to the bit; of a contiguous fp32 matrix."""
+    """`trimtab.precision.reference.quantize` of a contiguous fp32 matrix, with the same bits."""
     rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=torch.int8)
     scales = torch.empty((rows, columns, 1)[_AXES.index(axis)], dtype=torch.float32)
@@ -89,7 +89,7 @@ def dequantize(
     *,
     instruction_set: str = "best",
 ) -> torch.Tensor:
-    """As `trimtab.precision.reference.dequantize`, to the bit; overwrites `sums` (int32, contiguous)."""
+    """`trimtab.precision.reference.dequantize`, with the same bits; overwrites `sums` (int32, contiguous)."""
     rows, columns = sums.shape
     assert sums.dtype == torch.int32
     assert sums.is_contiguous()
@@ -112,10 +112,10 @@ def _pointer(tensor: torch.Tensor | None, numel: int) -> int | None:
         return None
     assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu")
     assert tensor.is_contiguous()
-    assert tensor.numel() == numel, f"{tensor.numel()} numbers where {numel} are due"
+    assert tensor.numel() == numel, f"{tensor.numel()} numbers, expected {numel}"
     return tensor.data_ptr()
 
 
 def _check(status: int) -> None:
     if status:
-        raise ValueError(f"the native kernels refused the operand (status {status})")
+        raise ValueError(f"the native kernels rejected the operand (status {status})")

@@ -1,7 +1,7 @@
-"""The operators of a model whose precision can be set, and how each is made to compute in it.
+"""The operators of a model whose precision can be set, and the forward that computes each in that precision.
 
-An operator's module gets a `forward` of its own: its class, parameters, buffers, hooks and state_dict stay
-what they are, so every wrapper sees the module it knows. Taking that `forward` away restores the module.
+A `forward` is set on the module instance. Its class, parameters, buffers, hooks and state_dict do not change, so
+wrappers work as before, and deleting that `forward` restores the module.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class CallCounter:
-    """How often a model was called: the step of every random stream. It lives where the model does."""
+    """How often a model was called: the step of every random stream. It is kept on the model's device."""
 
     count: torch.Tensor
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The counter itself, moved to the device if the model was."""
+        """The counter, moved to the device if the model has moved."""
         if self.count.device != device:
             self.count = self.count.to(device)
         return self.count
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """As a forward pre-hook of the model: count. Not in place: backward keeps the number it began with."""
+        """Count, as a forward pre-hook of the model. Not in place: backward needs the value of its forward pass."""
         self.count = self.count + 1
 
 
 @dataclass
 class LowPrecisionForward:
-    """A module's `forward` in a given precision."""
+    """The `forward` of a module in a given precision."""
 
     module: nn.Module
     precision: Precision
@@ -53,7 +53,7 @@ class LowPrecisionForward:
         raise NotImplementedError
 
     def keywords(self, x: torch.Tensor) -> dict[str, Any]:
-        """What every product needs beside its operands."""
+        """Arguments that every product needs besides its operands."""
         return {"precision": self.precision, "base": self.base, "calls": self.calls.on(x.device)}
 
 
@@ -77,19 +77,19 @@ class ConvForward(LowPrecisionForward):
         x, weight = input, module.weight
         batched = x.dim() == weight.dim()
         x = x if batched else x.unsqueeze(0)
-        flat = weight.dim() == 3
-        if flat:
+        one_dimensional = weight.dim() == 3
+        if one_dimensional:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-        # A 1-D kernel moves along the last axis, over a first one of length 1.
+        # A 1-D kernel moves along the last axis; the first has length 1.
         stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
         padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
         if isinstance(module.padding, str) and module.padding == "same":
-            # An even kernel pads one more after than before, which no symmetric padding can say.
+            # An even kernel needs one more element of padding after than before, so padding is not symmetric.
             x = F.pad(x, module._reversed_padding_repeated_twice)
         y = conv(
             x, weight, module.bias, Geometry(stride, padding, dilation, module.groups), **self.keywords(x)
         )
-        y = y.squeeze(2) if flat else y
+        y = y.squeeze(2) if one_dimensional else y
         return y if batched else y.squeeze(0)
 
 
@@ -101,11 +101,11 @@ class EmbeddingForward(LowPrecisionForward):
 
 
 class AttentionForward(LowPrecisionForward):
-    """Any module: the products of activations inside its forward."""
+    """The products of activations inside the forward of any module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision.forward == "fp16" and torch.compiler.is_compiling():
-            return self._break_graph(*args, **kwargs)  # its gradient's scale is found while running
+            return self._break_graph(*args, **kwargs)  # the scale of its gradient depends on the data
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,23 +127,23 @@ FORWARDS: dict[OperatorKind, type[LowPrecisionForward]] = {
 
 def operators(model: nn.Module) -> dict[str, OperatorKind]:
     """Every operator of a model by its name; attention (any module, with `ATTENTION`) is not listed."""
-    found: dict[str, OperatorKind] = {}
+    kinds: dict[str, OperatorKind] = {}
     hidden = {
         id(child)
         for module in model.modules()
-        # It reads its projection's weights and never calls it.
+        # It reads the weights of its projections and never calls them.
         if isinstance(module, nn.MultiheadAttention)
         for child in module.modules()
     }
     for name, module in model.named_modules():
         kind = kind_of(module)
         if kind is not None and id(module) not in hidden:
-            found[name] = kind
-    return found
+            kinds[name] = kind
+    return kinds
 
 
 def kind_of(module: nn.Module) -> OperatorKind | None:
-    """What kind of operator a module is, if its forward is one that can be replaced."""
+    """The kind of operator that a module is; None if its forward cannot be replaced."""
     own = module.__dict__.get("forward")
     if own is not None and not isinstance(own, LowPrecisionForward):
         return None
@@ -171,7 +171,7 @@ def install(
 
 
 def restore(model: nn.Module) -> None:
-    """Give every module of a model the forward of its class again, and stop counting calls."""
+    """Restore the forward of every module's class, and stop counting calls."""
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             del module.__dict__["forward"]
@@ -181,9 +181,8 @@ def restore(model: nn.Module) -> None:
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    # Without importing transformers: who has such a module has imported it.
-    home = sys.modules.get("transformers.pytorch_utils")
-    transposed = getattr(home, "Conv1D", None)
+    # Does not import transformers: a model with such a module has imported it.
+    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return (
         transposed is not None
         and isinstance(module, transposed)

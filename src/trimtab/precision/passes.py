@@ -1,6 +1,6 @@
-"""Forward and backward of x wᵀ + bias, each product in its own precision: plain functions of tensors.
+"""Forward and backward of x wᵀ + bias, each product in its own precision, as plain functions of tensors.
 
-`linear` and `conv` put them behind autograd and behind registered operators.
+`linear` and `conv` wrap them for autograd and for torch.compile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def products_of(precision: Precision, device_type: str) -> tuple[Products, Produ
 
 
 def draw_of(precision: Precision, base: int, calls: torch.Tensor) -> Draw:
-    """Where the roundings of an operator take their random bits."""
+    """The random stream of an operator's rounding."""
     return Draw(base, calls, precision.rounding != "nearest")
 
 
@@ -65,7 +65,7 @@ def forward_pass(
     """y = x wᵀ + bias in `dtype`, and the saved operands of x and of w.
 
     Args:
-        needs: whether x, and w, will be asked for a gradient; where not, nothing is saved for it.
+        needs: whether the gradients of x and of w will be needed; nothing is saved for one that is not.
     """
     forward, grad_input, grad_weight = products_of(precision, x.device.type)
     with no_autocast(x.device.type):
@@ -95,11 +95,11 @@ def backward_pass(
     transposed: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x in `dtype` and of w in fp32 (transposed with `transposed`), where operands were saved.
+    """The gradients of x in `dtype` and of w in fp32 (transposed if `transposed`); None where no operand was saved.
 
     Args:
-        draw: that of the forward pass, so that operands made anew are the same.
-        inputs: columns of x.
+        draw: the one of the forward pass, so that recomputed operands are the same.
+        inputs: number of columns of x.
     """
     sizes = Sizes(g.shape[0], g.shape[1], inputs)
     _, grad_input, grad_weight = products_of(precision, g.device.type)
@@ -120,14 +120,14 @@ def backward_pass(
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Inside, products run in the types of their operands: the precision is ours to choose."""
+    """Disable autocast, so that products run in the dtypes of their operands."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type of what leaves an operator: autocast's where it is on, else the input's."""
+    """The dtype of an operator's output: autocast's if it is enabled, else the input's."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

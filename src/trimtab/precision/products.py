@@ -6,9 +6,9 @@ With input x (m × k), weight w (n × k) and output gradient g (m × n):
     grad_input    gx = g w
     grad_weight   gw = gᵀ x
 
-An implementation turns x and w into *operands*, tuples of tensors in its own precision, made once in the
-forward pass; what backward needs of them is saved instead of x and w. `trimtab.precision.int8` and
-`trimtab.precision.fp8` are the others.
+An implementation turns x and w into *operands*, tuples of tensors in its own precision, once in the forward
+pass; backward saves operands instead of x and w. This file holds the implementations for fp32, tf32 and half
+types; the 8-bit ones are in `int8`, `int8_cuda` and `fp8`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Operands = tuple[torch.Tensor, ...]
 
 
 class Sizes(NamedTuple):
-    """Of the matrices themselves: operands may be padded."""
+    """Sizes of the matrices without the padding that operands may have."""
 
     m: int
     n: int
@@ -36,25 +36,25 @@ class Sizes(NamedTuple):
 
 
 class Products(Protocol):
-    """One precision's way to the three products. Weights come as w (n × k), whatever their memory order."""
+    """The three products in one precision. Weights are passed as w (n × k), in either memory order."""
 
     def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        """The operands made of x."""
+        """The operands of x."""
 
     def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        """The operands made of w."""
+        """The operands of w."""
 
     saves_input: bool
     """Whether x's operands are saved for backward; otherwise x itself is."""
 
     saves_weight: bool
-    """Whether w's operands are; otherwise w itself, which costs no memory, and they are made anew."""
+    """Whether w's operands are saved; otherwise w itself is, which costs no memory, and they are recomputed."""
 
     def saved(self, operands: Operands) -> Operands:
-        """Those of x's or w's operands that backward will need."""
+        """The part of x's or w's operands that backward needs."""
 
     def saved_like(self, values: torch.Tensor) -> Operands:
-        """Empty tensors as `saved` gives for x or w: what a compiler needs to know."""
+        """Empty tensors with the shapes and dtypes of `saved`, for torch.compile."""
 
     def forward(
         self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
@@ -62,7 +62,7 @@ class Products(Protocol):
         """x wᵀ + bias, in `dtype`."""
 
     def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        """The operands made of g, for both products of the backward pass."""
+        """The operands of g, for both products of the backward pass."""
 
     def grad_input(
         self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
@@ -72,11 +72,11 @@ class Products(Protocol):
     def grad_weight(
         self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
     ) -> torch.Tensor:
-        """gᵀ x in fp32, from x's saved operands; with `transposed`, xᵀ g."""
+        """gᵀ x in fp32, from x's saved operands; xᵀ g if `transposed`."""
 
 
 class Full:
-    """fp32, or with `tf32` the tensor cores' rounding of its operands."""
+    """fp32, or tf32: tensor cores round the fp32 operands."""
 
     saves_input = saves_weight = False
 
@@ -121,8 +121,8 @@ class Full:
 class Half:
     """bf16 or fp16 operands, fp32 accumulation.
 
-    fp16 brings its own loss scaling: the gradient operand is multiplied by the power of two that puts its
-    largest magnitude near 1, and the product divided by it, so nothing underflows or overflows on the way.
+    fp16 has its own loss scaling: the gradient is multiplied by the power of two that brings its largest
+    magnitude near 1, and the product is divided by it, so that nothing underflows or overflows.
     """
 
     saves_input, saves_weight = True, False
@@ -165,10 +165,10 @@ class Half:
         return unscaled(wide_product(a, b), g[1:], torch.float32)
 
     def scaled(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient in the half type, and what its products are to be divided by."""
+        """The gradient in the half type, and the scale to divide its products by."""
         if self.dtype == torch.bfloat16:
             return g.to(self.dtype), None
-        # No host synchronization: the power of two stays on the device. NaN and Inf stay what they are.
+        # The power of two stays on the device, without host synchronization. NaN and Inf are kept.
         g = g.float()
         _, exponent = torch.frexp(g.abs().amax() if g.numel() else g.new_zeros(()))
         scale = torch.ldexp(g.new_ones(()), -exponent.clamp(-120, 120))
@@ -176,12 +176,12 @@ class Half:
 
 
 def unscaled(y: torch.Tensor, scale: Operands, dtype: torch.dtype) -> torch.Tensor:
-    """y in `dtype`, divided by the scale if there is one."""
+    """y divided by the scale, if there is one, in `dtype`."""
     return (y.float() / scale[0]).to(dtype) if scale else y.to(dtype)
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of half types, in fp32: on a GPU straight from the accumulator."""
+    """a @ b of half types in fp32; on a GPU directly from the accumulator."""
     if a.device.type == "cuda" and a.numel() and b.numel():
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
@@ -189,7 +189,7 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def tf32_products(tf32: bool) -> Iterator[None]:
-    """Let fp32 products on a GPU use tf32, or forbid it, and leave the setting as it was."""
+    """Allow or forbid tf32 in fp32 products on a GPU, and restore the setting."""
     if not torch.cuda.is_available():
         yield
         return

@@ -1,4 +1,4 @@
-"""8-bit operands on CPU: codes, scales, exact sums of products, and back."""
+"""int8 operands on CPU: quantization and products with exact int32 sums."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from trimtab.precision.draw import Draw, Operand
 
 Axis = Literal["rows", "columns", "whole"]
-"""What shares a scale: each row, each column, or the whole matrix."""
+"""One scale for each row, for each column, or for the whole matrix."""
 
 LONGEST_SUM = 1 << 17
-"""Products of two codes that an int32 surely holds the sum of: 2³¹ / 127², rounded down to a power of two."""
+"""Number of products of two codes whose sum always fits an int32: 2³¹ / 127², rounded down to a power of two."""
 
 
 def quantize(
@@ -29,11 +29,11 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in −127…127 and their scales: values · factors ≈ codes · scale.
 
-    With stochastic rounding the mean of codes · scale is the value itself. A row (column, matrix) that
-    holds NaN or Inf has the scale NaN, so that its products are NaN too. The matrix may be transposed.
+    With stochastic rounding the expectation of codes · scale is the value itself. A row (column, matrix) that
+    contains NaN or Inf has the scale NaN, so that its products are NaN too. The matrix may be transposed.
 
     Returns:
-        int8 of the values' shape and strides; fp32, one for each row, column, or one in all.
+        Codes, int8, with the shape and strides of the values; scales, fp32, one for each row, each column, or all.
     """
     if not values.is_contiguous() and values.t().is_contiguous():
         transposed: dict[Axis, Axis] = {"rows": "columns", "columns": "rows", "whole": "whole"}
@@ -42,8 +42,8 @@ def quantize(
         )
         return codes.t(), scales
     values = values.detach().to(torch.float32).contiguous()
-    make = native.quantize if native.available() else reference.quantize
-    return make(
+    kernel = native.quantize if native.available() else reference.quantize
+    return kernel(
         values,
         axis,
         key=draw.key(operand),
@@ -61,7 +61,7 @@ def product(
     column_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp32: (a @ b) · row_scale · column_scale + bias, of int8 codes with exact int32 sums inside."""
+    """(a @ b) · row_scale · column_scale + bias in fp32, from int8 codes with exact int32 sums."""
     length = a.shape[1]
     if length > LONGEST_SUM:
         parts = [
@@ -78,15 +78,15 @@ def product(
     if min(*a.shape, b.shape[1]) == 0:
         sums = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     else:
-        sums = torch._int_mm(_with_own_strides(a), _with_own_strides(b))
-    make = native.dequantize if native.available() else reference.dequantize
-    return make(sums, row_scale, column_scale, bias)
+        sums = torch._int_mm(_with_new_strides(a), _with_new_strides(b))
+    kernel = native.dequantize if native.available() else reference.dequantize
+    return kernel(sums, row_scale, column_scale, bias)
 
 
-def _with_own_strides(codes: torch.Tensor) -> torch.Tensor:
-    """The same codes; along an axis of length 1, the stride a fresh tensor would have.
+def _with_new_strides(codes: torch.Tensor) -> torch.Tensor:
+    """The same codes, with the stride of a new tensor along an axis of length 1.
 
-    `torch._int_mm` reads that stride although nothing else does, and gives wrong sums for a column
-    seen as a row (torch 2.13 on CPU).
+    `torch._int_mm` reads that stride, which should not matter, and computes wrong sums for a column viewed as a
+    row (torch 2.13 on CPU).
     """
     return codes.contiguous().view(-1).view(codes.shape) if 1 in codes.shape else codes

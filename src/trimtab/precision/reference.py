@@ -1,4 +1,4 @@
-"""8-bit operands in plain PyTorch: the oracle of the C++ and Triton kernels, to the bit."""
+"""8-bit operands in plain PyTorch: the C++ and Triton kernels match it bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trimtab.precision.quantize import Axis
 
 LEAST_MAGNITUDE = 2.0**-100
-"""Below this magnitude a row counts as zeros: its reciprocal would leave fp32's range."""
+"""A row below this magnitude is quantized as zeros: its reciprocal would leave fp32's range."""
 
 
 def quantize(
@@ -37,15 +37,15 @@ def quantize(
     else:
         largest = size.amax().reshape(1, 1)
     finite = largest.isfinite()
-    some = finite & (largest >= LEAST_MAGNITUDE)
-    # The reciprocal of 127 is rounded to fp32 first, as the kernels have it.
-    scales = torch.where(some, largest * torch.tensor(127.0).reciprocal().to(largest.device), 0.0)
+    nonzero = finite & (largest >= LEAST_MAGNITUDE)
+    # The reciprocal of 127 is rounded to fp32 first, as in the kernels.
+    scales = torch.where(nonzero, largest * torch.tensor(127.0).reciprocal().to(largest.device), 0.0)
     scales = torch.where(finite, scales, torch.nan)
-    # A tensor over a tensor: a number over one would be rounded twice, as its reciprocal first.
-    inverse = torch.where(some, torch.full_like(largest, 127.0) / largest, 0.0)
+    # Tensor by tensor: torch divides a number by a tensor through the reciprocal, which rounds twice.
+    inverse = torch.where(nonzero, torch.full_like(largest, 127.0) / largest, 0.0)
     offsets = rounding_offsets(values, key) if stochastic else 0.5
     codes = (values * inverse + offsets).floor().clamp(-127, 127)
-    codes = torch.where(some, codes, 0.0).to(torch.int8)
+    codes = torch.where(nonzero, codes, 0.0).to(torch.int8)
     return codes, scales.flatten()
 
 
@@ -53,23 +53,23 @@ FP8: dict[torch.dtype, tuple[float, int, int]] = {
     torch.float8_e4m3fn: (448.0, 3, -6),
     torch.float8_e5m2: (57344.0, 2, -14),
 }
-"""The largest value, the bits of the mantissa, and the exponent of the smallest normal value."""
+"""Largest value, bits of the mantissa, and exponent of the smallest normal value."""
 
 
 def quantize_fp8(
     values: torch.Tensor, dtype: torch.dtype, *, key: int, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and the one scale of a finite fp32 matrix."""
+    """Codes and the single scale of a finite fp32 matrix."""
     top, mantissa, least = FP8[dtype]
     largest = values.abs().amax()
-    some = largest >= LEAST_MAGNITUDE
-    scale = torch.where(some, largest * torch.tensor(top).reciprocal().to(largest.device), 0.0)
-    v = values * torch.where(some, torch.full_like(largest, top) / largest, 0.0)
+    nonzero = largest >= LEAST_MAGNITUDE
+    scale = torch.where(nonzero, largest * torch.tensor(top).reciprocal().to(largest.device), 0.0)
+    v = values * torch.where(nonzero, torch.full_like(largest, top) / largest, 0.0)
     if stochastic:
         size = v.abs()
         exponent = torch.frexp(size.clamp_min(2.0**least)).exponent - 1
         step = torch.ldexp(torch.ones_like(v), exponent - mantissa)
-        # Small values are first rounded to fp32's last bit at 2^least, as adding it does.
+        # Small values are first rounded to fp32's last bit at 2^least, as the kernels do by adding it.
         size = torch.where(size < 2.0**least, (size + 2.0**least) - 2.0**least, size)
         units = size.double() / step + rounding_offsets(values, key)
         v = torch.copysign((units.floor() * step).to(v.dtype), v)
@@ -77,13 +77,13 @@ def quantize_fp8(
 
 
 def rounding_offsets(values: torch.Tensor, key: int) -> torch.Tensor:
-    """What is added before rounding down: `trimtab-lb32`'s 16 bits + ½, × 2⁻¹⁶, row by row."""
+    """The offsets added before rounding down: (16 bits of `trimtab-lb32` + ½) × 2⁻¹⁶, row by row."""
     rows, columns = values.shape
     return uniform16(row_keys(key, rows, values.device), columns).to(torch.float32) * 2.0**-16 + 2.0**-17
 
 
 def row_keys(key: int, rows: int, device: torch.device) -> torch.Tensor:
-    """`absorb(key, row)` of each row: int64 holding the 64 bits."""
+    """`absorb(key, row)` of each row, as the 64 bits of an int64."""
     signed = [absorb(key, row) for row in range(rows)]
     return torch.tensor([k - (1 << 64) if k >> 63 else k for k in signed], dtype=torch.int64, device=device)
 
@@ -94,7 +94,7 @@ def dequantize(
     column_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp32: sum · (row scale · column scale) + bias."""
+    """sum · (row scale · column scale) + bias, in fp32."""
     scale = torch.ones((1, 1), device=sums.device) if row_scale is None else row_scale[:, None]
     if column_scale is not None:
         scale = scale * column_scale

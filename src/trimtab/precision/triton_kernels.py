@@ -1,6 +1,6 @@
-"""8-bit operands on a GPU: the arithmetic of docs/precision.md. Launch with enable_fp_fusion=False."""
+"""Triton kernels for 8-bit operands: the arithmetic of docs/precision.md. Launch with enable_fp_fusion=False."""
 
-# Constants are upper case, as Triton has them, and every branch of a compile-time choice returns.
+# Triton's conventions: constants are upper case, and every branch of a compile-time choice returns.
 # ruff: noqa: N803, RET505
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -28,7 +28,7 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """A program a row of CHUNKS · BLOCK: its largest magnitude, then its codes. One chunk is read once."""
+    """One program per row of CHUNKS · BLOCK values: its largest magnitude, then its codes. One chunk is read once."""
     row = tl.program_id(0).to(tl.int64)
     values += row * columns
     codes += row * padded
@@ -57,11 +57,11 @@ def quantize_rows(
 
 
 @triton.jit(do_not_specialize=["base"])
-def survey(values, largest, keys, calls, base: tl.int64, numel, rows, OPERAND: tl.constexpr,
+def find_largest(values, largest, keys, calls, base: tl.int64, numel, rows, OPERAND: tl.constexpr,
            STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Raise `largest` (the bits of an fp32, 0 before) to the largest magnitude; Inf and NaN are above all.
+    """Raise `largest` (the bits of an fp32, initially 0) to the largest magnitude; Inf and NaN are largest.
 
-    For stochastic rounding also the key of each row, ROWS of them a program.
+    With stochastic rounding also write the key of each row, ROWS of them per program.
     """
     if STOCHASTIC:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -72,7 +72,7 @@ def survey(values, largest, keys, calls, base: tl.int64, numel, rows, OPERAND: t
     i = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.int32)
     while start < numel:
-        # Compared in 32 bits: 64 would cost registers for every element.
+        # Compare in 32 bits: 64 would cost registers for every element.
         left = tl.minimum(numel - start, BLOCK).to(tl.int32)
         x = tl.load(values + start + i, mask=i < left, other=0.0).to(tl.float32)
         most = tl.maximum(most, _size_bits(x))
@@ -94,16 +94,16 @@ def quantize_tiles(
     padded_columns,
     FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    STRAIGHT: tl.constexpr,
+    DIRECT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """With one scale for all: codes as the values lie (STRAIGHT), and the transposed (TRANSPOSED)."""
+    """Codes with one scale for the whole matrix: in the order of the values (DIRECT), and transposed (TRANSPOSED)."""
     tiles = tl.cdiv(padded_columns, BN)
     top = (tl.program_id(0) // tiles).to(tl.int64) * BM
     left = (tl.program_id(0) % tiles) * BN
-    # Positions inside the tile in 32 bits, from a corner in 64.
+    # Offsets inside the tile take 32 bits, the tile's corner 64.
     i = tl.arange(0, BM)[:, None]
     j = tl.arange(0, BN)[None, :]
     inside = (top + i < rows) & (left + j < columns)
@@ -115,7 +115,7 @@ def quantize_tiles(
     even, odd = _codes(even.to(tl.float32), odd.to(tl.float32), inverse, key, pair, FORMAT, STOCHASTIC)
     code = tl.reshape(tl.join(even, odd), [BM, BN])
     room = (top + i < padded_rows) & (left + j < padded_columns)
-    if STRAIGHT:
+    if DIRECT:
         tl.store(codes + (top * padded_columns + left) + (i * padded_columns + j), code, mask=room)
     if TRANSPOSED:
         at = transposed + (left.to(tl.int64) * padded_rows + top) + (tl.trans(j) * padded_rows + tl.trans(i))
@@ -127,7 +127,7 @@ def quantize_tiles(
 @triton.jit
 def dequantize(sums, out, row_scale, column_scale, bias, columns, stride, ROW: tl.constexpr,
                COLUMN: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A program a stretch of a row: sum · (row scale · column scale) + bias."""
+    """One program per BLOCK values of a row: sum · (row scale · column scale) + bias."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < columns
@@ -152,13 +152,13 @@ def _loaded(values, factor, i, columns, FACTOR: tl.constexpr):
 
 @triton.jit
 def _size_bits(x):
-    """The bits of |x|: as integers they order like the numbers, with Inf and then NaN above all."""
+    """The bits of |x|: as integers they have the order of the numbers, with Inf and then NaN at the top."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _inverse_and_scale(bits, FORMAT: tl.constexpr):
-    """What to multiply by (0: every code is 0) and the scale that undoes it (NaN: not finite)."""
+    """The factor to multiply by (0: every code is 0) and the scale that reverses it (NaN: not finite)."""
     largest = bits.to(tl.float32, bitcast=True)
     top: tl.constexpr = 127.0 if FORMAT == 0 else (448.0 if FORMAT == 1 else 57344.0)
     some = (largest >= _LEAST) & (bits < 0x7F800000)
@@ -169,7 +169,7 @@ def _inverse_and_scale(bits, FORMAT: tl.constexpr):
 
 @triton.jit
 def _codes(even, odd, inverse, key, pair, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes, as bytes, of elements 2 · pair and 2 · pair + 1, which share a random number."""
+    """Codes, as bytes, of elements 2 · pair and 2 · pair + 1, which share one random number."""
     if STOCHASTIC:
         drawn = _uniform32(key, pair)
         low, high = drawn & 0xFFFF, drawn >> 16
@@ -180,10 +180,10 @@ def _codes(even, odd, inverse, key, pair, FORMAT: tl.constexpr, STOCHASTIC: tl.c
 
 @triton.jit
 def _code(v, u, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The code of a scaled value. Of NaN any: its scale is NaN."""
+    """The code of a scaled value. For NaN the code does not matter: its scale is NaN."""
     if FORMAT == 0:
         if STOCHASTIC:
-            # 1 + (u + ½) · 2^-16 by its bits: converting an integer would take the time of several operations.
+            # 1 + (u + ½) · 2^-16 from its bits: converting an integer would take several operations.
             v += ((u << 7) | 0x3F800040).to(tl.float32, bitcast=True) - 1.0
         else:
             v += 0.5
@@ -198,7 +198,7 @@ def _code(v, u, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _fp8(v, u, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The bits of v rounded to MANTISSA bits, or below 2^LEAST to a multiple of the step there; at most TOP.
 
-    In integers throughout: an fp32's bits above those dropped, less the difference of the exponents' offsets.
+    Integer arithmetic: the fp32's bits above the dropped ones, minus the difference of the exponents' biases.
     """
     bits = v.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -206,13 +206,13 @@ def _fp8(v, u, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, S
     offset: tl.constexpr = (127 + LEAST - 1) << MANTISSA
     small = size < ((127 + LEAST) << 23)
     if STOCHASTIC:
-        # With 2^LEAST added a small number's bits lie as a normal one's do, one exponent higher.
+        # With 2^LEAST added, a small number has the bits of a normal one, one exponent higher.
         lifted = size.to(tl.float32, bitcast=True) + (2.0**LEAST)
         lifted = tl.where(small, lifted.to(tl.uint32, bitcast=True) - (1 << 23), size)
-        # The 16 random bits and a half of their unit, at the top of the bits to be dropped.
+        # The 16 random bits and half of their unit, at the top of the bits to be dropped.
         code = ((lifted + (((u << 1) | 1) << (dropped - 17))) >> dropped) - offset
     else:
-        # Adding a number whose last bit is the step rounds to the step.
+        # Adding a number whose last bit is the step rounds to a multiple of the step.
         magic: tl.constexpr = 2.0 ** (LEAST + dropped)
         lifted = (size.to(tl.float32, bitcast=True) + magic).to(tl.uint32, bitcast=True)
         normal = ((size + ((1 << (dropped - 1)) - 1) + ((size >> dropped) & 1)) >> dropped) - offset
@@ -222,7 +222,7 @@ def _fp8(v, u, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, S
 
 @triton.jit
 def _uniform32(key, pair):
-    """`trimtab-lb32`'s 16 bits of elements 2 · pair (the low) and 2 · pair + 1 (the high)."""
+    """The 16 bits of `trimtab-lb32` of elements 2 · pair (low half) and 2 · pair + 1 (high half)."""
     x = pair.to(tl.uint32) + key.to(tl.uint32)
     x ^= x >> 16
     x *= 0x7FEB352D

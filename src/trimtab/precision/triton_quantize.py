@@ -1,4 +1,4 @@
-"""8-bit operands on a GPU: launching the kernels of `triton_kernels`, padding inside, no host synchronization."""
+"""8-bit operands on a GPU: launches the kernels of `triton_kernels`, without host synchronization."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from trimtab.precision.draw import Draw, Operand
 
 PAD = 16
-"""Tensor-core products want every axis a multiple of this many codes."""
+"""Tensor-core products need every axis to be a multiple of this."""
 
-HELD = 16384
-"""Rows up to this long stay in registers between finding their scale and using it."""
+LONGEST_ROW_IN_REGISTERS = 16384
+"""Longer rows are read twice: once for their scale and once for their codes."""
 
-PER_WARP = 2048
-"""Values of a row that a warp quantizes by rows."""
+VALUES_PER_WARP = 2048
+"""Of a row, in quantization by row."""
 
 TILE = (64, 128, 4)
-"""Rows and columns that a program quantizes and transposes, and its warps."""
+"""Rows and columns of the tile that one program quantizes and transposes, and its number of warps."""
 
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 def padded(n: int) -> int:
-    """n rounded up to what tensor-core products want."""
+    """n rounded up to a multiple of `PAD`."""
     return -(-n // PAD) * PAD
 
 
@@ -48,13 +48,13 @@ def quantize_by_row(
     scales = torch.empty(rows, dtype=torch.float32, device=values.device)
     if rows == 0 or columns == 0:
         return codes.zero_(), scales.zero_()
-    block = max(16, triton.next_power_of_2(padded(columns))) if columns <= HELD else 4096
+    block = max(16, triton.next_power_of_2(padded(columns))) if columns <= LONGEST_ROW_IN_REGISTERS else 4096
     chunks = triton.cdiv(padded(columns), block)
     kernels.quantize_rows[(rows,)](
         values, codes.view(torch.int8), scales, values if column_factor is None else column_factor, draw.calls,
         draw.base, columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
-        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, num_warps=min(16, max(1, block // PER_WARP)),
-        enable_fp_fusion=False,
+        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, enable_fp_fusion=False,
+        num_warps=min(16, max(1, block // VALUES_PER_WARP)),
     )  # fmt: skip
     return codes, scales
 
@@ -65,23 +65,23 @@ def quantize_whole(
     draw: Draw,
     operand: Operand,
     *,
-    straight: bool = True,
+    direct: bool = True,
     transposed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, the codes transposed (each if asked for; both padded with zeros), and the one scale."""
+    """Codes and transposed codes (each if requested, both padded with zeros), and their single scale."""
     values = values.contiguous()
     rows, columns = values.shape
     largest = torch.zeros((), dtype=torch.int32, device=values.device)
     scale = torch.empty((), dtype=torch.float32, device=values.device)
     m, n = padded(rows), padded(columns)
-    codes = _empty(m if straight else 0, n, dtype, values.device)
+    codes = _empty(m if direct else 0, n, dtype, values.device)
     transposed_codes = _empty(n if transposed else 0, m, dtype, values.device)
     if m == 0 or n == 0:
         return codes, transposed_codes, scale.zero_()
     block = 8192
     programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
     keys = torch.empty(rows if draw.stochastic else 1, dtype=torch.int64, device=values.device)
-    kernels.survey[(programs,)](
+    kernels.find_largest[(programs,)](
         values, largest, keys, draw.calls, draw.base, values.numel(), rows, OPERAND=int(operand),
         STOCHASTIC=draw.stochastic, ROWS=triton.next_power_of_2(triton.cdiv(rows, programs)), BLOCK=block,
         num_warps=8,
@@ -89,16 +89,16 @@ def quantize_whole(
     bm, bn, warps = TILE
     kernels.quantize_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
         values, largest, keys, codes.view(torch.int8), transposed_codes.view(torch.int8), scale, rows, columns,
-        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, STRAIGHT=straight, TRANSPOSED=transposed,
+        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, DIRECT=direct, TRANSPOSED=transposed,
         BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, transposed_codes, scale
 
 
 def pad_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The codes with zeros after the end of both axes, up to what tensor-core products want."""
+    """The codes padded with zeros at the end of both axes to multiples of `PAD`."""
     rows, columns = codes.shape
-    # Through bytes: a zero byte is zero in every 8-bit type, and only bytes can be padded.
+    # As bytes: torch cannot pad 8-bit floats, and a zero byte is zero in every 8-bit type.
     raw = codes.view(torch.int8)
     extra = (0, padded(columns) - columns, 0, padded(rows) - rows)
     return torch.nn.functional.pad(raw, extra).contiguous().view(codes.dtype)
@@ -114,7 +114,7 @@ def dequantize(
     column_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The (unpadded) sums scaled back: sum · (row scale · column scale) + bias, in `dtype`."""
+    """The unpadded sums, scaled: sum · (row scale · column scale) + bias, in `dtype`."""
     out = torch.empty((rows, columns), dtype=dtype, device=sums.device)
     if out.numel() == 0:
         return out
@@ -130,7 +130,7 @@ def dequantize(
 def _empty(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
 ) -> torch.Tensor:
-    # Through bytes: not every 8-bit float type can be filled.
+    # As bytes: torch cannot fill every 8-bit float type.
     make = torch.zeros if zero else torch.empty
     return make((rows, columns), dtype=torch.int8, device=device).view(dtype)
 
