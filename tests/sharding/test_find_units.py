@@ -80,7 +80,7 @@ def refusal(model: str, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "model", "options", "said"),
+    ("world", "model", "options", "expected"),
     [
         (2, "unknown", {}, "modules of unknown type: Strange (0.0)"),
         (2, "normed", {}, "modules of unknown type: Normed (0)"),
@@ -96,9 +96,9 @@ def refusal(model: str, options: dict[str, Any]) -> str:
         (2, "fine", {"headroom": -0.1}, "headroom=-0.1 is below 0"),
     ],
 )
-def test_refused_by_name(ranks: Pool, world: int, model: str, options: dict[str, Any], said: str) -> None:
+def test_refused_by_name(ranks: Pool, world: int, model: str, options: dict[str, Any], expected: str) -> None:
     for message in ranks(world, refusal, model, options):
-        assert said in message
+        assert expected in message
 
 
 def described() -> float:
@@ -128,17 +128,17 @@ def wrongly_described(kind: Attention | Mlp, head_dim: int | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "said"),
+    ("kind", "head_dim", "expected"),
     [
-        (Attention(qkv="widen", out="narrow"), None, "Strange.head_dim is no whole number"),
-        (Attention(qkv="widen", out="narrow"), 4, "do not make heads 4 wide"),
+        (Attention(qkv="widen", out="narrow"), None, "Strange.head_dim is not an integer"),
+        (Attention(qkv="widen", out="narrow"), 4, "do not form heads of width 4"),
         (Attention(query="widen", out="narrow"), 4, "needs qkv, or query, key and value"),
-        (Attention(qkv="wide", out="narrow"), 4, "Strange has not the linear projections"),
-        (Mlp(ins=("widen",), out="widen"), None, "do not share one hidden width"),
+        (Attention(qkv="wide", out="narrow"), 4, "Strange does not have the linear projections"),
+        (Mlp(ins=("widen",), out="widen"), None, "have different hidden widths"),
     ],
 )
-def test_a_wrong_description_is_refused(ranks: Pool, kind: Any, head_dim: int | None, said: str) -> None:
-    assert said in ranks(2, wrongly_described, kind, head_dim)[0]
+def test_a_wrong_description_is_refused(ranks: Pool, kind: Any, head_dim: int | None, expected: str) -> None:
+    assert expected in ranks(2, wrongly_described, kind, head_dim)[0]
 
 
 def twice() -> str:
@@ -151,7 +151,7 @@ def twice() -> str:
 
 
 def test_a_second_conversion_is_refused(ranks: Pool) -> None:
-    assert "tensor-parallel already" in ranks(1, twice)[0]
+    assert "already tensor-parallel" in ranks(1, twice)[0]
 
 
 def test_verbs_ask_for_a_converted_model() -> None:

@@ -291,17 +291,17 @@ def refused(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "expected"),
     [
         ("block", "no block 'blocks.7.mlp'"),
-        ("sum", "does not share the 96 units of blocks.0.mlp"),
-        ("ranks", "does not share the 96 units"),
-        ("differs", "rank 1 was given other counts than rank 0"),
+        ("sum", "does not distribute the 96 units of blocks.0.mlp"),
+        ("ranks", "does not distribute the 96 units"),
+        ("differs", "rank 1 has other counts than rank 0"),
     ],
 )
-def test_a_wrong_lease_is_refused_on_every_rank(ranks: Pool, what: str, said: str) -> None:
+def test_a_wrong_lease_is_refused_on_every_rank(ranks: Pool, what: str, expected: str) -> None:
     for message in ranks(2, refused, what):
-        assert said in message
+        assert expected in message
 
 
 def die_while_leasing(folder: Path) -> None:

@@ -97,7 +97,7 @@ def with_headroom() -> list[tuple[int, ...]]:
     assert pair.step() < 1e-10
     move(pair.spread, pair.spread_optimizer, assignment_for(pair.spread, {"blocks.0.mlp": [30, 66]}))
     assert pair.step() < 1e-10
-    return [sharded_model(pair.spread, "").blocks["blocks.0.mlp"].room]
+    return [sharded_model(pair.spread, "").blocks["blocks.0.mlp"].capacity]
 
 
 def test_headroom_is_used_before_memory_is_allocated(ranks: Pool) -> None:
@@ -158,21 +158,21 @@ def refused(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "expected"),
     [
         ("lost", "blocks.1.mlp: unit 40 is owned by no rank"),
         ("doubled", "blocks.1.mlp: unit 40 is owned more than once"),
         ("strange", "blocks.1.mlp: no unit 96"),
-        ("ranks", "blocks.1.mlp: the assignment speaks of 1 ranks and there are 2"),
-        ("block", "no block 'blocks.7.mlp'; there are blocks.0.attention"),
-        ("differs", "rank 1 was given another assignment than rank 0"),
-        ("optimizer", "blocks.0.qkv.weight is in none of the given optimizers"),
+        ("ranks", "blocks.1.mlp: the assignment is for 1 ranks and there are 2"),
+        ("block", "no block 'blocks.7.mlp'; the model has blocks.0.attention"),
+        ("differs", "rank 1 has another assignment than rank 0"),
+        ("optimizer", "blocks.0.qkv.weight is in none of the optimizers"),
         ("state", "'row_mean' of shape (3,) for blocks.0.up.weight"),
     ],
 )
-def test_a_wrong_move_is_refused_on_every_rank(ranks: Pool, what: str, said: str) -> None:
+def test_a_wrong_move_is_refused_on_every_rank(ranks: Pool, what: str, expected: str) -> None:
     for message in ranks(2, refused, what):
-        assert said in message
+        assert expected in message
 
 
 def die_in_a_move(folder: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_rank_that_dies_in_a_move_ends_the_job_and_the_checkpoint_is_whole(
 
     with pytest.raises(RanksError) as error:
         ranks(2, die_in_a_move, tmp_path, timeout=20, faults=[Die(1, str(tmp_path / "now"))])
-    assert "move: a rank was lost while units of blocks.0.mlp were on their way" in str(error.value)
+    assert "move: a rank was lost while units of blocks.0.mlp were in flight" in str(error.value)
     assert "rank 1 of 2 died with exit code -9" in str(error.value)
     alone = make("gpt")
     optimizer = adamw(alone)

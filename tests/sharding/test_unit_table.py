@@ -49,7 +49,7 @@ def test_counts_move_as_few_units_as_possible(start: list[int], wanted: list[int
 
 @pytest.mark.parametrize("counts", [[1, 2], [4, 4, 5], [13, -1, 0]])
 def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
-    with pytest.raises(TrimtabError, match="does not share 12 units among 3 ranks"):
+    with pytest.raises(TrimtabError, match="does not distribute 12 units over 3 ranks"):
         UnitTable.consecutive([4, 4, 4]).with_counts(counts)
 
 

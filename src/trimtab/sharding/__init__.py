@@ -1,6 +1,6 @@
-"""Tensor parallelism by units: any split over any ranks, exact, movable while the job runs.
+"""Tensor parallelism by units: any split over any ranks, exact, and movable while the job runs.
 
-`trimtab.tensor_parallel(model, mesh)` converts a model; the names below take converted models.
+`trimtab.tensor_parallel(model, mesh)` converts a model; the functions below take a converted model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Checkpoint":  # on first use: torch's distributed checkpoints take half a second to import
+    if name == "Checkpoint":  # lazily: torch.distributed.checkpoint takes half a second to import
         from trimtab.sharding.checkpoint import Checkpoint
 
         return Checkpoint

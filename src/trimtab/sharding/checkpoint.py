@@ -1,8 +1,8 @@
-"""Checkpoints in the names and shapes of a single device, written and read by unit.
+"""Checkpoints with the names and shapes of a single device, written and read by unit.
 
-`torch.distributed.checkpoint` stores a tensor as boxes of it. Here each rank writes the boxes of its
-units, so a checkpoint knows nothing of ranks: it is read with any assignment, on any number of ranks,
-or by plain torch on one device.
+`torch.distributed.checkpoint` stores a tensor as chunks. Each rank writes the chunks of its units, so a checkpoint
+does not depend on the ranks: it can be loaded with any assignment, on any number of ranks, or by plain torch on one
+device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Checkpoint(Stateful):
     """A tensor-parallel model and its optimizers, for `torch.distributed.checkpoint`.
 
-    ``dcp.save({"app": Checkpoint(model, optimizer)}, checkpoint_id=path)`` and ``dcp.load`` of the same; every rank
-    calls it. `model` and `optimizer` inside are what torch's own ``get_state_dict`` gives on a single device.
+    Every rank calls ``dcp.save({"app": Checkpoint(model, optimizer)}, checkpoint_id=path)``, and ``dcp.load`` likewise.
+    The entries `model` and `optimizer` are those of torch's ``get_state_dict`` on a single device.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Checkpoint(Stateful):
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, or to load into: tensors by unit appear with the shape they have on a single device."""
+        """The state to save, or to load into. Tensors stored by unit have their shape on a single device."""
         self._sharded.check()
         both: tuple[Any, Any] = get_state_dict(self._model, self._optimizers)
         model, optimizer = both
@@ -55,7 +55,7 @@ class Checkpoint(Stateful):
             return _UnitShards(value, block, tensor)
 
         model = {name: by_unit(name, value) for name, value in model.items()}
-        # A new dictionary: the one from torch holds the optimizer's own.
+        # A new dictionary: the one from torch is the optimizer's own.
         optimizer["state"] = {
             name: {key: by_unit(name, value) for key, value in states.items()}
             for name, states in optimizer["state"].items()
@@ -74,19 +74,19 @@ class Checkpoint(Stateful):
             counted.calls = int(state_dict["dropout"][counted.name])
 
     def _counted(self) -> list[UnitBlock | KeyedDropout]:
-        """What draws random numbers; without any, a checkpoint of a single device has all that is asked for."""
+        """Everything that draws random numbers. Without any, a checkpoint of a single device is complete."""
         keyed = [
             module for module in self._model.modules() if isinstance(module, KeyedDropout) and module.p > 0
         ]
         return [*(block for block in self._sharded.blocks.values() if block.draws), *keyed]
 
     def _calls(self) -> dict[str, Tensor]:
-        """How often each dropout drew: to go on with the masks that would have come next."""
+        """Number of calls of each dropout, to resume with the masks that come next."""
         return {counted.name: torch.tensor(counted.calls) for counted in self._counted()}
 
 
 class _UnitShards(Tensor):
-    """Stands for a full tensor of which this rank holds some units; speaks to `torch.distributed.checkpoint` alone."""
+    """Represents a full tensor of which this rank holds some units, for `torch.distributed.checkpoint` only."""
 
     stored: Tensor
     block: UnitBlock
@@ -105,7 +105,7 @@ class _UnitShards(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TypeError(
-            f"{func}: a tensor spread over ranks is only for torch.distributed.checkpoint to read"
+            f"{func}: a tensor sharded over ranks can only be read by torch.distributed.checkpoint"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -132,23 +132,23 @@ class _UnitShards(Tensor):
 
     @cached_property
     def _chunks(self) -> dict[torch.Size, tuple[ChunkStorageMetadata, Tensor]]:
-        """The boxes of the full tensor that are here, by offset, each with a view of where it is stored."""
+        """The chunks of the full tensor on this rank, by offset, each with a view of its storage."""
         axis = self.place.axis
         rows = self.stored.unflatten(0, (-1, axis.width))
         owned = self.block.owned
-        # With several parts, the parts of two units are not side by side: one box for each unit then.
-        stretches = runs(owned) if len(axis.parts) == 1 else [(s, u, 1) for s, u in enumerate(owned)]
-        found = {}
-        for slot, unit, count in stretches:
+        # With several parts, the same part of two units is not contiguous in storage: one chunk per unit then.
+        unit_runs = runs(owned) if len(axis.parts) == 1 else [(s, u, 1) for s, u in enumerate(owned)]
+        chunks = {}
+        for slot, unit, count in unit_runs:
             begin = 0
             for (start, length), part in zip(axis.boxes(unit, count), axis.parts, strict=True):
                 view = rows[slot : slot + count, begin : begin + part].flatten(0, 1).movedim(0, axis.axis)
                 offsets, sizes = [0] * view.ndim, list(view.shape)
                 offsets[axis.axis], sizes[axis.axis] = start, length
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                found[chunk.offsets] = (chunk, view)
+                chunks[chunk.offsets] = (chunk, view)
                 begin += part
-        return found
+        return chunks
 
 
 def _stored(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Turning a model on every rank into one whose units are spread over the ranks, in place."""
+"""Convert a model, in place, into one whose units are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -35,39 +35,42 @@ def convert(
     seed: int,
     replica: int,
 ) -> ShardedModel:
-    """Keep this rank's units of every block; `share` gives the tables of all from their units and the bytes of one.
+    """Keep only this rank's units of every block. The parameters of rank 0 are broadcast.
 
-    Everything is checked before anything is changed. The parameters of rank 0 count.
+    Everything is checked before anything is changed.
+
+    Args:
+        share: returns the table of every block, given for each its number of units and the bytes of one unit.
     """
     if find_sharded_model(model) is not None:
-        raise TrimtabError("tensor_parallel: this model is tensor-parallel already; convert it once")
-    found = find_blocks(model, kinds, replicate)
-    _refuse_shared(model, found)
+        raise TrimtabError("tensor_parallel: this model is already tensor-parallel")
+    blocks = find_blocks(model, kinds, replicate)
+    _refuse_shared(model, blocks)
     sharded = ShardedModel(group=group, seed=seed, replica=replica, headroom=headroom)
-    sizes = [_sizes(each) for each in found]
-    for each, (units, *_) in zip(found, sizes, strict=True):
+    sizes = [_sizes(each) for each in blocks]
+    for each, (units, *_) in zip(blocks, sizes, strict=True):
         if units < group.size:
             raise TrimtabError(
                 f"tensor_parallel: {each.name} ({type(each.parent).__name__}) has {units} units for "
-                f"{group.size} ranks; use at most {units} ranks, or leave it on every rank with "
+                f"{group.size} ranks; use at most {units} ranks, or replicate it with "
                 f"replicate=[{each.path!r}]"
             )
     tables = share(
         {
             each.name: (units, _parameter_bytes(each, widths) // units)
-            for each, (units, _, widths) in zip(found, sizes, strict=True)
+            for each, (units, _, widths) in zip(blocks, sizes, strict=True)
         }
     )
     _broadcast(model, group)
-    for each, (units, heads, widths) in zip(found, sizes, strict=True):
-        sharded.blocks[each.name] = _spread(each, units, heads, widths, tables[each.name], sharded)
-    key_dropout(model, sharded, {each.name: each for each in found})
+    for each, (units, heads, widths) in zip(blocks, sizes, strict=True):
+        sharded.blocks[each.name] = _shard(each, units, heads, widths, tables[each.name], sharded)
+    key_dropout(model, sharded, {each.name: each for each in blocks})
     attach(model, sharded)
     return sharded
 
 
 def _sizes(found: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
-    """Units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
+    """Number of units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
     parent, kind = found.parent, found.kind
     if isinstance(kind, Mlp):
         units = features(parent.get_submodule(kind.out))[0]
@@ -80,16 +83,16 @@ def _sizes(found: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     assert kind.key is not None
     assert kind.value is not None
     units = features(parent.get_submodule(kind.key))[1] // dim
-    together = heads // units
-    wide, narrow = (together * dim,), (dim,)
-    return units, together, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
+    heads_per_unit = heads // units
+    wide, narrow = (heads_per_unit * dim,), (dim,)
+    return units, heads_per_unit, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
 
 
 def _parameter_bytes(found: FoundBlock, projections: Iterable[str]) -> int:
     return sum(found.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
 
 
-def _spread(
+def _shard(
     found: FoundBlock,
     units: int,
     heads: int,
@@ -108,7 +111,7 @@ def _spread(
         group=group,
         sharded=sharded,
         table=table,
-        room=tuple(sharded.capacity(count) for count in table.counts),
+        capacity=tuple(sharded.slots_for(count) for count in table.counts),
     )
     owned = torch.as_tensor(table.slots[group.rank])
     for name, parts in widths.items():
@@ -153,33 +156,33 @@ def _spread(
 
 
 def _stored(full: nn.Parameter, axis: UnitAxis, owned: Tensor, sharded: ShardedModel) -> nn.Parameter:
-    rows = sharded.capacity(len(owned)) * axis.width
+    rows = sharded.slots_for(len(owned)) * axis.width
     return nn.Parameter(grown(axis.select(full.data, owned), rows), requires_grad=full.requires_grad)
 
 
-def _refuse_shared(model: nn.Module, found: list[FoundBlock]) -> None:
-    """A matrix that another module uses too cannot be cut by units."""
-    seen: dict[int, list[str]] = {}
+def _refuse_shared(model: nn.Module, blocks: list[FoundBlock]) -> None:
+    """Raise if a matrix is shared with another module: it cannot be sharded by units."""
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        seen.setdefault(id(parameter), []).append(name)
-    for each in found:
+        names.setdefault(id(parameter), []).append(name)
+    for each in blocks:
         for name in _sizes(each)[2]:
             for parameter in each.parent.get_submodule(name).parameters():
-                if len(seen[id(parameter)]) > 1:
+                if len(names[id(parameter)]) > 1:
                     raise TrimtabError(
-                        f"tensor_parallel: {' and '.join(seen[id(parameter)])} are one tensor, which cannot be "
-                        f"spread by units; leave it on every rank with replicate=[{each.path!r}]"
+                        f"tensor_parallel: {' and '.join(names[id(parameter)])} are one tensor, which cannot be "
+                        f"sharded by units; replicate it with replicate=[{each.path!r}]"
                     )
 
 
 def _broadcast(model: nn.Module, group: TensorGroup) -> None:
-    """Rank 0's parameters and buffers to all, as DistributedDataParallel does: ranks may have begun apart."""
+    """Broadcast the parameters and buffers of rank 0, as DistributedDataParallel does."""
     if group.size == 1:
         return
     source = dist.get_global_rank(group.process_group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.contiguous()
-            dist.broadcast(whole, source, group=group.process_group)
-            if whole is not tensor:
-                tensor.copy_(whole)
+            contiguous = tensor.contiguous()
+            dist.broadcast(contiguous, source, group=group.process_group)
+            if contiguous is not tensor:
+                tensor.copy_(contiguous)

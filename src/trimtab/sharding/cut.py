@@ -1,17 +1,16 @@
-"""Leaving part of a block's products out, so that every collective keeps its shape.
+"""Leave out part of a block's products in training, without changing the shape of any collective.
 
-Two forms. *Units*: some of the rank's units are not computed at all, so both products of a block shrink by
-their part. *Columns*: the entries over which a product sums are cut, for the projections in and out each by itself;
-the hidden units are all there. Either way only gathering differs from the ordinary pass: forward takes the kept slices,
-backward gives gradients of full size and fills in (imputes) those of the slices left out:
+There are two ways. *Units*: some units of the rank are not computed at all, which shrinks both products of a block.
+*Columns*: some of the entries over which a product sums are left out, separately for the projections in and out; all
+hidden units are computed. In both, forward gathers the kept slices, and backward returns gradients of full size in
+which those of the slices left out are imputed:
 
 - zero: exact for the model in which the weights left out are zero; they are frozen (`optimizer_hooks`);
 - average: the mean over the kept slices;
-- same: what was computed for that slice last. Only for weights: gradients of the input belong to tokens that
-  are gone by then, so those are zero.
+- same: the last gradient computed for that slice. For weights only: gradients of the input belong to tokens of
+  another step, so they are zero.
 
-The verbs (`set_resize`, `clear_resize`, `resized`, `watch_resize`) are in `trimtab.control.tensor.resizing`, because
-choosing is a plan's work.
+`trimtab.control.tensor.resizing` chooses the slices and sets the cuts.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ Impute = Literal["zero", "average", "same"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slices:
-    """Which slices along an axis are computed and which are left out."""
+    """The slices along an axis that are computed, and those that are left out."""
 
     kept: Tensor
     left: Tensor
-    """Both whole numbers, on the device of the block."""
+    """Both are indices, on the device of the block."""
 
     @cached_property
     def kept_numbers(self) -> list[int]:
-        """What is kept, as Python numbers: fetched from the device once."""
+        """`kept` as Python integers, copied from the device once."""
         numbers: list[int] = self.kept.tolist()
         return numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """What a block leaves out in training: whole units, or columns of the products in and out."""
+    """What a block leaves out in training: units, or columns of the products in and out."""
 
     impute: Impute
     places: tuple[int, int]
-    """The block's `places` that it was made for: those of own units come first, in the order of slots."""
+    """The block's `places` when the cut was made. Places of own units come first, in slot order."""
 
     units: Slices | None = None
     """Places of units."""
@@ -59,13 +58,13 @@ class Cut:
     """Entries of the input."""
 
     outs: Slices | None = None
-    """Entries of the hidden units, in the order of places."""
+    """Entries of the hidden units, in place order."""
 
     last: dict[int, Tensor] = field(default_factory=dict)
-    """Last computed gradients by parameter, for imputing the same; handed on from one cut to the next."""
+    """Last computed gradient of each parameter, for "same"; passed on from one cut to the next."""
 
     def frozen(self, tensor: UnitTensor, value: Tensor, *, into: bool) -> tuple[Tensor, int, Tensor] | None:
-        """What the optimizer must not touch of a value shaped like the parameter: (view of it, dimension, indices)."""
+        """What the optimizer must not change of a value with the parameter's shape: (view, dimension, indices)."""
         if self.impute != "zero":
             return None
         if self.units is not None:
@@ -74,12 +73,12 @@ class Cut:
             assert self.outs is not None
             return value, 0, self.outs.left
         assert self.ins is not None
-        # What others compute for this rank is whole.
+        # Units that other ranks compute for this one are complete.
         rows = value[: self.places[0] * tensor.axis.width]
         return (rows, 1, self.ins.left) if value.ndim > 1 else None
 
     def weight(self, held: Tensor, parameter: int, width: int, *, into: bool) -> Tensor:
-        """The part of a weight or bias that takes part, of which a unit has `width` rows."""
+        """The part of a weight or bias to compute with; a unit has `width` of its rows."""
         if self.units is not None:
             return self._gathered(held.unflatten(0, (-1, width)), 0, self.units, parameter).flatten(0, 1)
         if not into:
@@ -89,11 +88,11 @@ class Cut:
         return self._gathered(held, 1, self.ins, parameter) if held.ndim > 1 else held
 
     def input(self, x: Tensor) -> Tensor:
-        """The part of a block's input that is multiplied."""
+        """The part of a block's input to compute with."""
         return x if self.ins is None else self._gathered(x, x.ndim - 1, self.ins, None)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The part of the hidden units that is multiplied."""
+        """The part of the hidden units to compute with."""
         return x if self.outs is None else self._gathered(x, x.ndim - 1, self.outs, None)
 
     def _gathered(self, full: Tensor, dim: int, slices: Slices, parameter: int | None) -> Tensor:
@@ -108,7 +107,7 @@ class Cut:
 
 
 class _Gather(torch.autograd.Function):
-    """Forward the kept slices; backward a gradient of full size."""
+    """Forward gathers the kept slices; backward returns a gradient of full size."""
 
     @staticmethod
     def forward(

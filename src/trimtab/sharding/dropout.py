@@ -1,10 +1,10 @@
 """Dropout whose random numbers belong to units, not to ranks.
 
-A mask depends on (seed, data-parallel replica, module, how often it was called, unit, element): so it
-is the same for every assignment of units and on any number of ranks, and what is replicated is masked
-alike everywhere. The bits are those of the codec (`trimtab.random_bits`). It costs about 25
-elementwise integer operations on each value, and attention with dropout is computed with its weights
-written out, not fused; none of it happens outside training, or with p = 0.
+A mask depends on (seed, data-parallel replica, module, number of calls, unit, element). So it is the same for every
+assignment of units and any number of ranks, and the same on all ranks for replicated values. It uses the
+counter-based random bits of `trimtab.random_bits`, at about 25 elementwise integer operations per value, and
+attention with dropout materializes its weights instead of using a fused kernel. None of this applies outside
+training, or with p = 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEVELS = 1 << 16
 
 
 class KeyedDropout(nn.Module):
-    """Takes the place of an `nn.Dropout`: inside a block masks by unit, elsewhere alike on every rank."""
+    """Replaces an `nn.Dropout`: inside a block it masks by unit, elsewhere all ranks use the same mask."""
 
     def __init__(self, p: float, name: str, sharded: ShardedModel) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        self.calls += _counts()
+        self.calls += _new_call()
         block = self.sharded.inside
         if block is None:
             return x * _mask(x.shape, self.p, self.sharded, self.name, self.calls, None, x)
@@ -57,19 +57,19 @@ class KeyedDropout(nn.Module):
 
 
 class _KeyedAttention(nn.Module):
-    """Mixed into an attention module: its forward pass, with the dropout of attention weights by unit."""
+    """Mixed into an attention module: its forward pass, with dropout of attention weights by unit."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block, kind = state_of(self).unit_block
         if not self.training or attention_dropout(self, kind) == 0:
             return super().forward(*args, **kwargs)
-        block.calls += _counts()
+        block.calls += _new_call()
         with _DropUnits(block):
             return super().forward(*args, **kwargs)
 
 
 class _DropUnits(TorchFunctionMode):
-    """While it lasts, functional dropout inside the block is by unit."""
+    """While active, functional dropout inside the block is by unit."""
 
     def __init__(self, block: UnitBlock) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class _DropUnits(TorchFunctionMode):
             allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~allowed, -math.inf)
         if attn_mask is not None:
-            blocked = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -math.inf) if blocked else scores + attn_mask
+            boolean = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
         weights = self._dropout(scores.softmax(-1), dropout_p)
         return weights @ value
 
 
 def key_dropout(model: nn.Module, sharded: ShardedModel, found: Mapping[str, FoundBlock]) -> None:
-    """Key every dropout of a model, in place."""
+    """Make every dropout of a model keyed by unit, in place."""
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Dropout):
@@ -132,12 +132,12 @@ def key_dropout(model: nn.Module, sharded: ShardedModel, found: Mapping[str, Fou
             kind = type(each.parent)
             sharded.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
             attach_state(each.parent).unit_block = (sharded.blocks[name], each.kind)
-            # As torch's fully_shard does it: still an instance of its class, with one method more.
+            # Like torch's fully_shard: still an instance of its class, with one more method.
             each.parent.__class__ = type(f"ShardedModel{kind.__name__}", (_KeyedAttention, kind), {})
 
 
-def _counts() -> int:
-    """1 in a forward pass; 0 when activation checkpointing repeats one, which must give the same masks."""
+def _new_call() -> int:
+    """1 in a forward pass; 0 when activation checkpointing recomputes one, which must use the same masks."""
     return 0 if torch._C._current_graph_task_id() != -1 else 1
 
 
@@ -151,8 +151,8 @@ def _drop_units(x: Tensor, p: float, block: UnitBlock, name: str, calls: int) ->
         ids, axis = owned, x.ndim - 1
     else:
         raise TrimtabError(
-            f"tensor_parallel: dropout inside {block.name} on a tensor of shape {tuple(x.shape)}, in which its "
-            f"{count} units of this rank cannot be told apart; drop out after the block instead"
+            f"tensor_parallel: dropout inside {block.name} on a tensor of shape {tuple(x.shape)}, which has no axis "
+            f"for the {count} units of this rank; apply dropout after the block instead"
         )
     return x * _mask(x.shape, p, block.sharded, name, calls, (axis, ids, block.units * max(1, heads)), x)
 
@@ -166,7 +166,7 @@ def _mask(
     keyed: tuple[int, Tensor, int] | None,
     like: Tensor,
 ) -> Tensor:
-    """0 for what is dropped, 1 / (1 - p) for what is kept; `keyed` is (axis, ids along it, how many there are)."""
+    """0 for dropped values, 1 / (1 - p) for kept ones; `keyed` is (axis, ids along it, total number of ids)."""
     dropped = round(p * _LEVELS)
     if dropped == _LEVELS:
         return like.new_zeros(shape)

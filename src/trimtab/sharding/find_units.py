@@ -1,4 +1,4 @@
-"""Finding the blocks of units of a model, and refusing what is of no known kind."""
+"""Find the blocks of units in a model; modules of unknown kind raise."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FoundBlock:
-    """A block of units in a model that is not converted yet."""
+    """A block of units in a model that is not yet converted."""
 
     name: str
     parent: nn.Module
     path: str
-    """Where the parent is in the model."""
+    """Name of the parent in the model."""
     kind: UnitKind
 
 
 def find_blocks(
     model: nn.Module, extra: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]], replicate: Sequence[str]
 ) -> list[FoundBlock]:
-    """Every block of units of a model; refused when part of a repeated layer is of no known kind."""
+    """Every block of units in a model; raises if part of a repeated layer is of unknown kind."""
     blocks: list[FoundBlock] = []
     covered: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -52,17 +52,17 @@ def find_blocks(
 
 
 def is_linear(module: object) -> bool:
-    """A matrix and perhaps a bias: `nn.Linear`, or the `Conv1D` of transformers, which is its transpose."""
+    """Whether it is an `nn.Linear`, or a `Conv1D` of transformers, whose weight is transposed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight has its inputs along the first axis."""
+    """Whether the weight's first axis is the input."""
     return not isinstance(module, nn.Linear)
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Number of inputs and of outputs."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     rows, columns = weight.shape
@@ -70,7 +70,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def attention_dropout(module: nn.Module, kind: Attention) -> float:
-    """The dropout of attention weights that the module asks for now."""
+    """The current dropout probability of the module's attention weights."""
     value = getattr(module, kind.dropout, 0.0) if kind.dropout else 0.0
     return float(getattr(value, "p", value))
 
@@ -104,7 +104,7 @@ def _named_mlp(module: nn.Module) -> Mlp | None:
 
 
 def _sequential(module: nn.Sequential) -> Mlp | None:
-    """Linear, elementwise modules, Linear, and perhaps a dropout."""
+    """An MLP of: Linear, elementwise modules, Linear, and optionally a dropout."""
     linears = [name for name, child in module.named_children() if is_linear(child)]
     others = [child for child in module if not is_linear(child)]
     if len(linears) != 2 or linears[0] != "0" or not all(isinstance(c, _ELEMENTWISE) for c in others):
@@ -119,7 +119,7 @@ def _is_mlp(module: nn.Module, mlp: Mlp) -> bool:
     width, hidden = features(projections[mlp.ins[0]])
     if any(features(projections[name]) != (width, hidden) for name in mlp.ins):
         return False
-    # A norm over the hidden units would see only this rank's; one as wide as the input is on the input.
+    # A norm over the hidden units would see this rank's units only; one as wide as the input applies to the input.
     others = [p for name, p in module.named_parameters() if name.split(".")[0] not in projections]
     over_hidden = hidden != width and any(hidden in p.shape and p.ndim == 1 for p in others)
     return features(projections[mlp.out])[0] == hidden and not over_hidden
@@ -141,15 +141,17 @@ def _has(module: nn.Module, kind: UnitKind) -> bool:
 
 
 def _require(module: nn.Module, kind: UnitKind) -> None:
-    """Refuse a module that is said to be of a kind and is not."""
+    """Raise if a module is not of the kind it is declared as."""
     what = type(module).__name__
     if not _has(module, kind):
-        raise TrimtabError(f"tensor_parallel: {what} has not the linear projections of {kind}; give its own")
+        raise TrimtabError(
+            f"tensor_parallel: {what} does not have the linear projections of {kind}; pass its own in kinds="
+        )
     if isinstance(kind, Mlp):
         if not _is_mlp(module, kind):
             raise TrimtabError(
-                f"tensor_parallel: {what} is no {kind}: its projections do not share one hidden width, "
-                "or it has a norm over it"
+                f"tensor_parallel: {what} is not a {kind}: its projections have different hidden widths, "
+                "or a norm is applied to the hidden units"
             )
         return
     if (kind.qkv is None) == (None in (kind.query, kind.key, kind.value)):
@@ -158,11 +160,11 @@ def _require(module: nn.Module, kind: UnitKind) -> None:
         if getattr(module, attribute, False):
             raise TrimtabError(
                 f"tensor_parallel: a {what} with {attribute} is not supported; "
-                "leave it on every rank with replicate=..."
+                "replicate it with replicate=..."
             )
     dim = getattr(module, kind.head_dim, None)
     if not isinstance(dim, int):
-        raise TrimtabError(f"tensor_parallel: {what}.{kind.head_dim} is no whole number, the width of a head")
+        raise TrimtabError(f"tensor_parallel: {what}.{kind.head_dim} is not an integer, the width of a head")
     into = {name: features(projection)[1] for name, projection in projections_of(module, kind).items()}
     heads = features(module.get_submodule(kind.out))[0]
     if kind.qkv is not None:
@@ -173,12 +175,12 @@ def _require(module: nn.Module, kind: UnitKind) -> None:
     if not fits:
         raise TrimtabError(
             f"tensor_parallel: {what}: projections with {into} outputs and {heads} inputs of {kind.out!r} "
-            f"do not make heads {dim} wide"
+            f"do not form heads of width {dim}"
         )
 
 
 def _refuse_unknown(model: nn.Module, covered: set[nn.Module], found: bool) -> None:
-    """Whatever is outside the repeated layers is replicated; inside, only norms, embeddings and buffers are."""
+    """Outside the repeated layers everything is replicated; inside, only norms, embeddings and buffers."""
     unknown: dict[str, str] = {}
     for path, container in model.named_modules():
         if container in covered or not _repeats(container):
@@ -192,19 +194,19 @@ def _refuse_unknown(model: nn.Module, covered: set[nn.Module], found: bool) -> N
     if unknown:
         named = ", ".join(f"{kind} ({at})" for kind, at in unknown.items())
         raise TrimtabError(
-            f"tensor_parallel: modules of unknown type: {named}; say where their units are with "
-            "kinds={Type: Mlp(...) or Attention(...)}, or leave them on every rank with replicate=['PATTERN']"
+            f"tensor_parallel: modules of unknown type: {named}; declare their units with "
+            "kinds={Type: Mlp(...) or Attention(...)}, or replicate them with replicate=['PATTERN']"
         )
     if not found:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise TrimtabError(
             f"tensor_parallel: no MLP or attention of a known kind in this {type(model).__name__}, "
-            f"which is made of {', '.join(kinds)}; say where their units are with kinds=..."
+            f"which consists of {', '.join(kinds)}; declare their units with kinds=..."
         )
 
 
 def _repeats(container: nn.Module) -> bool:
-    """Whether this is a list of layers."""
+    """Whether this is a list of repeated layers."""
     if isinstance(container, nn.ModuleList):
         return True
     kinds = (

@@ -1,15 +1,16 @@
-"""The ranks that share one model, and the two ends of a block where they meet.
+"""The ranks that share one model, and their collectives at the two ends of a block.
 
-Each block of units costs one all-reduce forward and one backward, whatever the assignment:
+Each block of units needs one all-reduce in forward and one in backward, whatever the assignment:
 
-1. `enter`: every rank has the same input. Forward nothing happens; backward the ranks' gradients of
-   it, each from its own units, are added up.
-2. `leave`: every rank has the sum over its own units. Forward the sums are added up; backward
-   nothing happens, since the gradient is the same on every rank.
+1. `enter`: every rank has the same input. Forward does nothing; backward all-reduces the gradient of the input, to
+   which each rank contributes that of its own units.
+2. `leave`: every rank has the sum over its own units. Forward all-reduces the sums; backward does nothing, since
+   the gradient is the same on every rank.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,27 +24,36 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class TensorGroup:
-    """The ranks among which units are shared."""
+    """The ranks over which units are sharded."""
 
     process_group: dist.ProcessGroup
     rank: int
     size: int
     clock: Clock | None = None
-    """What measures the time between collectives, when something wants to know."""
+    """Times the compute between collectives, if set."""
 
     def __deepcopy__(self, _memo: Any) -> TensorGroup:
         """A copied model has the same ranks; its time is nobody's concern."""
         return TensorGroup(process_group=self.process_group, rank=self.rank, size=self.size)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Add up over the ranks, in place."""
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            with self.timed():
+                dist.all_reduce(tensor, group=self.process_group)
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Count a collective's time, if there is a clock."""
+        return nullcontext() if self.clock is None else self.clock.collective()
+
+    def disagreeing_rank(self, digest: bytes, device: torch.device) -> int | None:
+        """The first rank whose digest is not that of rank 0, on every rank; None if all agree. One all-gather."""
         if self.size == 1:
-            return
-        if self.clock is None:
-            dist.all_reduce(tensor, group=self.process_group)
-            return
-        with self.clock.collective():
-            dist.all_reduce(tensor, group=self.process_group)
+            return None
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        digests = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(digests, mine, group=self.process_group)
+        return next((rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])), None)
 
 
 class _Enter(torch.autograd.Function):
@@ -59,7 +69,7 @@ class _Enter(torch.autograd.Function):
         group: TensorGroup = ctx.group
         if group.clock is not None:
             group.clock.compute_ends()
-        # A copy: autograd may have handed the same tensor to others.
+        # A copy: autograd may use the same tensor elsewhere.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         group.all_reduce(total)
         return total, None
@@ -72,7 +82,7 @@ class _Leave(torch.autograd.Function):
         if group.clock is not None:
             group.clock.compute_ends()
         total = y.detach().contiguous()
-        group.all_reduce(total)  # in place: a product does not keep its result for its backward pass
+        group.all_reduce(total)  # in place: backward of a product does not need its result
         return total
 
     @staticmethod
@@ -89,5 +99,5 @@ def enter(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def leave(y: Tensor, group: TensorGroup) -> Tensor:
-    """A block's output: the sum of what the ranks' units give."""
+    """A block's output: the sum over the units of all ranks."""
     return y if group.size == 1 and group.clock is None else _Leave.apply(y, group)  # type: ignore[no-untyped-call]

@@ -1,21 +1,21 @@
-"""Lease-migration: for a while some units are computed by another rank than the one that owns them.
+"""Lease migration: temporarily, a rank computes some units that another rank owns.
 
-In every training step their weights go out and their gradients come back; parameters, optimizer state,
-clipping and checkpoints know only the owner. Evaluation uses no lease. The steps, the same on every rank:
+In every training step the units' weights are sent to the borrower and their gradients are sent back; parameters,
+optimizer state, clipping and checkpoints stay with the owner. Evaluation ignores leases. The steps, the same on every
+rank:
 
-1. Forward, entering a block: its leased weights, asked for when the block before was entered, are waited
-   for; those of the next block are asked for (one all-to-all each, beside this block's products).
-2. The block is computed with what the rank kept and what it borrowed.
-3. Backward, once the gradient of the block's input is added up: the gradients of borrowed units are on
-   their way home (one all-to-all, beside the products of the block before).
-4. When the backward pass ends, they are waited for and added to the owners' gradients. Where something
-   takes gradients earlier (data parallelism, hooks of parameters), they are waited for in 3.
+1. Forward, entering a block: wait for its leased weights, which were requested on entering the previous block, and
+   request those of the next block (one all-to-all per block, overlapped with this block's products).
+2. Compute the block with the units kept and borrowed.
+3. Backward, after the all-reduce of the gradient of the block's input: send the gradients of borrowed units back (one
+   all-to-all, overlapped with the products of the previous block).
+4. At the end of the backward pass, wait for them and add them to the owners' gradients. Where gradients are needed
+   earlier (data parallelism, hooks on parameters), wait in step 3.
 """
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "
-    "End this job and resume it from its last checkpoint"
+    "Stop this job and resume it from its last checkpoint"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loan:
-    """Units that one rank computes for another: consecutive slots of the owner."""
+    """Units that one rank computes for another, in consecutive slots of the owner."""
 
     owner: int
     borrower: int
@@ -51,80 +51,82 @@ class Loan:
 
 
 def loans(owned: Sequence[int], computed: Sequence[int]) -> list[Loan]:
-    """Who computes what for whom, so that each rank computes so many: owners lend their last slots, in turn."""
+    """The loans with which each rank computes that many units: owners lend their last slots, in rank order."""
     free = [
         (rank, slot) for rank, count in enumerate(owned) for slot in range(min(count, computed[rank]), count)
     ]
-    found, begin = [], 0
+    result, begin = [], 0
     for rank, count in enumerate(computed):
         end = begin + max(0, count - owned[rank])
         while begin < end:
             owner, start = free[begin]
-            many = sum(1 for other, _ in free[begin:end] if other == owner)
-            found.append(Loan(owner=owner, borrower=rank, start=start, count=many))
-            begin += many
-    return found
+            lent = sum(1 for other, _ in free[begin:end] if other == owner)
+            result.append(Loan(owner=owner, borrower=rank, start=start, count=lent))
+            begin += lent
+    return result
 
 
 def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
-    """Let each rank compute so many units of the blocks named, from the next training pass on; exact.
+    """Let each rank compute that many units of the named blocks, from the next training pass on. Exact.
 
-    Every rank calls it, with the same counts, between a step and the next forward pass. Blocks not named stay as
-    they are; the counts of what is owned end a block's lease, and `end_leases` ends all.
+    Every rank calls it, with the same counts, between a step and the next forward pass. Other blocks do not change.
+    Counts equal to the owned units end a block's lease; `end_leases` ends all.
     """
     sharded = sharded_model(model, "lease")
     sharded.check()
-    wanted = {}
-    for name, asked in counts.items():
+    new_loans = {}
+    for name, computed in counts.items():
         block = sharded.blocks.get(name)
         if block is None:
-            raise TrimtabError(f"lease: there is no block {name!r}; there are {', '.join(sharded.blocks)}")
-        owned = block.table.counts
-        if len(asked) != len(owned) or sum(asked) != block.units or min(asked) < 0:
             raise TrimtabError(
-                f"lease: {list(asked)} does not share the {block.units} units of {name} among {len(owned)} ranks; "
-                "give each rank a number of at least 0 that together make up all units"
+                f"lease: there is no block {name!r}; the model has {', '.join(sharded.blocks)}"
+            )
+        owned = block.table.counts
+        if len(computed) != len(owned) or sum(computed) != block.units or min(computed) < 0:
+            raise TrimtabError(
+                f"lease: {list(computed)} does not distribute the {block.units} units of {name} over {len(owned)} "
+                f"ranks; give one non-negative number per rank, with sum {block.units}"
             )
         if len({tensor.parameter.dtype for tensor in block.tensors}) > 1:
             raise TrimtabError(
-                f"lease: the parameters of {name} have several types; give them one, or use move"
+                f"lease: the parameters of {name} have different dtypes; convert them to one, or use move"
             )
-        wanted[name] = loans(owned, asked)
-    _agree(sharded, wanted)
+        new_loans[name] = loans(owned, computed)
+    _require_agreement(sharded, new_loans)
     hooked = any(getattr(t.parameter, "_post_accumulate_grad_hooks", None) for _, t in sharded.tensors())
     sharded.leases = Leases(early=hooked or dist.get_world_size() > sharded.group.size)
-    for name, found in wanted.items():
+    for name, block_loans in new_loans.items():
         block = sharded.blocks[name]
-        block.lease = BlockLease(block=block, loans=found) if found else None
+        block.lease = BlockLease(block=block, loans=block_loans) if block_loans else None
 
 
 def end_leases(model: nn.Module) -> None:
-    """Let every rank compute its own units again; call it on every rank, between two steps."""
+    """Let every rank compute its own units again. Every rank calls it, between two steps."""
     for block in sharded_model(model, "end_leases").blocks.values():
         block.lease = None
 
 
 def leased(model: nn.Module) -> dict[str, list[int]]:
-    """How many units each rank computes in training, for each block with a lease."""
+    """The number of units each rank computes in training, for each block with a lease."""
     blocks = sharded_model(model, "leased").blocks.values()
     return {block.name: block.lease.counts for block in blocks if block.lease is not None}
 
 
 @dataclass(kw_only=True, eq=False)
 class BlockLease:
-    """The loans of one block, as one rank sees them."""
+    """The loans of one block, from the view of one rank."""
 
     block: UnitBlock
     loans: list[Loan]
     working: dict[int, Tensor] = field(default_factory=dict)
-    """By parameter, the rows to compute with; empty outside a pass."""
+    """The rows to compute with, by id of the parameter; empty outside a pass."""
 
     units: list[int] = field(default_factory=list)
-    """The units that this rank computes: what it kept, then what it borrowed."""
+    """The units that this rank computes: those kept, then those borrowed."""
 
-    _asked: tuple[dist.Work, Tensor] | None = None
+    _requested: tuple[dist.Work, Tensor] | None = None
     _borrowed: list[Tensor] | None = None
-    """What came for this pass, for each parameter; kept for a repetition in the backward pass."""
+    """The borrowed rows of each parameter, kept for recomputation in the backward pass."""
 
     def __post_init__(self) -> None:
         rank, table = self.block.group.rank, self.block.table
@@ -150,53 +152,53 @@ class BlockLease:
         return counts
 
     def enter(self, x: Tensor) -> Tensor:
-        """The block's input; from here on `working` holds what to compute with."""
+        """The block's input. From here on `working` holds the rows to compute with."""
         borrowed = self._fetch()
         parameters = [tensor.parameter for tensor in self.block.tensors]
         entered, *full = _Leased.apply(self, x, borrowed, *parameters)  # type: ignore[no-untyped-call]
         self.working = {id(p): rows for p, rows in zip(parameters, full, strict=True)}
         return entered  # type: ignore[no-any-return]
 
-    def ask(self) -> None:
-        """Start sending out what was lent and receiving what was borrowed."""
+    def request(self) -> None:
+        """Start to send the lent rows and to receive the borrowed ones."""
         with torch.no_grad():
             sent = self._packed([t.parameter.data for t in self.block.tensors], self.lent)
             received = sent.new_empty(sum(self.into))
-        self._asked = (_exchange(received, sent, self.into, self.out, self.block.group), received)
+        self._requested = (_exchange(received, sent, self.into, self.out, self.block.group), received)
 
     def _fetch(self) -> list[Tensor]:
-        repeated = torch._C._current_graph_task_id() != -1
-        if repeated and self._borrowed is not None:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if recomputing and self._borrowed is not None:
             return self._borrowed
-        if self._asked is None:
-            self.ask()
-        assert self._asked is not None
-        work, received = self._asked
-        self._asked = None
-        _waited(work, self.block.group)
-        if not repeated:
+        if self._requested is None:
+            self.request()
+        assert self._requested is not None
+        work, received = self._requested
+        self._requested = None
+        _wait(work, self.block.group)
+        if not recomputing:
             following = _next_lease(self.block)
             if following is not None:
                 following.forget()
-                following.ask()
+                following.request()
         self._borrowed = self._unpacked(received, self.taken)
         return self._borrowed
 
     def forget(self) -> None:
-        """Drop what was fetched or asked for: a step has ended, and weights change."""
+        """Drop fetched and requested rows: a step has ended, and weights change."""
         self._borrowed = None
-        if self._asked is not None:
-            _waited(self._asked[0], self.block.group)
-            self._asked = None
+        if self._requested is not None:
+            _wait(self._requested[0], self.block.group)
+            self._requested = None
 
-    def give_back(self, gradients: list[Tensor]) -> tuple[dist.Work, Tensor]:
-        """Start sending borrowed units' gradients home; their rows follow the kept ones."""
+    def return_gradients(self, gradients: list[Tensor]) -> tuple[dist.Work, Tensor]:
+        """Start to send the gradients of borrowed units to their owners; their rows follow the kept ones."""
         sent = self._packed(gradients, self.taken, after=self.kept)
         received = sent.new_empty(sum(self.out))
         return _exchange(received, sent, self.out, self.into, self.block.group), received
 
     def add(self, received: Tensor, to: list[Tensor | None]) -> None:
-        """Add the gradients that came home to those of the owner's parameters."""
+        """Add the received gradients of lent units to those of this rank's parameters."""
         for gradient, tensor, rows in zip(
             to, self.block.tensors, self._unpacked(received, self.lent), strict=True
         ):
@@ -204,7 +206,7 @@ class BlockLease:
                 continue
             if gradient is None:
                 raise TrimtabError(
-                    f"lease: the gradient of {tensor.name} was not kept; use loss.backward(), or end the leases"
+                    f"lease: {tensor.name} has no .grad; use loss.backward(), or end the leases"
                 )
             by_unit, begin = tensor.by_unit(gradient), 0
             for loan in self.lent:
@@ -212,7 +214,7 @@ class BlockLease:
                 begin += loan.count
 
     def _packed(self, stored: Sequence[Tensor], which: list[Loan], after: int | None = None) -> Tensor:
-        """One run of values: loan by loan, parameter by parameter. `after`: loans lie one after another from there."""
+        """All values, loan by loan and parameter by parameter. With `after`, loans are consecutive from that row on."""
         pieces, begin = [], after or 0
         for loan in which:
             start = loan.start if after is None else begin
@@ -223,19 +225,19 @@ class BlockLease:
 
     def _unpacked(self, received: Tensor, which: list[Loan]) -> list[Tensor]:
         """For each parameter the rows of all loans, by unit."""
-        found: list[list[Tensor]] = [[] for _ in self.rows]
+        pieces: list[list[Tensor]] = [[] for _ in self.rows]
         sizes = [loan.count * row for loan in which for row in self.rows]
         for index, piece in enumerate(received.split(sizes) if sizes else ()):
             row = self.rows[index % len(self.rows)]
-            found[index % len(self.rows)].append(piece.view(-1, row))
+            pieces[index % len(self.rows)].append(piece.view(-1, row))
         return [
             torch.cat(parts) if parts else received.new_empty(0, row)
-            for parts, row in zip(found, self.rows, strict=True)
+            for parts, row in zip(pieces, self.rows, strict=True)
         ]
 
 
 class _Leased(torch.autograd.Function):
-    """A block's input and its parameters' rows, kept and borrowed; backward the collectives of the block."""
+    """A block's input and its parameters' kept and borrowed rows; backward runs the collectives of the block."""
 
     @staticmethod
     def forward(
@@ -263,16 +265,16 @@ class _Leased(torch.autograd.Function):
         full = [gradient.contiguous() for gradient in gradients[1:]]
         own: list[Tensor | None] = []
         for tensor, shape, gradient in zip(tensors, ctx.shapes, full, strict=True):
-            whole = gradient.new_zeros(shape)
+            full_gradient = gradient.new_zeros(shape)
             kept = lease.kept * tensor.axis.width
-            whole[:kept] = gradient[:kept]
-            own.append(whole)
+            full_gradient[:kept] = gradient[:kept]
+            own.append(full_gradient)
         if any(ctx.needs_input_grad[3:]):
-            work, received = lease.give_back(full)
+            work, received = lease.return_gradients(full)
             leases = lease.block.sharded.leases
             assert leases is not None
             if leases.early:
-                _waited(work, group)
+                _wait(work, group)
                 lease.add(received, own)
                 lease.forget()
             else:
@@ -282,30 +284,30 @@ class _Leased(torch.autograd.Function):
 
 @dataclass(kw_only=True, eq=False)
 class Leases:
-    """The gradients of a model's leased units that are on their way home."""
+    """The gradients of a model's leased units that are in flight to their owners."""
 
     early: bool = False
-    """Whether gradients are taken before the backward pass ends, so that each block must wait for its own."""
+    """Whether gradients are needed before the backward pass ends, so that each block must wait for its own."""
 
-    _expected: list[tuple[BlockLease, dist.Work, Tensor]] = field(default_factory=list)
+    _in_flight: list[tuple[BlockLease, dist.Work, Tensor]] = field(default_factory=list)
 
     def expect(self, lease: BlockLease, work: dist.Work, received: Tensor) -> None:
-        if not self._expected:
+        if not self._in_flight:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish)
-        self._expected.append((lease, work, received))
+        self._in_flight.append((lease, work, received))
 
     @torch.no_grad()
     def _finish(self) -> None:
-        expected, self._expected = self._expected, []
-        for lease, work, received in expected:
-            _waited(work, lease.block.group)
+        in_flight, self._in_flight = self._in_flight, []
+        for lease, work, received in in_flight:
+            _wait(work, lease.block.group)
             lease.add(received, [tensor.parameter.grad for tensor in lease.block.tensors])
             lease.forget()
 
 
 def _split(which: list[Loan], end: str, size: int, unit: int) -> list[int]:
-    """Values to or from each rank."""
+    """The number of values to or from each rank."""
     return [sum(loan.count for loan in which if getattr(loan, end) == rank) * unit for rank in range(size)]
 
 
@@ -332,27 +334,22 @@ def _exchange(
     return work
 
 
-def _waited(work: dist.Work, group: TensorGroup) -> None:
-    with nullcontext() if group.clock is None else group.clock.collective():
+def _wait(work: dist.Work, group: TensorGroup) -> None:
+    with group.timed():
         try:
             work.wait()
         except RuntimeError as error:
             raise TrimtabError(_LOST) from error
 
 
-def _agree(sharded: ShardedModel, wanted: Mapping[str, list[Loan]]) -> None:
-    """Refuse on every rank when ranks were asked for different leases."""
-    if sharded.group.size == 1:
-        return
-    digest = hashlib.sha256(repr(sorted(wanted.items())).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device_of(sharded))
-    every = [torch.empty_like(mine) for _ in range(sharded.group.size)]
+def _require_agreement(sharded: ShardedModel, new_loans: Mapping[str, list[Loan]]) -> None:
+    """Raise on every rank if the ranks' arguments differ."""
+    digest = hashlib.sha256(repr(sorted(new_loans.items())).encode()).digest()
     try:
-        dist.all_gather(every, mine, group=sharded.group.process_group)
+        rank = sharded.group.disagreeing_rank(digest, device_of(sharded))
     except RuntimeError as error:
         raise TrimtabError(_LOST) from error
-    for rank, theirs in enumerate(every):
-        if not torch.equal(theirs, every[0]):
-            raise TrimtabError(
-                f"lease: rank {rank} was given other counts than rank 0; call lease on every rank with the same"
-            )
+    if rank is not None:
+        raise TrimtabError(
+            f"lease: rank {rank} has other counts than rank 0; call lease on every rank with the same counts"
+        )

@@ -1,7 +1,7 @@
-"""What is left out stays as it is: no decay, no momentum, no moment of it moves while its gradient is zero.
+"""Keep the slices left out of training unchanged: no weight decay, no momentum, no update of optimizer state.
 
-Works with any elementwise optimizer of `torch.optim` and needs to be told of none: torch calls these hooks
-around every step of all of them.
+This works with any elementwise optimizer of `torch.optim` without registration: torch calls these hooks around every
+step of every optimizer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor
 
 _PARAMETER = None
-"""Key of a parameter's own data beside those of its states."""
+"""Key of the parameter itself, among the keys of its optimizer states."""
 
 
 class OptimizerHooks:
-    """Sees the optimizer steps of a converted model's units, as long as its blocks live.
+    """Hooks on the optimizer steps of a converted model's units, for the lifetime of this object.
 
-    Before a step it puts what is frozen aside, after the step it puts it back, and then calls `stepped`: once for
-    each step of the optimizer that came first, where there are several.
+    Frozen slices are saved before a step and restored after it; then `stepped` is called. With several optimizers
+    it is called once for each step of the first one.
     """
 
     def __init__(self, sharded: ShardedModel, stepped: Callable[[], None]) -> None:
         self._sharded, self._stepped = sharded, stepped
         self._first: weakref.ref[Optimizer] | None = None
-        self._aside: dict[int, list[tuple[Cut, UnitTensor, Any, Tensor]]] = {}
-        self._room: dict[tuple[int, str, Any], Tensor] = {}
+        self._saved: dict[int, list[tuple[Cut, UnitTensor, Any, Tensor]]] = {}
+        self._buffers: dict[tuple[int, str, Any], Tensor] = {}
         self._since: set[int] = set()
         """Optimizers that stepped since the first one did."""
         alive = weakref.ref(self)
@@ -59,8 +59,8 @@ class OptimizerHooks:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
-        aside = []
-        for block, tensor in self._of(optimizer):
+        saved = []
+        for block, tensor in self._tensors_of(optimizer):
             cut, parameter = block.learned, tensor.parameter.data
             frozen = None if cut is None else _frozen(cut, tensor, parameter)
             if cut is None or frozen is None or tensor.parameter.grad is None:
@@ -68,45 +68,45 @@ class OptimizerHooks:
             states = _states(optimizer, tensor)
             for key, value in [(_PARAMETER, parameter), *states.items()]:
                 view, dim, index = _frozen(cut, tensor, value) or frozen
-                aside.append(
-                    (cut, tensor, key, self._put(view, dim, index, (id(optimizer), tensor.name, key)))
+                saved.append(
+                    (cut, tensor, key, self._copy(view, dim, index, (id(optimizer), tensor.name, key)))
                 )
             if not states:
-                # States that are made in this step must not take up the decay of weights that stay.
+                # Optimizer states created in this step must not include weight decay of frozen weights.
                 view, dim, index = frozen
                 view.index_fill_(dim, index, 0)
-        self._aside[id(optimizer)] = aside
-        if not aside:
-            self._room = {place: room for place, room in self._room.items() if place[0] != id(optimizer)}
+        self._saved[id(optimizer)] = saved
+        if not saved:
+            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != id(optimizer)}
 
-    def _put(self, view: Tensor, dim: int, index: Tensor, place: tuple[int, str, Any]) -> Tensor:
-        """A copy of what is frozen, where the last one was: new memory each step would take longer than the copy."""
+    def _copy(self, view: Tensor, dim: int, index: Tensor, place: tuple[int, str, Any]) -> Tensor:
+        """A copy of the frozen slices in a reused buffer: allocating one each step would take longer than the copy."""
         shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
-        room = self._room.get(place)
-        if room is None or room.shape != shape or room.dtype != view.dtype:
-            room = self._room[place] = view.new_empty(shape)
-        return torch.index_select(view, dim, index, out=room)
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != shape or buffer.dtype != view.dtype:
+            buffer = self._buffers[place] = view.new_empty(shape)
+        return torch.index_select(view, dim, index, out=buffer)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
-        for cut, tensor, key, kept in self._aside.pop(id(optimizer), []):
+        for cut, tensor, key, values in self._saved.pop(id(optimizer), []):
             value = tensor.parameter.data if key is _PARAMETER else optimizer.state[tensor.parameter][key]
             frozen = _frozen(cut, tensor, value)
             assert frozen is not None
             view, dim, index = frozen
-            view.index_copy_(dim, index, kept)
-        if not self._of(optimizer):
+            view.index_copy_(dim, index, values)
+        if not self._tensors_of(optimizer):
             return
         first = None if self._first is None else self._first()
-        if first is None or id(optimizer) in self._since:  # the first has gone, or steps no more
+        if first is None or id(optimizer) in self._since:  # the first one is gone, or no longer steps
             self._first, first = weakref.ref(optimizer), optimizer
         self._since.add(id(optimizer))
         if first is optimizer:
             self._since.clear()
             self._stepped()
 
-    def _of(self, optimizer: Optimizer) -> list[tuple[UnitBlock, UnitTensor]]:
-        """The tensors that this optimizer updates."""
+    def _tensors_of(self, optimizer: Optimizer) -> list[tuple[UnitBlock, UnitTensor]]:
+        """The unit tensors that this optimizer updates."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [pair for pair in self._sharded.tensors() if id(pair[1].parameter) in held]
 

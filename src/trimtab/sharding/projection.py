@@ -1,7 +1,7 @@
-"""The two kinds of projection of a block, holding only this rank's units.
+"""The two projections of a block, with only this rank's units.
 
-They take the place of `nn.Linear` or `Conv1D` under the same name, so the module around them keeps
-its own forward pass and its parameters keep their names.
+They replace an `nn.Linear` or `Conv1D` under the same name, so the module around them keeps its forward pass and
+its parameters keep their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InProjection(nn.Module):
-    """From the replicated input to this rank's units: each unit's rows, in slot order."""
+    """From the replicated input to this rank's units: the rows of each unit, in slot order."""
 
     def __init__(
         self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, parts: tuple[int, ...]
@@ -37,10 +37,10 @@ class InProjection(nn.Module):
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
         y = F.linear(x, self.block.stored(self.weight, into=True), bias)
         if units == 0:
-            # Attention cannot count heads from nothing: give it one of zeros, which `OutProjection` drops.
+            # Attention fails without any head: give it one of zeros, which `OutProjection` drops.
             return F.pad(y, (0, width))
         if len(self.parts) > 1:
-            # Stored unit by unit, wanted part by part: all queries, all keys, all values.
+            # Stored unit by unit; attention expects all queries, then all keys, then all values.
             pieces = y.unflatten(-1, (units, width)).split(self.parts, dim=-1)
             y = torch.cat([piece.flatten(-2) for piece in pieces], dim=-1)
         return y
@@ -50,7 +50,7 @@ class InProjection(nn.Module):
 
 
 class OutProjection(nn.Module):
-    """From this rank's units to the sum over all units of all ranks; the bias is added once, after it."""
+    """From this rank's units to the sum over the units of all ranks; the bias is added once, afterwards."""
 
     def __init__(self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, width: int):
         super().__init__()
@@ -63,11 +63,11 @@ class OutProjection(nn.Module):
         if self.block.computing == 0:
             x = x[..., :0]
         if self.training and self.block.activation_norms is not None:
-            self.block.activation_norms.see_hidden(x)
+            self.block.activation_norms.add_hidden(x)
         if self.block.running is not None:
             x = self.block.running.hidden(x)
         y = leave(x @ self.block.stored(self.weight, into=False), self.block.group)
-        self.block.left()
+        self.block.leave()
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

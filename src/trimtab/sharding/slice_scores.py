@@ -1,4 +1,4 @@
-"""How much units and columns change and how large their activations are: what choosing among them needs."""
+"""Scores by which the slices to leave out are chosen: how much weights change, and how large activations are."""
 
 from __future__ import annotations
 
@@ -17,72 +17,72 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceScores:
-    """A number for every slice of a block on this rank, by each way to cut it."""
+    """A score for every slice of a block on this rank, for each axis along which it can be cut."""
 
     units: Tensor
-    """By slot."""
+    """For each slot."""
 
     ins: Tensor
-    """By entry of the input."""
+    """For each entry of the input."""
 
     outs: Tensor
-    """By entry of the hidden units, in the order of slots."""
+    """For each entry of the hidden units, in slot order."""
 
 
 class WeightChanges:
-    """How far a block's parameters have moved since it was told to look."""
+    """How much a block's parameters have changed since the last `snapshot`."""
 
     def __init__(self, block: UnitBlock) -> None:
         self._block = block
-        self._then: list[Tensor] = []
-        self.look()
+        self._snapshot: list[Tensor] = []
+        self.snapshot()
 
     @torch.no_grad()
-    def look(self) -> None:
-        """Count from here on."""
+    def snapshot(self) -> None:
+        """Measure changes from now on."""
         now = [tensor.parameter.detach() for tensor in self._block.tensors]
-        if [value.shape for value in now] == [value.shape for value in self._then]:
-            torch._foreach_copy_(self._then, now)
+        if [value.shape for value in now] == [value.shape for value in self._snapshot]:
+            torch._foreach_copy_(self._snapshot, now)
         else:
-            self._then = [value.clone() for value in now]
+            self._snapshot = [value.clone() for value in now]
 
     @torch.no_grad()
     def since(self) -> SliceScores:
-        """Sums of |now - then| since the last look; the next thing to ask for is another look."""
+        """Sums of |change| since the last snapshot, which this overwrites: take another one next."""
         count = self._block.count
-        device = self._then[0].device
+        device = self._snapshot[0].device
         units, ins, outs = (torch.zeros(1, device=device) for _ in range(3))
-        for tensor, then in zip(self._block.tensors, self._then, strict=True):
-            # In place: a new tensor as large as the parameter would take longer than all the rest.
-            moved = torch.sub(tensor.parameter.detach(), then, out=then).abs_()
+        for tensor, before in zip(self._block.tensors, self._snapshot, strict=True):
+            # In place: allocating a tensor as large as the parameter would take longer than everything else here.
+            change = torch.sub(tensor.parameter.detach(), before, out=before).abs_()
             if isinstance(tensor.module, InProjection):
-                units = units + tensor.by_unit(moved).sum(1, dtype=torch.float32)[:count]
-                ins = ins + moved.sum(0, dtype=torch.float32) if tensor.attribute == "weight" else ins
+                units = units + tensor.by_unit(change).sum(1, dtype=torch.float32)[:count]
+                ins = ins + change.sum(0, dtype=torch.float32) if tensor.attribute == "weight" else ins
             else:
-                outs = moved.sum(1, dtype=torch.float32)[: count * tensor.axis.width]
+                outs = change.sum(1, dtype=torch.float32)[: count * tensor.axis.width]
                 units = units + outs.view(-1, tensor.axis.width).sum(1)
         return SliceScores(units=units, ins=ins, outs=outs)
 
 
 class ActivationNorms:
-    """Adds up the squares of a block's activations, forward pass by forward pass, while the cut stays the same."""
+    """Sums of squares of a block's activations over forward passes with the same cut."""
 
     def __init__(self, block: UnitBlock) -> None:
         self._block = block
         self._input: Tensor | None = None
         self._hidden: Tensor | None = None
 
-    def see_input(self, x: Tensor) -> None:
-        self._input = _added(self._input, x)
+    def add_input(self, x: Tensor) -> None:
+        self._input = _add_squares(self._input, x)
 
-    def see_hidden(self, x: Tensor) -> None:
-        self._hidden = _added(self._hidden, x)
+    def add_hidden(self, x: Tensor) -> None:
+        self._hidden = _add_squares(self._hidden, x)
 
     @torch.no_grad()
     def bounds(self) -> SliceScores | None:
-        """‖X_c‖‖W_c‖ for each column c, NaN where it was not computed; None if nothing was seen.
+        """‖X_c‖‖W_c‖ for each column c, NaN for columns that were not computed; None without any forward pass.
 
-        The sum over the columns left out bounds the error of a product, by the triangle inequality.
+        By the triangle inequality, the sum over the columns left out bounds the error of a product.
         """
         block = self._block
         if self._input is None or self._hidden is None:
@@ -108,6 +108,6 @@ class ActivationNorms:
         return SliceScores(units=outs.sum(1), ins=(self._input * squares).sqrt(), outs=outs.flatten())
 
 
-def _added(total: Tensor | None, x: Tensor) -> Tensor:
+def _add_squares(total: Tensor | None, x: Tensor) -> Tensor:
     squares = x.detach().float().square().flatten(0, -2).sum(0)
     return squares if total is None else total + squares

@@ -1,8 +1,8 @@
-"""Where the units of a block lie in a full tensor, and how a rank stores its own.
+"""Where the units of a block are in a full tensor, and how a rank stores its own units.
 
-A full tensor, as a single device has it, holds its units along one axis. A rank stores the
-slices of its units one after another along the first axis, whatever the full tensor's axis
-was, so that a unit is always one run of memory: what moves, and what a checkpoint names.
+A full tensor, as on a single device, has its units along one axis. A rank stores the slices of its units one after
+another along the first axis, whatever the axis of the full tensor, so that each unit is contiguous in memory: it can
+be moved, and written to a checkpoint, as one piece.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class UnitAxis:
-    """How the units lie along one axis of a full tensor."""
+    """The layout of units along one axis of a full tensor."""
 
     units: int
     axis: int
-    """The axis of the full tensor along which they lie."""
+    """The axis of the full tensor."""
 
     parts: tuple[int, ...]
-    """Entries one unit has in each part of the axis: a plain axis has one part, fused q, k, v has three."""
+    """Entries of one unit in each part of the axis: a plain axis has one part, fused q, k, v have three."""
 
     @property
     def width(self) -> int:
-        """Entries of the axis that belong to one unit."""
+        """Entries of one unit along the axis."""
         return sum(self.parts)
 
     @property
@@ -40,25 +40,25 @@ class UnitAxis:
         return torch.cat([piece.unflatten(0, (self.units, -1)) for piece in pieces], dim=1)
 
     def select(self, full: Tensor, units: Tensor) -> Tensor:
-        """What a rank stores that owns these units, in this order."""
+        """What a rank stores if it owns these units, in this order."""
         return self.to_units(full)[units.to(full.device)].flatten(0, 1)
 
     def boxes(self, unit: int, count: int) -> list[tuple[int, int]]:
         """Start and length along the full axis of `count` consecutive units, for each part."""
-        found, start = [], 0
+        boxes, start = [], 0
         for part in self.parts:
-            found.append((start + unit * part, count * part))
+            boxes.append((start + unit * part, count * part))
             start += self.units * part
-        return found
+        return boxes
 
 
 def runs(units: list[int]) -> list[tuple[int, int, int]]:
-    """(first slot, first unit, length) of each stretch of consecutive units in consecutive slots."""
-    found: list[tuple[int, int, int]] = []
+    """(first slot, first unit, length) of each run of consecutive units in consecutive slots."""
+    result: list[tuple[int, int, int]] = []
     for slot, unit in enumerate(units):
-        if found and found[-1][1] + found[-1][2] == unit:
-            first_slot, first_unit, length = found[-1]
-            found[-1] = (first_slot, first_unit, length + 1)
+        if result and result[-1][1] + result[-1][2] == unit:
+            first_slot, first_unit, length = result[-1]
+            result[-1] = (first_slot, first_unit, length + 1)
         else:
-            found.append((slot, unit, 1))
-    return found
+            result.append((slot, unit, 1))
+    return result

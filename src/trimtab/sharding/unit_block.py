@@ -1,4 +1,4 @@
-"""A block of units spread over the ranks, and all blocks of a model."""
+"""A block of units, sharded over the ranks, and all blocks of a model."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class UnitTensor:
-    """A parameter that is stored by unit: this rank's slices, and room for more where there is headroom."""
+    """A parameter stored by unit: the slices of this rank's units, and empty slots if there is headroom."""
 
     name: str
-    """Its name in the model, the same as on a single device."""
+    """Name of the parameter in the model, the same as on a single device."""
 
     module: nn.Module
     attribute: str
     axis: UnitAxis
     full_shape: tuple[int, ...]
-    """Its shape on a single device."""
+    """Shape on a single device."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -43,67 +43,67 @@ class UnitTensor:
         return parameter
 
     def by_unit(self, stored: Tensor) -> Tensor:
-        """A tensor shaped like the parameter, seen as (slots, everything of one unit)."""
+        """A tensor with the shape of the parameter, viewed as (slots, values of one unit)."""
         return stored.view(stored.shape[0] // self.axis.width, -1)
 
 
 @dataclass(kw_only=True, eq=False)
 class UnitBlock:
-    """Units that add up to one output: an MLP's hidden units, an attention's heads."""
+    """Units whose outputs are summed: the hidden units of an MLP, the heads of an attention."""
 
     name: str
     units: int
     heads_per_unit: int
-    """Heads that travel together (those of one key and value); 0 for an MLP."""
+    """Heads in one unit (those that share a key and value head); 0 for an MLP."""
 
     parent: nn.Module
-    """The module whose forward pass this is."""
+    """The module that computes the block in its forward pass."""
 
     local_widths: dict[str, int]
-    """Attributes of the parent that hold the width of its heads, and what one unit adds to each."""
+    """Attributes of the parent that hold the width of all heads, and the width of one unit in each."""
 
     group: TensorGroup
     sharded: ShardedModel
     table: UnitTable
-    room: tuple[int, ...]
-    """For how many units each rank has room."""
+    capacity: tuple[int, ...]
+    """Number of slots on each rank."""
 
     tensors: list[UnitTensor] = field(default_factory=list)
     draws: bool = False
-    """Whether its attention weights are dropped out in training."""
+    """Whether training applies dropout to its attention weights."""
 
     calls: int = 0
-    """Forward passes of the training so far that drew random numbers."""
+    """Number of training passes so far that drew random numbers."""
 
     lease: BlockLease | None = None
-    """The units that ranks compute for each other in training; None while each computes its own."""
+    """Units that ranks compute for each other in training; None while each rank computes its own."""
 
     cut: Cut | None = None
-    """What this rank leaves out of the passes of training; evaluation is always in full."""
+    """The slices that this rank leaves out in training; evaluation always computes everything."""
 
     running: Cut | None = None
-    """What the pass under way leaves out."""
+    """The cut of the current pass."""
 
     learned: Cut | None = None
-    """What the last pass of training left out: what its gradients are about."""
+    """The cut of the last training pass, to which the gradients belong."""
 
     activation_norms: ActivationNorms | None = None
-    """Adds up the sizes of activations while something wants to know."""
+    """Accumulates the norms of activations while they are needed."""
     _entered: tuple[Tensor, Tensor] | None = None
 
     @property
     def owned(self) -> list[int]:
-        """This rank's units, by slot."""
+        """The units of this rank, by slot."""
         return [int(unit) for unit in self.table.slots[self.group.rank]]
 
     @property
     def count(self) -> int:
-        """How many units this rank owns."""
+        """Number of units that this rank owns."""
         return len(self.table.slots[self.group.rank])
 
     @property
     def computed(self) -> list[int]:
-        """The units that this rank computes in this pass, in their order: its own, but for a lease or a cut."""
+        """The units that this rank computes in this pass, in order: its own, unless there is a lease or a cut."""
         held = self.owned if self.lease is None or not self.lease.working else self.lease.units
         if self.running is None or self.running.units is None:
             return held
@@ -111,19 +111,19 @@ class UnitBlock:
 
     @property
     def computing(self) -> int:
-        """How many they are."""
+        """Number of `computed` units."""
         if self.running is not None and self.running.units is not None:
             return len(self.running.units.kept)
         return self.count if self.lease is None or not self.lease.working else len(self.lease.units)
 
     @property
     def places(self) -> tuple[int, int]:
-        """How many units of its own this rank computes in training but for a cut, and how many with borrowed ones."""
+        """Number of own units that this rank computes in training, and of own and borrowed ones, both before a cut."""
         return (self.count, self.count) if self.lease is None else (self.lease.kept, len(self.lease.units))
 
     def stored(self, parameter: Tensor, *, into: bool) -> Tensor:
-        """The part of a parameter that this rank computes with in this pass; `into` the units, or out of them."""
-        width = parameter.shape[0] // self.room[self.group.rank]
+        """The part of a projection's parameter (`into` the units, or out of them) to compute with in this pass."""
+        width = parameter.shape[0] // self.capacity[self.group.rank]
         if self.lease is not None and self.lease.working:
             held = self.lease.working[id(parameter)]
         else:
@@ -132,54 +132,54 @@ class UnitBlock:
         return held if self.running is None else self.running.weight(held, id(parameter), width, into=into)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """The block's input; projections of the same input share it, so its gradients meet once."""
+        """The block's input. Projections of the same input share it, so that its gradient is all-reduced once."""
         if self._entered is None or self._entered[0] is not x:
             self.sharded.inside = self
-            self._forget_pass()  # a repeated pass may have ended before its output
+            self._end_pass()  # a recomputed pass may have stopped before its output
             if self.lease is not None and training and torch.is_grad_enabled():
                 entered = self.lease.enter(x)
             else:
                 entered = enter(x, self.group)
             if training:
                 if self.cut is not None and self.cut.places != self.places:
-                    self.changed()  # the lease is another than the cut was made for
+                    self.changed()  # the lease has changed since the cut was made
                 self.running = self.learned = self.cut
                 if self.activation_norms is not None:
-                    self.activation_norms.see_input(x)
+                    self.activation_norms.add_input(x)
             if self.running is not None:
                 entered = self.running.input(entered)
             self._entered = (x, entered)
             self._set_widths(self.computing)
         return self._entered[1]
 
-    def left(self) -> None:
-        """The block's output is complete."""
+    def leave(self) -> None:
+        """End the pass: the block's output is complete."""
         self._entered = None
         self.sharded.inside = None
-        self._forget_pass()
+        self._end_pass()
 
-    def _forget_pass(self) -> None:
+    def _end_pass(self) -> None:
         if self.lease is not None and self.lease.working:
             self.lease.working = {}
         self.running = None
         self._set_widths(self.count)
 
     def changed(self) -> None:
-        """Other units are computed here than before: what was to be left out must be chosen anew."""
+        """The units computed here have changed: the cut is dropped, and listeners may choose a new one."""
         self.cut = self.learned = self.running = None
         for listener in self.sharded.listeners:
             listener(self)
 
-    def room_for(self, table: UnitTable) -> tuple[int, ...]:
-        """The room each rank has with another table: what it had, if there is headroom and it suffices."""
+    def capacity_for(self, table: UnitTable) -> tuple[int, ...]:
+        """Slots on each rank with another table: as many as now, if there is headroom and they suffice."""
         return tuple(
-            room if self.sharded.headroom > 0 and count <= room else self.sharded.capacity(count)
-            for room, count in zip(self.room, table.counts, strict=True)
+            slots if self.sharded.headroom > 0 and count <= slots else self.sharded.slots_for(count)
+            for slots, count in zip(self.capacity, table.counts, strict=True)
         )
 
     def adopt(self, table: UnitTable) -> None:
-        """Take over a table; the tensors hold its units already."""
-        self.table, self.room, self.lease = table, self.room_for(table), None
+        """Replace the table; the tensors already hold its units."""
+        self.table, self.capacity, self.lease = table, self.capacity_for(table), None
         self._set_widths(self.count)
         self.changed()
 
@@ -190,34 +190,34 @@ class UnitBlock:
 
 @dataclass(kw_only=True, eq=False)
 class ShardedModel:
-    """The blocks of a model that was converted, in the order of its modules."""
+    """The blocks of a converted model, in the order of its modules."""
 
     group: TensorGroup
     seed: int
     replica: int
-    """Which of the data-parallel copies of the model this is, for its random numbers."""
+    """Index of this data-parallel replica of the model, for its random numbers."""
 
     headroom: float
     blocks: dict[str, UnitBlock] = field(default_factory=dict)
     inside: UnitBlock | None = None
-    """The block whose units are being computed now."""
+    """The block that is being computed."""
 
     leases: Leases | None = None
-    """Gradients of leased units on their way; None before the first lease."""
+    """Gradients of leased units in flight; None before the first lease."""
 
     listeners: list[Callable[[UnitBlock], None]] = field(default_factory=list)
-    """Called with each block that computes other units than before."""
+    """Called with each block whose computed units have changed."""
 
     broken: str = ""
-    """Why the units cannot be trusted any more; empty while they can."""
+    """Why the units are no longer valid; empty while they are."""
 
     def tensors(self) -> Iterator[tuple[UnitBlock, UnitTensor]]:
         for block in self.blocks.values():
             for tensor in block.tensors:
                 yield block, tensor
 
-    def capacity(self, count: int) -> int:
-        """Slots to allocate for so many units: at least one, since optimizers and DDP dislike empty tensors."""
+    def slots_for(self, count: int) -> int:
+        """Slots to allocate for that many units: at least one, since DDP does not support empty tensors."""
         return max(1, math.ceil(count * (1 + self.headroom)))
 
     def check(self) -> None:
@@ -230,13 +230,13 @@ def attach(model: nn.Module, sharded: ShardedModel) -> None:
 
 
 def find_sharded_model(model: nn.Module) -> ShardedModel | None:
-    """The blocks of a converted model, also inside DistributedDataParallel; None if it was not converted."""
+    """The blocks of a converted model, also of one inside DistributedDataParallel; None if it is not converted."""
     sharded: ShardedModel | None = find_state(model, "tensor_parallel")
     return sharded
 
 
 def sharded_model(model: nn.Module, verb: str) -> ShardedModel:
-    """As `find_sharded_model`, for a verb that needs it."""
+    """As `find_sharded_model`; raises in the name of `verb` if the model is not converted."""
     sharded = find_sharded_model(model)
     if sharded is None:
         raise TrimtabError(
@@ -247,7 +247,7 @@ def sharded_model(model: nn.Module, verb: str) -> ShardedModel:
 
 
 def grown(stored: Tensor, rows: int) -> Tensor:
-    """A copy with so many rows: the first ones as they were, new ones zero."""
+    """A copy with that many rows: the first ones unchanged, new ones zero."""
     new = stored.new_zeros((rows, *stored.shape[1:]))
     kept = min(rows, stored.shape[0])
     new[:kept] = stored[:kept]

@@ -1,4 +1,4 @@
-"""Which modules are sums of units, and where their projections are."""
+"""Kinds of modules that are sums of units, and the names of their projections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """A module that computes out(act(in₁(x)), …) with everything in between elementwise on the hidden units."""
+    """A module that computes out(act(in₁(x)), …), where everything in between is elementwise on the hidden units."""
 
     ins: tuple[str, ...]
     """Names of the projections to the hidden units: one, or gate and up."""
@@ -18,10 +18,10 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A module that computes attention by heads, and whose forward pass takes any number of them.
+    """A module that computes attention by heads, and whose forward pass works with any number of heads.
 
-    It must split heads by their width (`view(..., -1, head_dim)`), not by their number. Give
-    either `qkv`, one projection to all queries, then all keys, then all values, or the three.
+    It must split heads by their width (`view(..., -1, head_dim)`), not by their number. Give either `qkv`, one
+    projection to all queries, then all keys, then all values, or the three projections `query`, `key` and `value`.
     """
 
     out: str
@@ -35,13 +35,13 @@ class Attention:
     key: str | None = None
     value: str | None = None
     local_width: str | None = None
-    """Attribute with the width of all heads together, set to that of this rank's."""
+    """Attribute with the width of all heads, which is set to the width of this rank's heads."""
 
     dropout: str | None = None
     """Attribute with the dropout of attention weights: a number or an `nn.Dropout`."""
 
     without: tuple[str, ...] = ()
-    """Attributes that must be false or absent: variants that are no sum over heads."""
+    """Attributes that must be false or absent, because they mark variants that are not a sum over heads."""
 
 
 UnitKind = Mlp | Attention
@@ -60,7 +60,7 @@ ATTENTIONS: dict[str, Attention] = {
     "Qwen2Attention": _SEPARATE,
     "ViTAttention": _SEPARATE,
 }
-"""Attention modules known to take any number of heads, by the name of their class or of one it inherits."""
+"""Attention modules known to work with any number of heads, by the name of their class or of a base class."""
 
 OWN_GPT = Attention(qkv="qkv", out="projection", head_dim="head_width")
 """The attention of the project's own GPT: any module with these three names."""
@@ -74,4 +74,4 @@ MLPS: tuple[Mlp, ...] = (
     Mlp(ins=("c_fc",), out="c_proj"),
     Mlp(ins=("fc1",), out="fc2"),
 )
-"""MLPs by the names of their projections; the first that fits counts."""
+"""MLPs by the names of their projections; the first match is used."""

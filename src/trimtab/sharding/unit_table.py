@@ -1,4 +1,4 @@
-"""The table of a block: which unit lies on which rank, in which slot. Pure data, the same on every rank."""
+"""Which rank owns each unit of a block, and in which slot. Pure data, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_NAMED = 5  # units named in an error
+_LISTED = 5  # units listed in an error
 
 
 @dataclass(frozen=True, eq=False)
 class UnitTable:
-    """For each rank the units it owns, by slot."""
+    """The units of each rank, by slot."""
 
     units: int
     slots: tuple[NDArray[np.int64], ...]
 
     @classmethod
     def of(cls, block: str, units: int, lists: Sequence[Sequence[int]], ranks: int) -> UnitTable:
-        """From the units of each rank; refused, by name, unless every unit is on exactly one rank."""
+        """From the units of each rank; raises unless every unit is on exactly one rank."""
         if len(lists) != ranks:
             raise TrimtabError(
-                f"{block}: the assignment speaks of {len(lists)} ranks and there are {ranks}; "
+                f"{block}: the assignment is for {len(lists)} ranks and there are {ranks}; "
                 "give one list of units for each rank"
             )
         try:
@@ -38,20 +38,20 @@ class UnitTable:
         except TypeError:
             raise TrimtabError(f"{block}: units are whole numbers, one list of them for each rank") from None
         every = np.concatenate(slots)
-        strange = every[(every < 0) | (every >= units)]
-        if strange.size:
-            raise TrimtabError(f"{block}: no unit {_some(strange)}; its units are 0 to {units - 1}")
+        invalid = every[(every < 0) | (every >= units)]
+        if invalid.size:
+            raise TrimtabError(f"{block}: no unit {_some(invalid)}; its units are 0 to {units - 1}")
         count = np.bincount(every, minlength=units)
-        doubled, lost = np.flatnonzero(count > 1), np.flatnonzero(count == 0)
-        if doubled.size or lost.size:
-            wrong = [f"unit {_some(doubled)} is owned more than once"] if doubled.size else []
-            wrong += [f"unit {_some(lost)} is owned by no rank"] if lost.size else []
-            raise TrimtabError(f"{block}: {' and '.join(wrong)}; give each unit to exactly one rank")
+        duplicate, missing = np.flatnonzero(count > 1), np.flatnonzero(count == 0)
+        if duplicate.size or missing.size:
+            problems = [f"unit {_some(duplicate)} is owned more than once"] if duplicate.size else []
+            problems += [f"unit {_some(missing)} is owned by no rank"] if missing.size else []
+            raise TrimtabError(f"{block}: {' and '.join(problems)}; give each unit to exactly one rank")
         return cls(units, slots)
 
     @classmethod
     def consecutive(cls, counts: Sequence[int]) -> UnitTable:
-        """The first units on rank 0, the next on rank 1 and so on."""
+        """The first units on rank 0, the next on rank 1, and so on."""
         ends = np.cumsum(counts)
         starts = [0, *ends[:-1]]
         slots = tuple(np.arange(a, b, dtype=np.int64) for a, b in zip(starts, ends, strict=True))
@@ -62,14 +62,14 @@ class UnitTable:
         return tuple(len(owned) for owned in self.slots)
 
     def owners(self) -> NDArray[np.int64]:
-        """The rank of each unit."""
+        """The rank that owns each unit."""
         owner = np.empty(self.units, dtype=np.int64)
         for rank, owned in enumerate(self.slots):
             owner[owned] = rank
         return owner
 
     def with_owners(self, owner: NDArray[np.int64]) -> UnitTable:
-        """The table after a move: who stays keeps its slot, who comes takes a free one, no hole is left."""
+        """The table after a move: units that stay keep their slots, arriving units fill free slots, without gaps."""
         changed = np.flatnonzero(owner != self.owners())
         return UnitTable(
             self.units,
@@ -80,11 +80,11 @@ class UnitTable:
         )
 
     def with_counts(self, counts: Sequence[int]) -> UnitTable:
-        """The table with so many units on each rank that moves fewest: surplus goes out by the last slots."""
+        """The table with these counts that moves the fewest units: a rank gives up its last slots."""
         if len(counts) != len(self.slots) or sum(counts) != self.units or min(counts) < 0:
             raise TrimtabError(
-                f"{list(counts)} does not share {self.units} units among {len(self.slots)} ranks; "
-                "give each rank a number of at least 0 that together make up all units"
+                f"{list(counts)} does not distribute {self.units} units over {len(self.slots)} ranks; "
+                f"give one non-negative number per rank, with sum {self.units}"
             )
         owner = self.owners()
         surplus = [owned[count:] for owned, count in zip(self.slots, counts, strict=True)]
@@ -111,5 +111,5 @@ def _refilled(
 
 
 def _some(units: NDArray[np.int64]) -> str:
-    named = ", ".join(str(unit) for unit in units[:_NAMED])
-    return named if len(units) <= _NAMED else f"{named} and {len(units) - _NAMED} more"
+    named = ", ".join(str(unit) for unit in units[:_LISTED])
+    return named if len(units) <= _LISTED else f"{named} and {len(units) - _LISTED} more"

@@ -213,7 +213,7 @@ class _Resizing:
         self._look(block)
 
     def _look(self, block: UnitBlock) -> None:
-        self._changes[block.name].look()
+        self._changes[block.name].snapshot()
         self._looked[block.name] = self._steps
 
     def _measure(self) -> None:
