@@ -14,7 +14,7 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.models.gpt import Gpt, batch_of, text_bytes
 from trimtab.precision import reference
-from trimtab.precision.devices import measure, offers
+from trimtab.precision.devices import offers
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.linear import linear
 from trimtab.precision_names import Precision
@@ -261,7 +261,14 @@ def test_speed_of_the_products(record_property: Callable[[str, object], None]) -
     record_property("tflops", {name: round(2 * m * k * n / ms / 1e9, 1) for name, ms in times.items()})
 
 
-def test_every_offer_can_be_measured(record_property: Callable[[str, object], None]) -> None:
-    rows = measure(CUDA, shape=(4096, 4096, 4096))
-    assert rows
-    record_property("measured", [vars(row) for row in rows])
+def test_every_offered_precision_is_timed(record_property: Callable[[str, object], None]) -> None:
+    x, weight, g = (torch.randn(4096, 4096, device=CUDA, requires_grad=i < 2) for i in range(3))
+    calls = torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def run(precision: Precision) -> object:
+        return torch.autograd.grad(linear(x, weight, None, precision, base=0, calls=calls), (x, weight), g)
+
+    names = offers(CUDA)["linear"]
+    times = milliseconds({name: lambda name=name: run(Precision.of(name)) for name in names}, repeats=7)  # type: ignore[misc]
+    assert set(times) == set(names)
+    record_property("milliseconds", times)
