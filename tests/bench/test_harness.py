@@ -1,4 +1,4 @@
-"""The harness: order, counts, ratios; and the comparison of losses on made-up figures."""
+"""The harness: order, counts, ratios."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from trimtab.bench.harness import AA, Timing, interleave
-from trimtab.bench.ranks import parse_rate
+from trimtab.bench.harness import Timing, interleave, part
 from trimtab.bench.result import Result
-from trimtab.bench.scenarios.loss import CANARY, METHODS, compare
-from trimtab.errors import TrimtabError
 
 
 def test_cases_take_turns_and_warm_up_is_not_counted() -> None:
@@ -52,23 +49,11 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert b.spread == pytest.approx(4.5)
 
 
-def made_up(**losses: list[float]) -> dict[str, list[float]]:
-    equal = [2.0, 2.01, 1.99]
-    return {
-        method: losses.get(method, [x + 0.001 for x in equal] if method != "fp32" else equal)
-        for method in METHODS
-    }
-
-
-def test_the_comparison_flags_damage_and_nothing_else() -> None:
-    rows = {
-        row["method"]: row for row in compare(made_up(**{CANARY: [2.0, 2.01, 50.0], "2": [2.1, 2.12, 2.09]}))
-    }
-    assert rows[CANARY]["worse"]
-    assert rows["2"]["worse"]
-    assert not any(
-        rows[method]["worse"] for method in ("fp32", "fp32" + AA, "8", "4", "4-nearest", "2-feedback")
-    )
+def test_jobs_of_equal_length_share_the_progress() -> None:
+    moves: list[tuple[int, int]] = []
+    second = part(lambda done, total: moves.append((done, total)), 1, 3)
+    second(2, 10)
+    assert moves == [(12, 30)]
 
 
 def test_a_result_is_one_json_object() -> None:
@@ -77,12 +62,3 @@ def test_a_result_is_one_json_object() -> None:
     assert tree["summary"] == {"ratio": 1.2346}
     assert tree["rows"] == [{"method": "a", "ms": None}]
     assert {"date", "command", "cpu", "cores", "torch", "trimtab"} <= tree["environment"].keys()
-
-
-def test_link_rates() -> None:
-    assert parse_rate("1gbit") == 1.0
-    assert parse_rate("100mbit") == pytest.approx(0.1)
-    assert parse_rate("2.5Gbit") == 2.5
-    for text in ("fast", "0gbit", "-1gbit", "gbit", "1"):
-        with pytest.raises(TrimtabError, match="no link rate"):
-            parse_rate(text)

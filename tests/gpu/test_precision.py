@@ -12,7 +12,8 @@ from tests.support.requirements import requires
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
-from trimtab.models.gpt import Gpt, batch_of, text_bytes
+from trimtab.models.data import tokens
+from trimtab.models.gpt import Gpt
 from trimtab.precision import reference
 from trimtab.precision.devices import offers
 from trimtab.precision.draw import Draw, Operand, base_key
@@ -189,7 +190,6 @@ def test_compiled_under_autocast(name: str) -> None:
 
 def test_training_loses_nothing(record_property: Callable[[str, object], None]) -> None:
     """A small GPT for 60 steps in each precision, against autocast to bf16."""
-    text = text_bytes(1 << 18)
     last: dict[str, float] = {}
     for name in ["bf16 autocast", *(name for name in ("fp8", "int8") if name in offers(CUDA)["linear"])]:
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_training_loses_nothing(record_property: Callable[[str, object], None]) 
         losses = []
         for step in range(60):
             with torch.autocast("cuda", torch.bfloat16):
-                loss = model(batch_of(text, step, 16, 128).cuda())
+                loss = model(tokens(16, 128, step=step).cuda())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

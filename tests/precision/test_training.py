@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trimtab.api.set_precision import set_precision
-from trimtab.models.gpt import Gpt, batch_of, text_bytes
+from trimtab.models.data import tokens
+from trimtab.models.gpt import Gpt
 from trimtab.precision.devices import offers
 from trimtab.precision_names import Precision
 
@@ -38,10 +39,9 @@ def final_loss(name: str, seed: int) -> float:
     elif name != "fp32":
         set_precision(model, {"blocks.*": Precision.of(name)}, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    text = text_bytes(1 << 16)
     losses = []
     for step in range(STEPS):
-        loss = model(batch_of(text, step + 1000 * seed, 8, 48).to(DEVICE))
+        loss = model(tokens(8, 48, step=step, seed=seed).to(DEVICE))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
 """One way to measure: warm up, interleave, repeat, take the median, and show the noise.
 
 Cases run in turn, round after round, so that a machine that slows down slows all of them. Every
-bench measures its baseline twice under two names (the A/A row): a difference smaller than the one
-between those two says nothing.
+bench measures its baseline twice under two names (the A/A row): a smaller difference than that
+between those two is noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     """Called with (rounds done, rounds in all)."""
 
 AA = " (again)"
-"""What the second measurement of the same thing is called after."""
+"""Suffix of the second measurement of the same thing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,14 @@ def interleave(
         for name, run in cases.items():
             start = time.perf_counter()
             own = run()
-            taken = time.perf_counter() - start if own is None else own
+            seconds = time.perf_counter() - start if own is None else own
             if round_ >= warmup:
-                samples[name].append(taken)
+                samples[name].append(seconds)
         if progress is not None:
             progress(round_ + 1, warmup + repeats)
     return {name: Timing(samples=tuple(values)) for name, values in samples.items()}
+
+
+def part(progress: Progress, index: int, count: int) -> Progress:
+    """The progress of one of `count` jobs of the same length."""
+    return lambda done, total: progress(index * total + done, count * total)

@@ -1,7 +1,7 @@
-"""Running a bench's rank function on every rank of an emulated cluster.
+"""Runs a bench's rank function on every rank of an emulated cluster.
 
-The launcher starts `python -m trimtab.bench.ranks` on each rank; it calls the named function with
-the spec, and rank 0 hands the function's result back through a file.
+The launcher starts `python -m trimtab.bench.ranks` on each rank. It calls the named function with
+the spec, and rank 0 returns the function's result through a file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,24 @@ if TYPE_CHECKING:
 _QUIET = {"TRIMTAB_LOG": "warning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def run_on_cluster(
+    cluster: Cluster,
+    function: Callable[..., Any],
+    spec: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Any:
+    """Emulate a cluster, call `function(spec, report)` on each of its ranks and return rank 0's JSON result.
+
+    Args:
+        options: those of `Emulation`.
+    """
+    from trimtab.emulate import Emulation
+
+    with Emulation(cluster, **options) as emulation:
+        return run_on_ranks(emulation, function, spec, progress=progress)
+
+
 def run_on_ranks(
     emulation: Emulation,
     function: Callable[..., Any],
@@ -34,9 +52,9 @@ def run_on_ranks(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Call `function(spec, report)` on every rank of a running emulation; gives rank 0's JSON result.
+    """Call `function(spec, report)` on every rank of a running emulation and return rank 0's JSON result.
 
-    `function` is a module-level function; on its rank, torch.distributed is initialised.
+    `function` is defined at the top of a module. On its rank torch.distributed is initialized and torch has one thread.
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-bench-") as folder:
         job = Path(folder, "job.json")
@@ -72,9 +90,10 @@ def main() -> None:
     import torch.distributed as dist
 
     job = Path(sys.argv[1])
-    task = json.loads(job.read_text())
-    module, name = task["function"].split(":")
-    device = task["spec"].get("device", "cpu")
+    description = json.loads(job.read_text())
+    module, name = description["function"].split(":")
+    device = description["spec"].get("device", "cpu")
+    torch.set_num_threads(1)
     if device == "cuda":
         from trimtab.emulate.mps import check_products
 
@@ -90,7 +109,7 @@ def main() -> None:
             part.write_text(f"{done} {total}")
             part.replace(job.with_name("progress"))
 
-    result = getattr(import_module(module), name)(task["spec"], report)
+    result = getattr(import_module(module), name)(description["spec"], report)
     if rank == 0:
         job.with_name("result.json").write_text(json.dumps(result))
     dist.barrier()
@@ -98,52 +117,19 @@ def main() -> None:
 
 
 def wire_bytes() -> int:
-    """Bytes this rank's network interface has sent so far; on a shared one, divided by its users.
+    """Bytes that this rank's network interface has sent so far; on a shared one, divided by its users.
 
-    Reads the kernel's counter, so protocol overhead is in it.
+    Reads the kernel's counter, which includes protocol overhead.
     """
+    import torch.distributed as dist
+
     name = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or "lo"
     # Not /sys/class/net: that shows the interfaces of whoever mounted it, not those of this namespace.
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         interface, _, counters = line.partition(":")
         if interface.strip() == name:
-            return int(counters.split()[8]) // (int(os.environ["WORLD_SIZE"]) if name == "lo" else 1)
-    raise TrimtabError(f"bench: there is no network interface {name!r} here")
-
-
-def two_hosts(link: str | None, per_host: int = 1) -> Cluster:
-    """Two hosts of one rank each, or more, at a given link rate (`parse_rate`), or unshaped."""
-    from trimtab.cluster import Cluster, Device, Host, Link
-
-    rate = parse_rate(link) if link else None
-    hosts = tuple(Host(name=name, devices={"cpu": per_host}, link="link" if rate else None) for name in "ab")
-    return Cluster(
-        version=1,
-        devices={"cpu": Device(kind="cpu", speed=1.0)},
-        links={"link": Link(gbit_per_s=rate)} if rate else {},
-        hosts=hosts,
-    )
-
-
-def slices(count: int) -> Cluster:
-    """One GPU as `count` equal ones, each looking like a host of its own."""
-    from trimtab.cluster import Cluster, Device, Host
-
-    hosts = tuple(Host(name=f"gpu{i}", devices={"slice": 1}) for i in range(count))
-    return Cluster(version=1, devices={"slice": Device(kind="cuda", speed=1.0)}, hosts=hosts)
-
-
-def parse_rate(text: str) -> float:
-    """Gbit/s from `1gbit`, `100mbit`, `2.5gbit`."""
-    for unit, factor in (("gbit", 1.0), ("mbit", 1e-3)):
-        if text.lower().endswith(unit):
-            try:
-                rate = float(text[: -len(unit)]) * factor
-            except ValueError:
-                break
-            if rate > 0:
-                return rate
-    raise TrimtabError(f"{text!r} is no link rate; write it as 1gbit, 100mbit or none")
+            return int(counters.split()[8]) // (dist.get_world_size() if name == "lo" else 1)
+    raise TrimtabError(f"bench: this machine has no network interface {name!r}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a bench gives: a summary, rows, and where it was measured."""
+"""The result of a bench: a summary, rows, and where it was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Result:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions, date and command, so that a figure can be made again."""
+    """Machine, versions, date and command, so that a figure can be reproduced."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
@@ -43,8 +43,8 @@ def environment() -> dict[str, Any]:
 
 def _command() -> str:
     program = Path(sys.argv[0])
-    called = f"python3 tools/{program.name}" if program.parent.name == "tools" else "trimtab"
-    return " ".join([called, *sys.argv[1:]])
+    study = program.parent.name == "studies"
+    return " ".join([f"python benchmarks/studies/{program.name}" if study else "trimtab", *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:

@@ -118,8 +118,8 @@ def bench_adaptive(
     seeds: Annotated[int, typer.Option(min=2)] = 3,
     json: Json = False,
 ) -> None:
-    """Bits chosen per layer: each policy against the exact one, each family against uniform bits, and losses."""
-    from trimtab.bench.scenarios.adaptive.adaptive import adaptive
+    """Bits chosen per layer, beside uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
+    from trimtab.bench.scenarios.adaptive import adaptive
 
     _show("adaptive", json, lambda progress: adaptive(steps, seeds, progress))
 
@@ -148,7 +148,7 @@ def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = F
 @bench.command("shares")
 def bench_shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
     """Unequal hosts with equal batches and with shares by speed, beside the sum of their rates."""
-    from trimtab.bench.scenarios.shares.shares import shares
+    from trimtab.bench.scenarios.shares import shares
 
     _show("batch shares", json, lambda progress: shares(device, repeats, progress))
 
@@ -186,12 +186,12 @@ def bench_hybrid(
     only: Annotated[
         str,
         typer.Option(
-            help="Clusters (1.0/0.75, 1.0/0.4, memory) and parts (loss, allocator, indicator); all when absent."
+            help="Clusters (1.0/0.75, 1.0/0.4, memory) and parts (loss, allocator); all when absent."
         ),
     ] = "",
     json: Json = False,
 ) -> None:
-    """Unequal ranks by lower precision, by batch shares and by both, as planned; losses, gradients, indicators."""
+    """Unequal ranks by lower precision, by batch shares and by both, as planned; losses and gradients."""
     from trimtab.bench.scenarios.hybrid.hybrid import hybrid
 
     chosen = [name for name in only.split(",") if name]
@@ -200,7 +200,7 @@ def bench_hybrid(
 
 @bench.command("all")
 def bench_all() -> None:
-    """Every bench with its defaults, one after another; those this machine lacks something for say so."""
+    """Every bench with its defaults, one after another; one that this machine cannot run says why."""
     for name, measure in (
         ("codec", bench_codec),
         ("allreduce", bench_allreduce),

@@ -1,9 +1,6 @@
-"""The GPT of the step benches, and real text to feed it: the Python standard library's own source."""
+"""The project's own GPT: a small byte-level language model of ordinary torch layers."""
 
 from __future__ import annotations
-
-import sysconfig
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,31 +9,34 @@ from torch import nn
 BYTES = 256
 
 
-class Block(nn.Module):
-    """Attention, then a four times wider layer, each beside a shortcut."""
+class TransformerLayer(nn.Module):
+    """Attention, then an MLP four times as wide, each with a residual connection.
 
-    def __init__(self, width: int, heads: int) -> None:
+    The forward pass takes any number of heads, so that a tensor-parallel rank can hold a part of them.
+    """
+
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim, self.causal = width // heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return y
 
 
 class Gpt(nn.Module):
-    """A byte-level language model; the loss of each byte given those before it."""
+    """A byte-level language model; its forward pass returns the mean loss of the next byte."""
 
     def __init__(self, *, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(BYTES, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -49,23 +49,3 @@ class Gpt(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
-
-
-def text_bytes(count: int) -> torch.Tensor:
-    """So many bytes of Python source, as int64."""
-    parts, have = [], 0
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        parts.append(path.read_bytes())
-        have += len(parts[-1])
-        if have >= count:
-            break
-    data = b"".join(parts)
-    repeated = data * (-(-count // len(data)))
-    return torch.frombuffer(bytearray(repeated[:count]), dtype=torch.uint8).long()
-
-
-def batch_of(text: torch.Tensor, step: int, sequences: int, context: int) -> torch.Tensor:
-    """A step's sequences, each of `context` bytes and the one after them; the same for every run."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - context - 1, (sequences,), generator=generator)
-    return torch.stack([text[start : start + context + 1] for start in starts.tolist()])

@@ -116,12 +116,12 @@ def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 class LossOnly(nn.Module):
-    """A model of `transformers` that gives its loss alone."""
+    """A model of `transformers` whose forward pass returns its loss; without labels, that of predicting the inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(inputs, labels=labels).loss
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        loss: torch.Tensor = self.model(inputs, labels=inputs if labels is None else labels).loss
         return loss

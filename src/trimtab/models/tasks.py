@@ -1,111 +1,167 @@
-"""What the benches train: a GPT on the Python standard library's text, and models of `transformers`."""
+"""What the benches train: a model with its data, by task."""
 
 from __future__ import annotations
 
-import sysconfig
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from trimtab.errors import TrimtabError
-from trimtab.random_bits import stream
+from trimtab.models.data import Noise, NoisyPatches, Passages, digits, draw
+from trimtab.models.gpt import Gpt
+from trimtab.models.spec import LossOnly
+from trimtab.models.vision import ConvNet, PatchTransformer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import nn
+
+CPU = torch.device("cpu")
 
 
-MODELS = ("gpt25m", "gpt2", "vit")
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model and its data, the same every time they are made."""
+
+    model: nn.Module
+    """On its device; its forward pass returns the mean loss of a batch."""
+
+    train: Dataset[Any]
+    held_out: Dataset[Any]
+    samples: int
+    """Samples of a rank in a step when all ranks have the same number."""
+
+    device: torch.device = CPU
+
+    def batch(
+        self, samples: int | None = None, *, step: int, rank: int = 0, seed: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """The model's arguments: a rank's random samples of one step, the same on every call."""
+        return self.to_device(draw(self.train, samples or self.samples, step=step, rank=rank, seed=seed))
+
+    def to_device(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """What a data loader gave, as the model's arguments."""
+        parts = (batch,) if isinstance(batch, torch.Tensor) else batch
+        return tuple(part.to(self.device) for part in parts)
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Mean loss of a trained model, perhaps sharded, on samples that were not trained on."""
+        with torch.no_grad():
+            losses = [
+                model(*self.to_device(batch)).float()
+                for batch in DataLoader(self.held_out, 32, drop_last=len(self.held_out) > 32)  # type: ignore[arg-type]
+            ]
+        return float(torch.stack(losses).mean())
 
 
-class Gpt(nn.Module):
-    """A decoder over bytes made of torch's own layers; gives the mean loss of the next byte."""
-
-    def __init__(self, *, width: int, layers: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Parameter(torch.randn(context, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=tokens.device)
-        x = self.token(inputs) + self.position[: inputs.shape[1]]
-        logits = self.head(self.body(x, mask=mask, is_causal=True))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def gpt(
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    context: int,
+    samples: int,
+    held_out: int = 64,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> Task:
+    """The project's own GPT on Python source."""
+    torch.manual_seed(seed)
+    with device:
+        model = Gpt(width=width, layers=layers, heads=heads, context=context)
+    return _text(model, context + 1, samples, held_out, device)
 
 
-@cache
-def text() -> torch.Tensor:
-    """The standard library's own source, as bytes."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-
-
-def tokens(batch: int, length: int, *, seed: int, step: int, rank: int) -> torch.Tensor:
-    """A rank's batch of one step: `length` + 1 bytes from random places, the same whenever asked for."""
-    # Hashed: torch's generator on the CPU looks at the low 32 bits of a seed only.
-    generator = torch.Generator().manual_seed(stream(seed, step, rank, 0) & 0xFFFFFFFF)
-    starts = torch.randint(len(text()) - length - 1, (batch,), generator=generator)
-    return torch.stack([text()[start : start + length + 1] for start in starts.tolist()]).long()
-
-
-def workload(name: str, device: torch.device) -> tuple[nn.Module, Callable[[int, int], Any]]:
-    """A model whose forward gives its loss, and its inputs as a function of (step, rank)."""
-    require_model(name)
-    if name == "gpt25m":
-        model: nn.Module = Gpt(width=512, layers=8, heads=8, context=128)
-        return model.to(device), lambda step, rank: tokens(1, 128, seed=0, step=step, rank=rank).to(device)
-    return _gpt2(device) if name == "gpt2" else _vit(device)
-
-
-def require_model(name: str) -> None:
-    """Refuse a name that `workload` does not know."""
-    if name not in MODELS:
-        raise TrimtabError(f"there is no model {name!r}; choose {', '.join(MODELS)}")
-
-
-class _Loss(nn.Module):
-    """A `transformers` model that gives its loss alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(inputs, labels=labels).loss
-        return loss
-
-
-def _gpt2(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Any]]:
+def gpt2(samples: int, device: torch.device) -> Task:
+    """GPT-2 small, without dropout, on Python source as bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-    def inputs(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = tokens(8, 511, seed=0, step=step, rank=rank).to(device)
-        return ids, ids
-
-    return _Loss(model).to(device), inputs
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return _text(LossOnly(model).to(device), 512, samples, 64, device)
 
 
-def _vit(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Any]]:
+def vit(samples: int, device: torch.device) -> Task:
+    """ViT-B on noise: its speed is of interest, not what it learns."""
     from transformers import ViTConfig, ViTForImageClassification
 
+    torch.manual_seed(0)
     config: Any = ViTConfig()
     config.num_labels = 1000
-    model: nn.Module = ViTForImageClassification(config)
+    model = LossOnly(ViTForImageClassification(config)).to(device)
+    return _on_noise(model, Noise((3, 224, 224), 1000, device), samples, device)
 
-    def inputs(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator(device).manual_seed((step << 10) + rank)
-        images = torch.randn(32, 3, 224, 224, generator=generator, device=device)
-        return images, torch.randint(1000, (32,), generator=generator, device=device)
 
-    return _Loss(model).to(device), inputs
+def bert(samples: int, device: torch.device) -> Task:
+    """A small BERT on random tokens."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=2000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
+    )
+    model = LossOnly(BertForSequenceClassification(config)).to(device)
+    return _on_noise(model, Noise((128,), 2, device, vocabulary=2000), samples, device)
+
+
+def patches(*, width: int, layers: int, heads: int, samples: int, device: torch.device) -> Task:
+    """A small ViT on made-up images."""
+    torch.manual_seed(0)
+    data = NoisyPatches()
+    with device:
+        model = PatchTransformer(
+            width=width,
+            layers=layers,
+            heads=heads,
+            patches=data.patches,
+            patch_size=data.patch_size,
+            classes=data.classes,
+        )
+    return _on_noise(model, data, samples, device)
+
+
+def convnet(width: int, samples: int, device: torch.device) -> Task:
+    """A convolutional network on scanned digits."""
+    torch.manual_seed(0)
+    return _on_digits(ConvNet(width).to(device), samples, device)
+
+
+def resnet(samples: int, device: torch.device = CPU) -> Task:
+    """A small ResNet of `transformers` on scanned digits."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    config: Any = ResNetConfig(
+        num_channels=1, embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
+    )
+    config.num_labels = 10
+    return _on_digits(LossOnly(ResNetForImageClassification(config)).to(device), samples, device)
+
+
+def _text(model: nn.Module, length: int, samples: int, held_out: int, device: torch.device) -> Task:
+    passages = Passages(length)
+    every = len(passages) // held_out
+    chosen = range(0, held_out * every, every)  # from all over the text
+    rest = sorted(set(range(len(passages))) - set(chosen))
+    return Task(
+        model=model,
+        train=Subset(passages, rest),
+        held_out=Subset(passages, chosen),
+        samples=samples,
+        device=device,
+    )
+
+
+def _on_noise(model: nn.Module, data: Dataset[Any], samples: int, device: torch.device) -> Task:
+    return Task(model=model, train=data, held_out=Subset(data, range(64)), samples=samples, device=device)
+
+
+def _on_digits(model: nn.Module, samples: int, device: torch.device) -> Task:
+    data = digits()
+    return Task(
+        model=model,
+        train=Subset(data, range(1437)),
+        held_out=Subset(data, range(1437, len(data))),
+        samples=samples,
+        device=device,
+    )

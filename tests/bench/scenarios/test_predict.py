@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+
+from trimtab.bench.scenarios.predict import ranks
 from trimtab.bench.scenarios.predict.predict import (
     LINKS,
     MODELS,
@@ -16,6 +21,9 @@ from trimtab.bench.scenarios.predict.predict import (
     regret,
     summary,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def test_at_least_twelve_plans_of_three_models_are_held_out() -> None:
@@ -31,16 +39,16 @@ def test_no_plan_computes_what_was_probed(link: str) -> None:
     assert not [p for p in PLANS[link] if p.shares[0] in PROBED and p.low in ("none", "all")]
 
 
-def test_an_error_is_of_each_round_with_itself() -> None:
+def test_a_round_is_compared_with_itself() -> None:
     # The machine is three times slower in the second half, and so are the probes.
-    found = {
+    rounds = {
         "predicted": [1.1, 1.1, 3.3, 3.3],
         "naive": [0.5, 0.5, 1.5, 1.5],
         "measured": [1.0, 1.0, 3.0, 3.0],
         "again": [1.0, 1.0, 3.0, 3.0],
         "bottleneck": "the link",
     }
-    row = _row(Plan((4, 4), "half", 4), found)
+    row = _row(Plan((4, 4), "half", 4), rounds)
     assert row["error"] == pytest.approx(0.1)
     assert row["naive_error"] == pytest.approx(-0.5)
     assert row["repeat_error"] == 0
@@ -70,25 +78,78 @@ def test_errors_count_without_their_sign() -> None:
         }
         for m, e in (("a", 0.1), ("b", -0.2))
     ]
-    found = summary(rows)
-    assert found["mean_error"] == pytest.approx(0.15)
-    assert found["max_error"] == pytest.approx(0.2)
-    assert found["repeat_error"] == pytest.approx(0.02)
-    assert found["regret"] == 0
+    figures = summary(rows)
+    assert figures["mean_error"] == pytest.approx(0.15)
+    assert figures["max_error"] == pytest.approx(0.2)
+    assert figures["repeat_error"] == pytest.approx(0.02)
+    assert figures["regret"] == 0
 
 
 def test_a_memory_error_has_its_sign() -> None:
-    found = {"predicted": [1.0], "naive": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
-    row = _row(Plan((4, 4), "half", 4), {**found, "memory": [1.02, 0.9]})
+    rounds = {"predicted": [1.0], "naive": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
+    row = _row(Plan((4, 4), "half", 4), {**rounds, "memory": [1.02, 0.9]})
     assert row["memory_error"] == pytest.approx(-0.1)
     rows = [{"model": "a", "link": "x", **row, "memory_error": error} for error in (-0.1, 0.05)]
     assert summary(rows)["memory_error"] == pytest.approx(0.1)
 
 
+class _Job:
+    """A job whose steps take what a plan says, and whose predictions are those of a made-up profile."""
+
+    device = torch.device("cpu")
+    workload = cluster = None
+
+    def __init__(self, seconds: Sequence[float], drift: Sequence[float]) -> None:
+        self.plans: list[Any] = list(seconds)
+        self._drift, self._round = drift, -1
+
+    def settle(self) -> None:
+        pass
+
+    def probe(self) -> list[float]:
+        self._round += 1
+        return [0.9 * self._drift[self._round], 1.1 * self._drift[self._round]]
+
+    def measure(self, plan: float) -> float:
+        return plan * self._drift[self._round]
+
+
+def test_predictions_are_means_over_the_probed_steps_of_the_same_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def predict_step(profile: float, cluster: Any, plan: float, *, naive: bool = False) -> Any:
+        return SimpleNamespace(step_s=profile * plan * (0.5 if naive else 1.2))
+
+    monkeypatch.setattr(ranks, "Measured", lambda workload, profile: profile)
+    monkeypatch.setattr(ranks, "predict_step", predict_step)
+    monkeypatch.setattr(ranks, "bottleneck", lambda step: f"{step.step_s:.2f}")
+    done: list[int] = []
+    job: Any = _Job([2.0, 3.0], [1.0, 1.0, 4.0])
+    of_plans = ranks._rounds(job, 3, done.append)
+    assert done == [1, 2, 3]
+    assert of_plans[0]["predicted"] == pytest.approx([2.4, 2.4, 9.6])
+    assert of_plans[0]["measured"] == of_plans[0]["again"] == [2.0, 2.0, 8.0]
+    rows = [_row(plan, of_plan) for plan, of_plan in zip(PLANS["none"], of_plans, strict=False)]
+    assert [row["error"] for row in rows] == pytest.approx([0.2, 0.2])
+    assert [row["naive_error"] for row in rows] == pytest.approx([-0.5, -0.5])
+    assert [row["measured_ms"] for row in rows] == pytest.approx([2000, 3000])
+
+
 def test_jobs_end_to_end() -> None:
-    rows = predict_jobs("cpu", ["conv", "conv"], "none", [Plan((1, 1), "half", 4)], 1)
-    assert len(rows) == 2
+    plans = [Plan((1, 1), "half", 4), Plan((1, 1), "none", None)]
+    rows = predict_jobs("cpu", ["conv", "conv"], "none", plans, 1)
+    assert [(row["model"], row["plan"]) for row in rows] == [("conv", str(plan)) for plan in plans] * 2
     for row in rows:
-        assert row["predicted_ms"] > 0
-        assert row["measured_ms"] > 0
-        assert abs(row["error"]) < 10, "predicted and measured are of the same step"
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
+        assert 0 < row["predicted_ms"] < 10_000, "milliseconds of a step of a small network"
+        assert set(row) == {
+            "model",
+            "link",
+            "plan",
+            "predicted_ms",
+            "measured_ms",
+            "error",
+            "naive_error",
+            "repeat_error",
+            "bottleneck",
+        }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trimtab.bench.scenarios.shares.shares import CANARY, METHODS, on_rank, reaction
+from trimtab.bench.scenarios.shares import CANARY, METHODS, _figures, on_rank, reaction
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -30,11 +30,15 @@ def test_methods_train_alike_and_the_canary_does_not(ranks: Pool, model: str) ->
     assert not abs(rows[CANARY]["final_loss"] - exact) < 2e-5
     first, second = map(int, rows[CANARY]["shares"].split("/"))
     assert first > 2 * second
+    assert rows["ideal"]["fraction_of_ideal"] == 1
+    figures = _figures("x", rows)
+    assert figures["x_over_ddp"] == rows["shares"]["samples_per_s"] / rows["ddp"]["samples_per_s"]
+    assert figures["x_loss_gap"] < figures["x_canary_gap"]
 
 
 def test_reactions() -> None:
-    taken = [0.5] * 24 + [0.4] * 5 + [0.3] * 31 + [0.4] * 8 + [0.5] * 32
-    found = reaction(taken, 20, 60)
-    assert found["reaction_steps"] == 9
-    assert found["recovery_steps"] == 8
-    assert found["contention_share_during"] == pytest.approx(0.3)
+    parts = [0.5] * 24 + [0.4] * 5 + [0.3] * 31 + [0.4] * 8 + [0.5] * 32
+    figures = reaction(parts, 20, 60)
+    assert figures["reaction_steps"] == 9
+    assert figures["recovery_steps"] == 8
+    assert figures["contention_share_during"] == pytest.approx(0.3)

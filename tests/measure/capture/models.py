@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.models import gpt
-from trimtab.models import tasks as models
+from trimtab.models.gpt import Gpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +33,27 @@ class ConvNet(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.net(x), y)
+
+
+class TorchGpt(nn.Module):
+    """A decoder over bytes made of torch's own transformer layers."""
+
+    def __init__(self, *, width: int, layers: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.randn(context, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=tokens.device)
+        x = self.token(inputs) + self.position[: inputs.shape[1]]
+        logits = self.head(self.body(x, mask=mask, is_causal=True))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Peeks(nn.Module):
@@ -85,8 +105,8 @@ def _transformer(name: str) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: gpt.Gpt(width=64, layers=3, heads=4, context=16),
-    "torch_gpt": lambda: models.Gpt(width=64, layers=3, heads=4, context=16),
+    "gpt": lambda: Gpt(width=64, layers=3, heads=4, context=16),
+    "torch_gpt": lambda: TorchGpt(width=64, layers=3, heads=4, context=16),
     "conv": ConvNet,
     "gpt2": lambda: Loss(_transformer("gpt2")),
     "llama": lambda: Loss(_transformer("llama")),

@@ -1,11 +1,16 @@
-"""`trimtab bench allreduce`: what plain all-reduce takes, over sizes and link rates."""
+"""`trimtab bench allreduce`: how long a plain all-reduce takes, by size and link rate."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
-from trimtab.bench.harness import AA, interleave
-from trimtab.bench.ranks import run_on_ranks, two_hosts, wire_bytes
+import torch
+import torch.distributed as dist
+
+from trimtab.bench.clusters import parse_rate, two_hosts
+from trimtab.bench.harness import AA, interleave, part
+from trimtab.bench.ranks import run_on_cluster, wire_bytes
 from trimtab.bench.result import Result
 
 if TYPE_CHECKING:
@@ -15,23 +20,14 @@ if TYPE_CHECKING:
 def allreduce(links: Sequence[str], sizes_mb: Sequence[int], repeats: int, progress: Any) -> Result:
     """Two emulated hosts; for each link rate ("none": unshaped) every size in turn, in one job.
 
-    `over_floor` is the time over that of the same bytes at the full rate of the link.
+    `over_floor` is the time divided by that of the same bytes at the link's full rate.
     """
-    from trimtab.bench.ranks import parse_rate
-    from trimtab.emulate import Emulation
-
     rows: list[dict[str, Any]] = []
     for index, link in enumerate(links):
-
-        def moved(done: int, total: int, index: int = index) -> None:
-            progress(index * total + done, len(links) * total)
-
-        shaped = None if link == "none" else link
-        with Emulation(two_hosts(shaped)) as emulation:
-            spec = {"sizes_mb": list(sizes_mb), "repeats": repeats}
-            measured = run_on_ranks(emulation, on_rank, spec, progress=moved)
+        spec = {"sizes_mb": list(sizes_mb), "repeats": repeats}
+        measured = run_on_cluster(two_hosts(link), on_rank, spec, part(progress, index, len(links)))
         for row in measured:
-            floor_ms = row["wire_mb"] * 8 / parse_rate(shaped) if shaped else None
+            floor_ms = row["wire_mb"] * 8 / parse_rate(link) if link != "none" else None
             over = row["ms"] / floor_ms if floor_ms else None
             rows.append({"method": row.pop("method"), "link": link, **row, "over_floor": over})
     largest = [row for row in rows if row["mb"] == max(sizes_mb)]
@@ -43,17 +39,11 @@ def allreduce(links: Sequence[str], sizes_mb: Sequence[int], repeats: int, progr
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """Each size twice (the second is the A/A row), interleaved."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
     world = dist.get_world_size()
     buffers = {size: torch.randn(size * 1_000_000 // 4) for size in spec["sizes_mb"]}
 
     def case(size: int) -> Callable[[], float]:
         def run() -> float:
-            import time
-
             buffers[size].fill_(1.0)
             dist.barrier()
             start = time.perf_counter()

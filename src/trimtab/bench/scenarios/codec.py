@@ -1,4 +1,4 @@
-"""`trimtab bench codec`: what encoding costs, over copying the same tensor."""
+"""`trimtab bench codec`: what encoding costs, relative to copying the same tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMEL = 64 * 1024 * 1024
 """256 MiB of fp32."""
 
 LAUNCHES = 30
-"""Between two events on a GPU, so that neither the launch nor what the last case left in cache counts."""
+"""Launches between two events on a GPU, so that neither a launch nor what the last case left in cache counts."""
 
 
 def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[int, int], None]) -> Result:
@@ -75,7 +75,6 @@ def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float |
         return on_host
 
     def on_device() -> float:
-        # Several launches between two events, so that the launch itself is not what is timed.
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(LAUNCHES):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +10,28 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
+from trimtab.bench.clusters import slices, two_hosts
 from trimtab.bench.harness import AA, interleave
-from trimtab.bench.ranks import run_on_ranks, slices, two_hosts, wire_bytes
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
+from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, PowerSGD
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.doors.ddp import DdpCompression
-from trimtab.models.tasks import require_model, workload
+from trimtab.errors import TrimtabError
+from trimtab.models import tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trimtab.codec.packing import Packing
 
+MODELS = ("gpt25m", "gpt2", "vit")
 SGD = ", sgd"
-"""Marks what is trained with SGD. The default chooses other bits for it; all else is trained with AdamW."""
+"""Suffix of what is trained with SGD, for which the default chooses other bits; all else is trained with AdamW."""
+
+HALF = {"cpu": "fp16", "cuda": "bf16"}
+"""What the row of torch's own hook is called: Gloo refuses bf16, which users take on CUDA."""
 
 METHODS = (
     "ddp",
@@ -44,14 +49,11 @@ METHODS = (
 
 def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
     """All methods in one job, interleaved: on two emulated hosts, or on four slices of one GPU."""
-    from trimtab.emulate import Emulation
-
-    require_model(model)
-    shaped = None if link == "none" or device == "cuda" else link
-    cluster = slices(4) if device == "cuda" else two_hosts(shaped)
+    if model not in MODELS:
+        raise TrimtabError(f"there is no model {model!r}; choose {', '.join(MODELS)}")
+    cluster = slices(4) if device == "cuda" else two_hosts(link)
     spec = {"model": model, "device": device, "repeats": repeats}
-    with Emulation(cluster) as emulation:
-        measured = run_on_ranks(emulation, on_rank, spec, progress=progress)
+    measured = run_on_cluster(cluster, on_rank, spec, progress)
     rows = measured["rows"]
     ms = {row["method"]: row["step_ms"] for row in rows}
     summary: dict[str, Any] = {
@@ -73,11 +75,10 @@ def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[in
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
     """One copy of the model for each method, on the same data, all from where the default has settled.
 
-    So losses are after as many steps, and what is timed of the default is not its warm-up.
+    So all losses are after the same number of steps, and the default is not timed during its warm-up.
     """
-    torch.set_num_threads(1)
     device = torch.device(spec["device"])
-    trainers = {method: Trainer(method, spec["model"], device) for method in METHODS}
+    trainers = {method: Method(method, spec["model"], device) for method in METHODS}
     for suffix in ("", SGD):
         default = trainers["trimtab" + suffix]
         default.settle()
@@ -98,95 +99,77 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
         }
         for method, timing in timings.items()
     ]
-    controller = adaptive_of(trainers["trimtab"].ddp)
+    controller = adaptive_of(trainers["trimtab"].model)
     cpu_ms = controller.cpu_seconds / controller.steps * 1e3 if controller is not None else 0.0
     return {
         "rows": rows,
-        "explain": trimtab.explain(trainers["trimtab"].ddp),
-        "explain_sgd": trimtab.explain(trainers["trimtab" + SGD].ddp),
+        "explain": trimtab.explain(trainers["trimtab"].model),
+        "explain_sgd": trimtab.explain(trainers["trimtab" + SGD].model),
         "adaptive_cpu_ms": cpu_ms,
     }
 
 
-class Trainer:
-    """One method's model, optimiser and communication."""
+class Method(Trainer):
+    """One method's model, optimizer and communication."""
 
     def __init__(self, method: str, model: str, device: torch.device) -> None:
-        torch.manual_seed(0)
-        module, self._inputs = workload(model, device)
-        self.name, self._device = method, device
-        self._method = method.removesuffix(AA).removesuffix(SGD)
-        self.ddp = DistributedDataParallel(module)
-        self._attach()
-        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+        task = make_task(model, device)
+        kind = method.removesuffix(AA).removesuffix(SGD)
+        ddp = DistributedDataParallel(task.model)
+        self.name = HALF[device.type] if kind == "half" else method
+        _attach(ddp, kind, device)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4)
         if method.endswith(SGD):
-            self._optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
-        self._steps = 0
-        self.wire_mb = 0.0
-        self.loss = float("nan")
-
-    def step(self) -> float:
-        """One training step; gives the seconds until the last rank has finished it."""
-        inputs = self._inputs(self._steps, dist.get_rank())
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        self._steps += 1
-        self._together()
-        sent = wire_bytes()
-        start = time.perf_counter()
-        quiet = self.ddp.no_sync() if self._method == "ideal" else nullcontext()
-        half = torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()
-        with quiet:
-            with half:
-                loss = self.ddp(*arguments)
-            loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._together()
-        taken = time.perf_counter() - start
-        self.wire_mb = (wire_bytes() - sent) / 1e6
-        self.loss = float(loss.detach())
-        return taken
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+        super().__init__(
+            ddp,
+            optimizer,
+            lambda step: task.batch(step=step, rank=dist.get_rank()),
+            device,
+            half=True,
+            silent=kind == "ideal",
+        )
 
     def settle(self) -> None:
         """Train until the bits of every layer are planned: the state in which a job spends its life."""
-        controller = adaptive_of(self.ddp)
+        controller = adaptive_of(self.model)
         while controller is not None and controller.planned_at is None:
             self.step()
 
-    def follow(self, other: Trainer) -> None:
-        """Go on from where another has come to: same weights, same optimiser, same data next."""
-        self.ddp.module.load_state_dict(other.ddp.module.state_dict())
-        if other._steps:
-            self._optimizer.load_state_dict(deepcopy(other._optimizer.state_dict()))
-        self._steps = other._steps
+    def follow(self, other: Method) -> None:
+        """Continue from where another method is: same weights, same optimizer, same data next."""
+        self.module.load_state_dict(other.module.state_dict())
+        if other.losses:
+            self.optimizer.load_state_dict(deepcopy(other.optimizer.state_dict()))
+        self.losses = list(other.losses)
 
-    def _attach(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        if self._method == "half":
-            # Gloo refuses bf16; on CUDA it is what users take.
-            cuda = self._device.type == "cuda"
-            self.name = "bf16" if cuda else "fp16"
-            self.ddp.register_comm_hook(
-                None, default_hooks.bf16_compress_hook if cuda else default_hooks.fp16_compress_hook
-            )
-        elif self._method == "powersgd4" and self._device.type == "cuda":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self._method == "powersgd4":
-            trimtab.compress(self.ddp, PowerSGD(rank=4))
-        elif self._method == "payload4":
-            self._floor = DdpCompression(self.ddp, Block(bits=4), kernels=NoCodec())
-            self.ddp.register_comm_hook(None, self._floor.reduce)
-        elif self._method == "trimtab4":
-            trimtab.compress(self.ddp, Block(bits=4))
-        elif self._method == "trimtab":
-            trimtab.compress(self.ddp)
+def make_task(model: str, device: torch.device) -> tasks.Task:
+    """The model that is trained, by name."""
+    if model == "gpt25m":
+        return tasks.gpt(width=512, layers=8, heads=8, context=128, samples=1, device=device)
+    return tasks.gpt2(8, device) if model == "gpt2" else tasks.vit(32, device)
 
-    def _together(self) -> None:
-        dist.barrier()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+
+def _attach(ddp: DistributedDataParallel, kind: str, device: torch.device) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    cuda = device.type == "cuda"
+    if kind == "half":
+        ddp.register_comm_hook(
+            None, default_hooks.bf16_compress_hook if cuda else default_hooks.fp16_compress_hook
+        )
+    elif kind == "powersgd4" and cuda:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif kind == "powersgd4":
+        trimtab.compress(ddp, PowerSGD(rank=4))
+    elif kind == "payload4":
+        ddp.register_comm_hook(None, DdpCompression(ddp, Block(bits=4), kernels=NoCodec()).reduce)
+    elif kind == "trimtab4":
+        trimtab.compress(ddp, Block(bits=4))
+    elif kind == "trimtab":
+        trimtab.compress(ddp)
 
 
 class NoCodec:

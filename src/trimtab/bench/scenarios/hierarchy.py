@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.bench.clusters import hosts, two_hosts
 from trimtab.bench.harness import AA, interleave
-from trimtab.bench.ranks import run_on_ranks, two_hosts, wire_bytes
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
-from trimtab.cluster import Cluster, Device, Host
+from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, Uncompressed
 from trimtab.collectives import Hierarchy, SharedMemory
 from trimtab.doors.ddp import DdpCompression, stage_groups
-from trimtab.models.tasks import Gpt, tokens
+from trimtab.models import tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,13 +47,14 @@ def hierarchy(
 
     A flat reduction has no stage inside a host, so it has one row, over Gloo.
     """
-    from trimtab.emulate import Emulation
-
-    with Emulation(two_hosts(None if link == "none" else link, per_host=2)) as emulation:
-        spec = {"layers": layers, "repeats": repeats}
-        rows = run_on_ranks(emulation, on_rank, spec, progress=lambda done, total: progress(done, total + 2))
-    with Emulation(_one_host(2)) as emulation:
-        inside = run_on_ranks(emulation, inside_on_rank, {"mb": inside_mb, "repeats": 2 * repeats + 1})
+    rows = run_on_cluster(
+        two_hosts(link, per_host=2),
+        on_rank,
+        {"layers": layers, "repeats": repeats},
+        lambda done, total: progress(done, total + 2),
+    )
+    spec = {"mb": inside_mb, "repeats": 2 * repeats + 1}
+    inside = run_on_cluster(hosts((1.0,), per_host=2), inside_on_rank, spec)
     progress(1, 1)
     by_name = {row["method"]: row for row in rows}
     best = by_name["hierarchical compressed, shared memory"]
@@ -77,7 +78,6 @@ def hierarchy(
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """One copy of the model for each method, all from the same start and on the same data."""
-    torch.set_num_threads(1)
     world = dist.group.WORLD
     assert world is not None
     groups = stage_groups(world, CPU)
@@ -85,7 +85,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         "gloo": Hierarchy(world, CPU, shared_memory=False),
         "shared memory": Hierarchy(world, CPU, shared_memory=True),
     }
-    trainers = {method: Trainer(method, spec["layers"], groups, levels) for method in METHODS}
+    trainers = {method: Method(method, spec["layers"], groups, levels) for method in METHODS}
     cases = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(cases, warmup=2, repeats=spec["repeats"], progress=report)
     rows = [
@@ -106,8 +106,11 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     return rows
 
 
-class Trainer:
-    """One method's model, optimiser and communication."""
+class Method(Trainer):
+    """One method's model, optimizer and communication.
+
+    The counter of sent bytes is that of the host's interface: what this host sent to the other.
+    """
 
     def __init__(
         self,
@@ -116,43 +119,23 @@ class Trainer:
         groups: tuple[dist.ProcessGroup, ...],
         levels: Mapping[str, Hierarchy],
     ) -> None:
-        torch.manual_seed(0)
-        module = Gpt(width=512, layers=layers, heads=8, context=16)
-        self._silent = method == IDEAL
+        task = tasks.gpt(width=512, layers=layers, heads=8, context=16, samples=1)
         # Views: eight models on each of four ranks must fit in memory.
-        self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True)
         self._compression: DdpCompression | None = None
         kind, _, inside = method.removesuffix(AA).partition(", ")
         if kind not in (PLAIN, IDEAL):
             codec = Block(bits=4) if kind.endswith("compressed") else Uncompressed()
             self._compression = DdpCompression(
-                self._ddp, codec, groups=groups, hierarchy=levels[inside] if inside else None
+                ddp, codec, groups=groups, hierarchy=levels[inside] if inside else None
             )
-            self._ddp.register_comm_hook(None, self._compression.reduce)
-        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        self._steps = 0
-        self.wire_mb = 0.0
-        self.loss = float("nan")
-
-    def step(self) -> float:
-        """One training step; gives the seconds until the last rank has finished it."""
-        batch = tokens(1, 16, seed=0, step=self._steps, rank=dist.get_rank())
-        self._steps += 1
-        dist.barrier()
-        sent = wire_bytes()
-        start = time.perf_counter()
-        with self._ddp.no_sync() if self._silent else nullcontext():
-            loss = self._ddp(batch)
-            loss.backward()
-        self._optimizer.step()
-        # Without communication DDP keeps no buffers for gradients: they must not be allocated anew each step.
-        self._optimizer.zero_grad(set_to_none=not self._silent)
-        dist.barrier()
-        taken = time.perf_counter() - start
-        # The counter is of the host's interface: what this host sent to the other.
-        self.wire_mb = (wire_bytes() - sent) / 1e6
-        self.loss = float(loss.detach())
-        return taken
+            ddp.register_comm_hook(None, self._compression.reduce)
+        super().__init__(
+            ddp,
+            torch.optim.SGD(ddp.parameters(), lr=0.05),
+            lambda step: task.batch(step=step, rank=dist.get_rank()),
+            silent=kind == IDEAL,
+        )
 
     def close(self) -> None:
         if self._compression is not None:
@@ -161,7 +144,6 @@ class Trainer:
 
 def inside_on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """An all-reduce between two ranks of one host: Gloo over the loopback, again, and shared memory."""
-    torch.set_num_threads(1)
     world = dist.group.WORLD
     assert world is not None
     shared = SharedMemory(world, CPU)
@@ -194,11 +176,3 @@ def inside_on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) 
         {"method": name, "step_ms": timing.median_ms, "spread": timing.spread}
         for name, timing in timings.items()
     ]
-
-
-def _one_host(ranks: int) -> Cluster:
-    return Cluster(
-        version=1,
-        devices={"cpu": Device(kind="cpu", speed=1.0)},
-        hosts=(Host(name="a", devices={"cpu": ranks}),),
-    )

@@ -1,4 +1,4 @@
-"""`trimtab bench precision`: what lower precision brings, operator by operator and in a whole step.
+"""`trimtab bench precision`: what lower precision gains, operator by operator and in a whole step.
 
 Baseline: what a user would run instead, fp32 on a CPU (one thread), autocast to bf16 on a GPU.
 """
@@ -6,7 +6,6 @@ Baseline: what a user would run instead, fp32 on a CPU (one thread), autocast to
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import AA, Timing, interleave
 from trimtab.bench.result import Result
-from trimtab.models.gpt import Gpt, batch_of, text_bytes
+from trimtab.bench.trainer import Trainer, autocast
+from trimtab.models import tasks
 from trimtab.precision.devices import offers
 from trimtab.precision_names import OPERATOR_PRECISIONS
 
@@ -44,8 +44,8 @@ class _Attention(nn.Module):
 def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
     """Rows for each operator, shape, precision and pass, then for whole steps of a GPT.
 
-    `saved_bytes_ratio` is what autograd keeps beside parameters, over what the baseline keeps;
-    `loss_change` what the precision did to the loss after the measured steps.
+    `saved_bytes_ratio` is what autograd keeps besides parameters, relative to what it keeps in the baseline;
+    `loss_change` is what the precision did to the loss after the measured steps.
     """
     on = torch.device(device)
     threads = torch.get_num_threads()
@@ -58,7 +58,7 @@ def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -
             rows += _operator_rows(operator, shape, module, x, repeats)
             progress(done + 1, total)
         if on.type == "cuda":
-            rows += _quantise_rows(on, repeats)
+            rows += _quantize_rows(on, repeats)
         rows += _step_rows(on, repeats, lambda done, _: progress(len(cases) + done, total))
     finally:
         torch.set_num_threads(threads)
@@ -95,14 +95,12 @@ def _operator_rows(
     ]
     runs: dict[str, Callable[[], float]] = {}
     saved: dict[str, int] = {}
-    holders = {}
     for name in (baseline, baseline + AA, *names):
         # Each precision in a module of its own over the same parameters, so that rounds can interleave.
         holder = nn.Sequential(_alias(module))
         pattern = "0/attention" if kind == "attention" else "0"
         if name in names:
             set_precision(holder, {pattern: name})
-        holders[name] = holder
         saved[name] = _saved_bytes(holder, x)
         for which in ("forward", "forward+backward"):
             runs[f"{name}|{which}"] = _timed(holder, x, which)
@@ -134,15 +132,14 @@ def _alias(module: nn.Module) -> nn.Module:
 
 
 def _timed(module: nn.Module, x: torch.Tensor, which: str) -> Callable[[], float]:
-    def run() -> float:
+    def run() -> None:
         leaf = x.detach().requires_grad_(x.is_floating_point())
-        with _autocast(x.device):
+        with autocast(x.device):
             y = module(leaf)
         if which != "forward":
             y.backward(gradient)
-        return 0.0
 
-    with _autocast(x.device):
+    with autocast(x.device):
         gradient = torch.randn_like(module(x))
 
     def timed() -> float:
@@ -169,92 +166,72 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 1) -> fl
 
 
 def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
-    """What autograd keeps of one call, parameters left out, each piece of memory once."""
+    """Bytes that autograd keeps of one call besides parameters, each piece of memory once."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     leaf = x.detach().requires_grad_(x.is_floating_point())
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _autocast(x.device):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(x.device):
         y = module(leaf)
     del y
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def _step_rows(
     device: torch.device, repeats: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     size = STEP[device.type]
-    context, sequences = size["context"], size["sequences"]
-    text = text_bytes(1 << 20)
     baseline = _baseline(device)
     lower = [
         name for name in ("bf16", "fp8", "int8") if name in offers(device)["linear"] and name != baseline
     ]
-    losses: dict[str, list[float]] = {}
-    cases: dict[str, Callable[[], float]] = {}
-    for name in (baseline, baseline + AA, *lower):
-        torch.manual_seed(0)
-        with device:
-            model = Gpt(width=size["width"], layers=size["layers"], heads=size["heads"], context=context)
-        if name in lower:
-            set_precision(model, {"blocks.*": name})
-        optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        losses[name] = []
-        cases[name] = _step(model, optimiser, text, losses[name], sequences, context, device)
+    trainers = {
+        name: _trainer(name if name in lower else None, device) for name in (baseline, baseline + AA, *lower)
+    }
+    cases = {name: (lambda trainer=trainer: _step(trainer)) for name, trainer in trainers.items()}
     timings = interleave(cases, warmup=WARMUP, repeats=repeats, progress=progress)
     first = timings[baseline]
     return [
         {
             "operator": "step",
-            "shape": f"gpt {size['width']} x {size['layers']}, {sequences * context} tokens",
+            "shape": f"gpt {size['width']} x {size['layers']}, {size['sequences'] * size['context']} tokens",
             "precision": name,
             "pass": "step",
             "ms": timing.median_ms,
             "spread": timing.spread,
             "step_speedup": first.ratio(timing),
-            "loss": losses[name][-1],
-            "loss_change": losses[name][-1] - losses[baseline][-1],
+            "loss": trainers[name].loss,
+            "loss_change": trainers[name].loss - trainers[baseline].loss,
         }
         for name, timing in timings.items()
     ]
 
 
-def _step(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    text: torch.Tensor,
-    losses: list[float],
-    sequences: int,
-    context: int,
-    device: torch.device,
-) -> Callable[[], float]:
-    def case() -> float:
-        batch = batch_of(text, len(losses), sequences, context).to(device)
-        kept: list[torch.Tensor] = []
-
-        def run() -> None:
-            with _autocast(device):
-                loss = model(batch)
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            kept.append(loss.detach())
-
-        taken = _seconds(run, device)
-        losses.append(float(kept[-1]))
-        return taken
-
-    return case
+def _trainer(precision: str | None, device: torch.device) -> Trainer:
+    size = dict(STEP[device.type])
+    task = tasks.gpt(samples=size.pop("sequences"), **size, device=device)
+    if precision is not None:
+        set_precision(task.model, {"blocks.*": precision})
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-4, fused=True)
+    return Trainer(task.model, optimizer, lambda step: task.batch(step=step), device, half=True)
 
 
-def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    """Fused largest-magnitude and quantize, over what copying the same number of bytes takes."""
+def _step(trainer: Trainer) -> float:
+    """Seconds of one step, which no other rank takes part in."""
+    batch, losses = trainer.batch(len(trainer.losses)), []
+    seconds = _seconds(lambda: losses.append(trainer.train(batch)), trainer.device)
+    trainer.losses.append(float(losses[-1]))
+    return seconds
+
+
+def _quantize_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Finding the largest magnitude and quantizing in one kernel, relative to copying the same number of bytes."""
     from trimtab.precision.draw import Draw, Operand
     from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
 
@@ -279,10 +256,10 @@ def _quantise_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
     copy = timings["copy"]
     return [
         {
-            "operator": "quantize",
+            "operator": "quantise",
             "shape": "16384x8192 bf16",
             "precision": name,
-            "pass": "quantize",
+            "pass": "quantise",
             "ms": timing.median_ms,
             "of_copy_bandwidth": cases[name][1] / 4 * copy.ratio(timing),
         }
@@ -302,7 +279,7 @@ def _summary(rows: list[dict[str, Any]], device: torch.device) -> dict[str, floa
         if row["operator"] == "step" and AA not in row["precision"] and row["precision"] != baseline:
             summary[f"{row['precision']}_step_speedup"] = row["step_speedup"]
             summary[f"{row['precision']}_loss_change"] = row["loss_change"]
-        if row["operator"] == "quantize" and row["precision"] != "copy":
+        if row["operator"] == "quantise" and row["precision"] != "copy":
             summary[f"{row['precision']}: quantise_of_copy_bandwidth"] = row["of_copy_bandwidth"]
     again = [row for row in rows if AA in row["precision"] and row["pass"] != "forward"]
     ratios = [row.get("step_speedup", row.get(f"speedup_over_{baseline}", 1.0)) for row in again]
@@ -312,7 +289,3 @@ def _summary(rows: list[dict[str, Any]], device: torch.device) -> dict[str, floa
 
 def _baseline(device: torch.device) -> str:
     return "fp32" if device.type == "cpu" else "bf16"
-
-
-def _autocast(device: torch.device) -> Any:
-    return nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)

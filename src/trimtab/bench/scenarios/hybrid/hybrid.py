@@ -1,10 +1,10 @@
 """`trimtab bench hybrid`: unequal ranks by precision, by shares, by both, and at their physical best.
 
-Each cluster is a job of its own, in which the plans are made as a user's would be (probe, damage, allocate) and then
-trained by, in blocks of steps that take turns with every other method. `ideal-fp32` and `ideal-plan` are the added
-rates of ranks that train for themselves, all at once, nobody waiting: with nothing lowered, and as the plan with
-free shares says. The losses are of further runs of the same model (`hybrid_loss`). Then the allocator is held
-against an exact solver on what was measured, and the indicators against the truth (`hybrid_indicator`).
+Each cluster is a job of its own, in which the plans are made as a user's would be (probe, damage, plan) and then
+trained by, in blocks of steps that take turns with every other method. `ideal-fp32` and `ideal-plan` are the summed
+rates of ranks that train by themselves, all at the same time, nobody waiting: with nothing lowered, and as the plan
+with free shares says. The losses come from further runs of the same model (`hybrid.loss`). Finally the allocator is
+compared with an exact solver on what was measured.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import AA
-from trimtab.bench.ranks import run_on_ranks
+from trimtab.bench.losses import judged
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from trimtab.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Setting:
 
     speeds: tuple[float, float]
     memory: float | None = None
-    """What the second has of the first one's memory."""
+    """Memory of the second, as a part of the first one's."""
 
 
 CLUSTERS = {
@@ -45,15 +45,15 @@ CLUSTERS = {
         "memory": Setting(speeds=(0.57, 0.43), memory=0.3),
     },
 }
-LOSS, ALLOCATOR, INDICATOR = "loss", "allocator", "indicator"
-PARTS = (LOSS, ALLOCATOR, INDICATOR)
+PARTS = LOSS, ALLOCATOR = "loss", "allocator"
 
 
 def hybrid(
     device: str, repeats: int, seeds: int, only: Sequence[str], progress: Callable[[int, int], None]
 ) -> Result:
-    """The clusters and parts named by `only`, or all; losses are of the clusters that are run."""
+    """The clusters and parts named by `only`, or all; losses are those of the clusters that are run."""
     from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
+    from trimtab.bench.scenarios.hybrid.ranks import on_rank
 
     if device not in CLUSTERS:
         raise TrimtabError(f"there is no device {device!r}; choose {', '.join(CLUSTERS)}")
@@ -63,12 +63,10 @@ def hybrid(
     chosen = [name for name in known if name in only or not only]
     clusters = [name for name in chosen if name in CLUSTERS[device]]
     if LOSS in chosen and not clusters:
-        raise TrimtabError(
-            f"the losses are those of plans; name a cluster too: {', '.join(CLUSTERS[device])}"
-        )
+        raise TrimtabError(f"the part loss compares plans; name a cluster too: {', '.join(CLUSTERS[device])}")
     if ALLOCATOR in chosen and find_spec("scipy") is None:
         raise TrimtabError(
-            "the part allocator needs SciPy, whose solver it is held against: pip install 'trimtab[exact]', or leave "
+            "the part allocator needs SciPy, whose solver it is compared with: pip install 'trimtab[exact]', or leave "
             "it out with --only"
         )
     stages = [*clusters, *(part for part in PARTS if part in chosen)]
@@ -77,75 +75,41 @@ def hybrid(
         index = stages.index(name)
         return lambda done, total: progress(index * 1000 + done * 1000 // total, len(stages) * 1000)
 
-    found: dict[str, dict[str, Any]] = {
-        name: timed(CLUSTERS[device][name], device, repeats, stage(name)) for name in clusters
-    }
-    rows = [{"cluster": name, **row} for name, of in found.items() for row in of["rows"]]
+    measured: dict[str, dict[str, Any]] = {}
+    for name in clusters:
+        setting = CLUSTERS[device][name]
+        spec: dict[str, Any] = {
+            "device": device,
+            "speeds": setting.speeds,
+            "memory": setting.memory,
+            "repeats": repeats,
+        }
+        measured[name] = run_on_cluster(hosts(setting.speeds, device), on_rank, spec, stage(name))
+    rows = [{"cluster": name, **row} for name, of_cluster in measured.items() for row in of_cluster["rows"]]
     summary: dict[str, Any] = {"device": device}
     if LOSS in chosen:
-        losses, of = hybrid_loss.runs(found)
-        finals = _losses(device, losses, seeds, hybrid_loss.STEPS, stage(LOSS))
-        judged = hybrid_loss.judged(finals)
+        runs, run_names = hybrid_loss.runs(measured)
+        spec = {"device": device, "runs": runs, "seeds": seeds, "steps": hybrid_loss.STEPS}
+        equal = hosts((1.0, 1.0) if device == "cpu" else (0.5, 0.5), device)
+        verdicts = judged(run_on_cluster(equal, hybrid_loss.on_rank, spec, stage(LOSS)))
         for row in rows:
-            row |= _loss_of(judged, of[row["cluster"]].get(row["method"]))
+            row |= _loss_of(verdicts, run_names[row["cluster"]].get(row["method"]))
         for name in ("ddp" + AA, hybrid_loss.CANARY):
-            rows.append({"cluster": "losses", "method": name, **_loss_of(judged, name)})
-        summary["canary_flagged"] = judged[hybrid_loss.CANARY]["worse"]
-    for name, of_cluster in found.items():
+            rows.append({"cluster": "losses", "method": name, **_loss_of(verdicts, name)})
+        summary["canary_flagged"] = verdicts[hybrid_loss.CANARY]["worse"]
+    for name, of_cluster in measured.items():
         own = {row["method"]: row for row in rows if row["cluster"] == name}
         summary |= {f"{name} {key}": value for key, value in figures(own, of_cluster).items()}
     if ALLOCATOR in chosen:
-        summary |= _allocator(found)
+        summary |= _allocator(measured)
         stage(ALLOCATOR)(1, 1)
-    if INDICATOR in chosen:
-        from trimtab.bench.scenarios.hybrid.indicator import indicator_rows, indicator_summary
-
-        graded = indicator_rows(stage(INDICATOR), device=device)
-        rows += [{"cluster": INDICATOR, **row} for row in graded]
-        summary |= {f"indicator {key}": value for key, value in indicator_summary(graded).items()}
     return Result(bench="hybrid", summary=summary, rows=rows)
 
 
-def timed(
-    setting: Setting,
-    device: str,
-    repeats: int,
-    progress: Callable[[int, int], None],
-    **settings: Any,
-) -> dict[str, Any]:
-    """One cluster's job: rows, plans, and what they were made from."""
-    from trimtab.bench.scenarios.hybrid.ranks import on_rank
-    from trimtab.emulate import Emulation
-
-    spec = {
-        "device": device,
-        "speeds": setting.speeds,
-        "memory": setting.memory,
-        "repeats": repeats,
-        **settings,
-    }
-    with Emulation(cluster_of(setting.speeds, device)) as emulation:
-        found: dict[str, Any] = run_on_ranks(emulation, on_rank, spec, progress=progress)
-    return found
-
-
-def _losses(
-    device: str, runs: Mapping[str, Any], seeds: int, steps: int, progress: Callable[[int, int], None]
-) -> dict[str, list[float]]:
-    from trimtab.bench.scenarios.hybrid.loss import on_rank
-    from trimtab.emulate import Emulation
-
-    speeds = (1.0, 1.0) if device == "cpu" else (0.5, 0.5)
-    spec = {"device": device, "runs": runs, "seeds": seeds, "steps": steps}
-    with Emulation(cluster_of(speeds, device)) as emulation:
-        finals: dict[str, list[float]] = run_on_ranks(emulation, on_rank, spec, progress=progress)
-    return finals
-
-
-def _loss_of(judged: Mapping[str, Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+def _loss_of(verdicts: Mapping[str, Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
-    own = judged[name]
+    own = verdicts[name]
     return {
         "final_loss": own["final_loss"],
         "final_loss_spread": own["spread"],
@@ -154,7 +118,7 @@ def _loss_of(judged: Mapping[str, Mapping[str, Any]], name: str | None) -> dict[
     }
 
 
-def figures(rows: Mapping[str, Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, Any]:
+def figures(rows: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of one cluster."""
 
     def ratio(key: str, method: str, other: str) -> float | None:
@@ -167,6 +131,7 @@ def figures(rows: Mapping[str, Mapping[str, Any]], found: Mapping[str, Any]) -> 
         if method != "trimtab" and not method.startswith("ideal") and row["samples_per_s"] is not None
     ]
     free = rows["trimtab"]["samples_per_s"]
+    predicted = measured["predicted"]["free"]
     return {
         "aa_ratio": ratio("samples_per_s", "ddp" + AA, "ddp"),
         "fixed_over_uniform": ratio("samples_per_s", "trimtab-fixed", "uniform-low"),
@@ -178,18 +143,17 @@ def figures(rows: Mapping[str, Mapping[str, Any]], found: Mapping[str, Any]) -> 
         "free_fraction_of_ideal": rows["trimtab"]["fraction_of_ideal"],
         "free_over_next": free / max(rivals) if free is not None and rivals else None,
         "free_worse": rows["trimtab"].get("worse"),
-        "predicted_over_ddp": found["predicted"]["free"]["plain_step_s"]
-        / found["predicted"]["free"]["step_s"],
+        "predicted_over_ddp": predicted["plain_step_s"] / predicted["step_s"],
     }
 
 
-def _allocator(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The allocator beside an exact solver, at several paces, on every cluster's measured operators."""
+def _allocator(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The allocator compared with an exact solver, at several step times, on every cluster's measured operators."""
     from trimtab.planning.precision.exact import grade
     from trimtab.planning.precision.options import Option
 
     gaps = []
-    for of_cluster in found.values():
+    for of_cluster in measured.values():
         for choices in of_cluster["choices"].values():
             options = {
                 operator: tuple(
@@ -203,16 +167,3 @@ def _allocator(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for part in (0.1, 0.25, 0.5, 0.75, 0.9):
                 gaps.append(grade(options, pace_s=least + part * (most - least)).gap)
     return {"allocator_gaps": len(gaps), "allocator_worst_gap": max(gaps, default=None)}
-
-
-def cluster_of(speeds: Sequence[float], device: str) -> Cluster:
-    """A host of one rank for each speed, over whatever joins them."""
-    from trimtab.cluster import Cluster, Device, Host
-
-    kind: Any = device
-    names = ("fast", "slow")
-    return Cluster(
-        version=1,
-        devices={n: Device(kind=kind, speed=s) for n, s in zip(names, speeds, strict=True)},
-        hosts=tuple(Host(name=n, devices={n: 1}) for n in names),
-    )

@@ -2,9 +2,10 @@
 
 Each job is one model on an emulated cluster of two unequal ranks. In every round both ranks are probed
 (single steps without communication, in one precision throughout and at three batch sizes; the link; the codec),
-then the plans are predicted from that probe, and only then are they measured, each twice. No plan's own time,
-and no step with communication, ever enters a prediction. Errors are medians over rounds of predicted over
-measured, so that a machine whose speed drifts is compared with itself.
+then the plans are predicted from that probe, and only then are they measured, each twice. Neither a plan's own time
+nor any step with communication ever enters a prediction. Errors are medians over rounds of predicted over measured,
+so that a machine whose speed drifts is compared with itself. How long predicting itself takes:
+`benchmarks/studies/predict_speed.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from trimtab.bench.ranks import parse_rate, run_on_ranks
+from trimtab.bench.clusters import hosts
+from trimtab.bench.harness import part
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 
 if TYPE_CHECKING:
@@ -25,12 +28,12 @@ SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
 MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
 LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
 UNITS = 8
-"""Units of samples in every step's batch."""
+"""Units of samples in the batch of every step."""
 
 PROBED = (2, 4, 6)
-"""Those that the fast rank has while operators are timed; the slow one has the rest."""
+"""Units of the fast rank while operators are timed; the slow one has the rest."""
 
-LOW = "int8"
+NAMES = ("fast", "slow")
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,8 @@ def predict(device: str, rounds: int, progress: Callable[[int, int], None]) -> R
     models, links = MODELS[device], LINKS[device]
     rows: list[dict[str, Any]] = []
     for index, link in enumerate(links):
-
-        def moved(done: int, total: int, index: int = index) -> None:
-            progress(index * total + done, len(links) * total)
-
-        rows += predict_jobs(device, models, link, PLANS[link], rounds, moved)
-    from trimtab.bench.scenarios.predict.speed import speed
-
-    return Result(bench="predict", summary={"device": device, **summary(rows), **speed()}, rows=rows)
+        rows += predict_jobs(device, models, link, PLANS[link], rounds, part(progress, index, len(links)))
+    return Result(bench="predict", summary={"device": device, **summary(rows)}, rows=rows)
 
 
 def predict_jobs(
@@ -98,7 +95,6 @@ def predict_jobs(
 ) -> list[dict[str, Any]]:
     """A row for each plan of each model; one emulated cluster trains the models one after another."""
     from trimtab.bench.scenarios.predict.ranks import on_rank
-    from trimtab.emulate import Emulation
 
     spec = {
         "device": device,
@@ -107,17 +103,16 @@ def predict_jobs(
         "plans": [[list(plan.shares), plan.low, plan.bits] for plan in plans],
         "rounds": rounds,
     }
-    with Emulation(two_ranks(device, link)) as emulation:
-        found = run_on_ranks(emulation, on_rank, spec, progress=progress)
+    measured = run_on_cluster(two_ranks(device, link), on_rank, spec, progress)
     return [
-        {"model": model, "link": link, **_row(plan, of)}
-        for model, of_plans in zip(models, found, strict=True)
-        for plan, of in zip(plans, of_plans, strict=True)
+        {"model": model, "link": link, **_row(plan, of_plan)}
+        for model, of_model in zip(models, measured, strict=True)
+        for plan, of_plan in zip(plans, of_model, strict=True)
     ]
 
 
-def _row(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
-    measured, again = found["measured"], found["again"]
+def _row(plan: Plan, rounds: Mapping[str, Any]) -> dict[str, Any]:
+    measured, again = rounds["measured"], rounds["again"]
     both = [mean(pair) for pair in zip(measured, again, strict=True)]
 
     def error(predicted: Sequence[float]) -> float:
@@ -125,13 +120,13 @@ def _row(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
 
     return {
         "plan": str(plan),
-        "predicted_ms": median(found["predicted"]) * 1e3,
+        "predicted_ms": median(rounds["predicted"]) * 1e3,
         "measured_ms": median(both) * 1e3,
-        "error": error(found["predicted"]),
-        "naive_error": error(found["naive"]),
+        "error": error(rounds["predicted"]),
+        "naive_error": error(rounds["naive"]),
         "repeat_error": median(a / b for a, b in zip(again, measured, strict=True)) - 1,
-        **({"memory_error": max((r - 1 for r in found["memory"]), key=abs)} if "memory" in found else {}),
-        "bottleneck": found["bottleneck"],
+        **({"memory_error": max((r - 1 for r in rounds["memory"]), key=abs)} if "memory" in rounds else {}),
+        "bottleneck": rounds["bottleneck"],
     }
 
 
@@ -155,21 +150,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def regret(job: Sequence[Mapping[str, Any]]) -> float:
-    """By how much the plan that is predicted to be fastest is slower than the one that is."""
+    """By how much the plan that was predicted to be the fastest is slower than the one that is."""
     chosen = min(job, key=lambda row: float(row["predicted_ms"]))
     return float(chosen["measured_ms"] / min(row["measured_ms"] for row in job)) - 1
 
 
 def two_ranks(device: str, link: str) -> Cluster:
     """A fast and a slow host of one rank each."""
-    from trimtab.cluster import Cluster, Device, Host, Link
-
-    kind: Any = device
-    rate = None if link == "none" else parse_rate(link)
-    names = ("fast", "slow")
-    return Cluster(
-        version=1,
-        devices={n: Device(kind=kind, speed=s) for n, s in zip(names, SPEEDS[device], strict=True)},
-        links={"link": Link(gbit_per_s=rate)} if rate else {},
-        hosts=tuple(Host(name=n, devices={n: 1}, link="link" if rate else None) for n in names),
-    )
+    return hosts(SPEEDS[device], device, link=link, names=NAMES)

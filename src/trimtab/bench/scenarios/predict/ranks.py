@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.scenarios.predict.models import make_task
-from trimtab.bench.scenarios.predict.predict import LOW, PROBED, UNITS, two_ranks
-from trimtab.bench.scenarios.predict.trainers import Trainers
+from trimtab.api.set_precision import set_precision
+from trimtab.bench.scenarios.predict.predict import NAMES, PROBED, UNITS, two_ranks
+from trimtab.bench.trainer import Trainer
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -24,6 +25,8 @@ from trimtab.cluster.profile import (
     Line,
     Profile,
 )
+from trimtab.codec import Block
+from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
@@ -31,6 +34,8 @@ from trimtab.measure.links import LinkProbe, link_times, own_rows
 from trimtab.measure.lockstep import StepTrainer
 from trimtab.measure.operators import with_steps
 from trimtab.measure.reductions import Unhidden, slower_gathers
+from trimtab.models import tasks
+from trimtab.precision.devices import offers
 from trimtab.predict.links import Placement
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
@@ -43,31 +48,30 @@ if TYPE_CHECKING:
     from trimtab.measure.operators import StepTimes
     from trimtab.workload import Workload
 
-NAMES = FAST, SLOW = "fast", "slow"
+FAST, SLOW = NAMES
 PLACEMENT = Placement(per_host=(1, 1))
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[dict[str, Any]]]:
     """For each model and plan what was predicted, measured, and measured again, by round."""
-    torch.set_num_threads(1)
-    # torch's own convolution of one channel; it changes nothing here.
+    # From torch's own convolution of one channel; it changes nothing here.
     warnings.filterwarnings("ignore", message="Grad strides do not match")
     models, rounds = spec["models"], spec["rounds"]
-    found = []
+    measured = []
     for index, model in enumerate(models):
         job = Job({**spec, "model": model})
 
-        def moved(done: int, index: int = index) -> None:
+        def advance(done: int, index: int = index) -> None:
             report(index * rounds + done, len(models) * rounds)
 
-        found.append(_rounds(job, rounds, moved))
+        measured.append(_rounds(job, rounds, advance))
         job.close()
         cuda = job.device.type == "cuda"
         del job
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()  # the other rank shares the memory
-    return found
+    return measured
 
 
 def _rounds(job: Job, rounds: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -100,20 +104,23 @@ class Job:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.device = torch.device(spec["device"])
         self.cluster = two_ranks(spec["device"], spec["link"])
-        task = make_task(spec["model"], self.device)
-        self.unit = task.unit
+        self.task = make_task(spec["model"], self.device)
+        self.unit = self.task.samples
         self.name = NAMES[dist.get_rank()]
-        self.trainers = Trainers(task, self.device)
+        self._trainers: dict[int | None, Trainer] = {}
+        self._held: dict[int | None, int] = {}
         cuda = self.device.type == "cuda"
         half = "bf16" if cuda else None
         self.workload: Workload = capture_workload(
-            task.model, task.batch(PROBED[0] * self.unit), autocast=half
+            self.task.model, self._batch(PROBED[0] * self.unit), autocast=half
         )
         self.probe_trainer = StepTrainer(
-            copy.deepcopy(task.model), self.workload, self.device, batch_of=task.batch, autocast=half
+            copy.deepcopy(self.task.model), self.workload, self.device, batch_of=self._batch, autocast=half
         )
+        # Not every CPU multiplies int8 correctly.
+        self._low = "int8" if "int8" in offers(self.device)["linear"] else "bf16"
         self.low = {
-            name: LOW for name, (first, *_) in self.workload.settings.items() if self._may_be_low(first)
+            name: self._low for name, (first, *_) in self.workload.settings.items() if self._may_be_low(first)
         }
         self.plans = [
             JobSetting(
@@ -126,7 +133,7 @@ class Job:
             for shares, low, bits in spec["plans"]
         ]
         self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
-        self._casts = (f"bf16>{LOW}", f"fp32>{LOW}") if cuda else (f"fp32>{LOW}",)
+        self._casts = (f"bf16>{self._low}", f"fp32>{self._low}") if cuda else (f"fp32>{self._low}",)
         self._link: LinkProbe | None = None
         self._beyond: Unhidden | None = None
 
@@ -134,25 +141,38 @@ class Job:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
         self._steps()
         for plan in self.plans:
-            before = self.trainers.allocated()
-            fresh = self.trainers.make(plan.bits)
+            before = self._allocated()
+            fresh = plan.bits not in self._trainers
+            if fresh:
+                self._trainers[plan.bits] = self._trainer(plan.bits)
             for _ in range(3 if fresh else 1):
                 self.measure(plan)
             if fresh:
-                self.trainers.held[plan.bits] = self.trainers.allocated() - before
+                self._held[plan.bits] = self._allocated() - before
+
+    def _trainer(self, bits: int | None) -> Trainer:
+        """The job's model, communicating in so many bits, or in fp32."""
+        ddp = DistributedDataParallel(copy.deepcopy(self.task.model))
+        if bits is not None:
+            trimtab.compress(ddp, Block(bits=bits))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
+        return Trainer(ddp, optimizer, lambda step: (), self.device, half=True)
+
+    def _batch(self, samples: int) -> tuple[torch.Tensor, ...]:
+        return self.task.batch(samples, step=samples)
 
     def probe(self) -> list[Profile]:
-        """What both ranks, the link and the codec do right now: profiles of single steps.
+        """How fast both ranks, the link and the codec are right now: profiles of single steps.
 
-        A step is as long as its slower rank, and on a machine that flutters that is longer than the longer of two
-        usual times. So steps are not averaged before they are replayed, but after.
+        A step takes as long as its slower rank, and where times vary that is longer than the longer of two typical
+        times. So steps are not averaged before they are replayed, but after.
         """
-        taken = self._steps()
+        step_sets = self._steps()
         casts = cast_lines(self.device, self._casts)
         codec = {str(bits): self._codec(bits) for bits in self.bits}
         link, measured = next(iter(self.cluster.links), LOCAL), self._links()
         both: list[Any] = [None, None]
-        dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in taken])
+        dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in step_sets])
         profiles = [
             Profile(
                 version=PROFILE_VERSION,
@@ -174,8 +194,8 @@ class Job:
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
 
-        While this rank has a share of the job's batch, the other has the rest, as in every plan: ranks of one
-        machine are slower while the other computes. The fast rank has plain steps only, so it has two of each.
+        While this rank has a share of the job's batch, the other has the rest, as in every plan: ranks that share a
+        machine slow each other down. The fast rank has plain steps only, so it has two of each.
         """
         sets: list[dict[tuple[bool, int], StepTimes]] = []
         for low in (True, False):
@@ -185,7 +205,7 @@ class Job:
                 lowered = low and self.name == SLOW
                 steps[lowered, samples] = self.probe_trainer.timed(samples, self.low if lowered else {})
             sets.append(steps)
-        # Plain steps last: they know best what nobody set.
+        # Plain steps last: they are the best source for operators whose precision is not set.
         return sets if self.name == FAST else [sets[0] | sets[1]] * 2
 
     def _profile(
@@ -203,7 +223,7 @@ class Job:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.measure(plan)
-        allocated = self.trainers.held[plan.bits] + torch.cuda.max_memory_allocated() - before
+        allocated = self._held[plan.bits] + torch.cuda.max_memory_allocated() - before
         predicted = step_memory(
             self.workload.at_batch(own.samples),
             own.precisions,
@@ -220,16 +240,26 @@ class Job:
     def measure(self, plan: JobSetting) -> float:
         """Seconds of one step of a plan."""
         own = plan.ranks[self.name]
-        return self.trainers.step(plan.bits, own.samples, own.precisions)
+        trainer = self._trainers[plan.bits]
+        set_precision(trainer.module, own.precisions)
+        trainer.batch = lambda step: self._batch(own.samples)
+        return trainer.step()
 
     def close(self) -> None:
         """Let go of everything; nothing is measured after this."""
-        self.trainers.close()
+        for trainer in self._trainers.values():
+            compression = compression_of(trainer.model)
+            if compression is not None:
+                compression.close()
+        self._trainers.clear()
         if self._beyond is not None:
             self._beyond.close()
 
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
     def _links(self) -> dict[str, CollectiveTime]:
-        """From all rounds so far: a link does not drift as a busy machine does."""
+        """From all rounds so far: a link does not drift the way a busy machine does."""
         if self._link is None:
             rows = own_rows(self.workload, self.bits)
             used = [name for name in rows if name != "all_to_all"]  # two ranks have no use for it
@@ -249,4 +279,21 @@ class Job:
     def _chosen(self, low: str) -> dict[str, str]:
         names = list(self.low)
         kept = {"none": [], "all": names, "half": names[::2], "third": names[1::3]}[low]
-        return dict.fromkeys(kept, LOW)
+        return dict.fromkeys(kept, self._low)
+
+
+def make_task(name: str, device: torch.device) -> tasks.Task:
+    """What is trained, by name; `samples` is the unit that shares are counted in.
+
+    Batches on a GPU are large enough to keep the device busy: where it waits for the host to launch kernels, a step
+    takes as long as Python does, whatever the plan.
+    """
+    if name == "gpt" and device.type == "cuda":
+        return tasks.gpt(width=1536, layers=8, heads=24, context=512, samples=4, device=device)
+    if name == "gpt":
+        return tasks.gpt(width=256, layers=4, heads=4, context=128, samples=1, device=device)
+    if name == "conv":
+        return tasks.convnet(96, 32, device)
+    if name == "bert":
+        return tasks.bert(1, device)
+    return tasks.gpt2(5, device) if name == "gpt2" else tasks.vit(40, device)

@@ -2,8 +2,8 @@
 
 Rows: `even`; `shares` by speeds measured before; `resize-random` and `resize-priority`, which leave out as much of
 the slow rank's work as it is too slow for; `migrate`, which leases that work to the others in every step; `semi`, the
-controller, exact; `semi-resize`, the controller allowed to leave out half; `ideal`, water-filling of the times that the
-even run's ranks needed, plus its collectives without waits. All train the same model on the same data.
+controller, exact; `semi-resize`, the controller allowed to leave out half; `ideal`, the best split of the times that
+the ranks of the even run needed, plus its collectives without waits. All train the same model on the same data.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-from trimtab.bench.harness import AA, Timing, interleave
-from trimtab.bench.ranks import run_on_ranks
+from trimtab.bench.clusters import hosts
+from trimtab.bench.harness import AA, Timing, interleave, part
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
-from trimtab.bench.scenarios.straggler.link import links
-from trimtab.bench.scenarios.straggler.models import SIZES
-from trimtab.bench.scenarios.straggler.trainer import Trainer
-from trimtab.bench.scenarios.tp import ideal
+from trimtab.bench.scenarios.straggler.links import links
+from trimtab.bench.scenarios.straggler.method import SIZES, Method
+from trimtab.bench.trainer import ideal
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from trimtab.cluster import Cluster
 
 STATIC: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
@@ -60,7 +57,7 @@ ONLY = ("gpt-half", "gpt-quarter", "gpt-two", "vit-half", "contention", "links",
 
 
 def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable[[int, int], None]) -> Result:
-    """Every setting in a job of its own; what it found goes to standard error as it comes."""
+    """Every setting in a job of its own; its rows go to standard error as soon as they are measured."""
     unknown = [name for name in only if name not in ONLY]
     if unknown:
         raise TrimtabError(f"bench straggler: there is no setting {unknown[0]!r}; choose {', '.join(ONLY)}")
@@ -69,27 +66,23 @@ def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable
     wanted = [name for name in every if not only or name in only]
     if not wanted:
         raise TrimtabError(
-            f"bench straggler: {', '.join(only)} is not there on {device}; there are {', '.join(every)}"
+            f"bench straggler: {', '.join(only)} is not measured on {device}, which has {', '.join(every)}"
         )
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"device": device}
     failed: list[TrimtabError] = []
     for index, name in enumerate(wanted):
-
-        def moved(done: int, total: int, index: int = index) -> None:
-            progress(index * total + done, len(wanted) * total)
-
         try:
-            found, figures = _setting(name, device, repeats, moved)
-        except TrimtabError as error:  # the other settings are worth having without it
+            measured, figures = _setting(name, device, repeats, part(progress, index, len(wanted)))
+        except TrimtabError as error:  # the other settings are worth having without this one
             failed.append(error)
             summary[name] = f"not measured: {error}"
             continue
-        for row in found:
+        for row in measured:
             print(
                 " ".join(f"{key}={_short(value)}" for key, value in row.items()), file=sys.stderr, flush=True
             )
-        rows += found
+        rows += measured
         summary |= figures
     if failed and len(failed) == len(wanted):
         raise failed[0]
@@ -112,19 +105,15 @@ def _setting(
 def _static(
     name: str, device: str, repeats: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    from trimtab.emulate import Emulation
-
     spec = {**STATIC[device][name], **SIZES[device], "device": device, "repeats": repeats, "settle": SETTLE}
-    with Emulation(_ranks(spec["speeds"], device), throttle="gemm") as emulation:
-        rows: list[dict[str, Any]] = run_on_ranks(emulation, on_rank, spec, progress=progress)
+    rows = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, progress, throttle="gemm")
     return [{"setting": name, **row} for row in rows]
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """All methods with ranks of fixed speeds: the first steps, then measured rounds, interleaved."""
-    torch.set_num_threads(1)
-    trainers = {method: Trainer(spec, method) for method in (*TRAINED, "even" + AA, "shares")}
-    trainers["migrate"] = Trainer(spec, "migrate", leased=trainers["shares"].counts)
+    trainers = {method: Method(spec, method) for method in (*TRAINED, "even" + AA, "shares")}
+    trainers["migrate"] = Method(spec, "migrate", leased=trainers["shares"].counts)
     total = spec["settle"] + spec["repeats"]
     for step in range(spec["settle"]):
         for method in TRAINED:
@@ -136,7 +125,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         repeats=spec["repeats"],
         progress=lambda done, _: report(spec["settle"] + done - 2, total),
     )
-    timings["ideal"] = ideal(trainers["even"], spec["repeats"])  # type: ignore[arg-type]
+    timings["ideal"] = ideal(trainers["even"].local_times[-spec["repeats"] :], trainers["even"].device)
     rows = []
     for method, timing in timings.items():
         row: dict[str, Any] = {
@@ -153,7 +142,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     return rows
 
 
-def _trained(trainer: Trainer, even: Trainer) -> dict[str, Any]:
+def _trained(trainer: Method, even: Method) -> dict[str, Any]:
     gaps = [abs(a - b) for a, b in zip(trainer.losses[:50], even.losses[:50], strict=False)]
     return {
         "final_loss": trainer.losses[-1],
@@ -163,30 +152,29 @@ def _trained(trainer: Trainer, even: Trainer) -> dict[str, Any]:
     }
 
 
-def _controlled(trainer: Trainer, even: Trainer, timing: Timing) -> dict[str, Any]:
-    records = trainer.records()
+def _controlled(trainer: Method, even: Method, timing: Timing) -> dict[str, Any]:
     return {
-        "reaction_steps": settled_after(_over(trainer.taken, even.taken), len(timing.samples)),
+        "reaction_steps": settled_after(_over(trainer.seconds, even.seconds), len(timing.samples)),
         "watching_over_step": trainer.watching() / median(timing.samples),
-        "decisions": [_said(record) for record in records],
+        "decisions": [_described(record) for record in trainer.records()],
     }
 
 
-def settled_after(taken: Sequence[float], late: int, *, run: int = 5) -> int:
+def settled_after(seconds: Sequence[float], late: int, *, run: int = 5) -> int:
     """The first step from which the median of the next few is near that of the `late` last ones."""
-    final = median(taken[-late:])
-    for step in range(len(taken) - run + 1):
-        if median(taken[step : step + run]) <= NEAR * final:
+    final = median(seconds[-late:])
+    for step in range(len(seconds) - run + 1):
+        if median(seconds[step : step + run]) <= NEAR * final:
             return step
-    return len(taken)
+    return len(seconds)
 
 
-def _over(taken: Sequence[float], even: Sequence[float]) -> list[float]:
+def _over(seconds: Sequence[float], even: Sequence[float]) -> list[float]:
     """Steps over those of the even run at the same time: what slows the whole machine cancels out."""
-    return [a / b for a, b in zip(taken, even, strict=True)]
+    return [a / b for a, b in zip(seconds, even, strict=True)]
 
 
-def _said(record: Any) -> dict[str, Any]:
+def _described(record: Any) -> dict[str, Any]:
     return {
         "step": record.step,
         "mode": record.decision.mode,
@@ -200,8 +188,6 @@ def _said(record: Any) -> dict[str, Any]:
 
 
 def _contention(device: str, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    from trimtab.emulate import Emulation
-
     spec: dict[str, Any] = {
         **SIZES[device],
         **CONTENTION,
@@ -209,8 +195,7 @@ def _contention(device: str, progress: Callable[[int, int], None]) -> list[dict[
         "speeds": [1.0, 1.0],
         "device": device,
     }
-    with Emulation(_ranks(spec["speeds"], device)) as emulation:
-        rows: list[dict[str, Any]] = run_on_ranks(emulation, follow_contention, spec, progress=progress)
+    rows = run_on_cluster(hosts(spec["speeds"], device), follow_contention, spec, progress)
     return [{"setting": "contention", **row} for row in rows]
 
 
@@ -220,10 +205,9 @@ def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None
 
     from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
-    torch.set_num_threads(1)
     state: Any = SimpleNamespace(speed=1.0)
     _kept = RepeatedProducts(state, spec["device"])
-    trainers = {method: Trainer(spec, method) for method in CONTENDED}
+    trainers = {method: Method(spec, method) for method in CONTENDED}
     for step in range(spec["steps"]):
         slow = spec["start"] <= step < spec["end"] and dist.get_rank() == 1
         state.speed = spec["speed"] if slow else 1.0
@@ -232,55 +216,53 @@ def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None
         report(step + 1, spec["steps"])
     state.speed = 1.0
     start, end, last = spec["start"], spec["end"], spec["steps"]
-    late = 8  # steps at the end of a phase, when all has settled
+    late = 8  # steps at the end of a phase, when everything has settled
     even = trainers["even"]
-    floors = {}
-    for phase, stop in (("during", end), ("after", last)):
-        local_times = even.local_times
-        even.local_times = local_times[:stop]
-        floors[phase] = ideal(even, late)  # type: ignore[arg-type]
-        even.local_times = local_times
+    floors = {
+        phase: ideal(even.local_times[stop - late : stop], even.device)
+        for phase, stop in (("during", end), ("after", last))
+    }
     rows: list[dict[str, Any]] = []
     for method, trainer in trainers.items():
-        during, after = trainer.taken[start:end], trainer.taken[end:]
+        during, after = trainer.seconds[start:end], trainer.seconds[end:]
         row: dict[str, Any] = {
             "method": method,
-            "step_ms": sum(trainer.taken[start:]) / len(trainer.taken[start:]) * 1e3,
+            "step_ms": sum(trainer.seconds[start:]) / len(trainer.seconds[start:]) * 1e3,
             "over_ideal": Timing(samples=tuple(during[-late:])).ratio(floors["during"]),
             "over_ideal_after": Timing(samples=tuple(after[-late:])).ratio(floors["after"]),
             **_trained(trainer, even),
         }
         if method != "even":
-            row["reaction_steps"] = settled_after(_over(during, even.taken[start:end]), late)
-            row["recovery_steps"] = settled_after(_over(after, even.taken[end:]), late)
-            row["decisions"] = [_said(record) for record in trainer.records()]
+            row["reaction_steps"] = settled_after(_over(during, even.seconds[start:end]), late)
+            row["recovery_steps"] = settled_after(_over(after, even.seconds[end:]), late)
+            row["decisions"] = [_described(record) for record in trainer.records()]
         rows.append(row)
     return rows
 
 
 def _static_figures(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = {row["method"]: row for row in rows}
-    semi = found["semi"]
+    methods = {row["method"]: row for row in rows}
+    semi = methods["semi"]
     return {
-        f"{name}_even_over_ideal": found["even"]["over_ideal"],
+        f"{name}_even_over_ideal": methods["even"]["over_ideal"],
         f"{name}_semi_over_ideal": semi["over_ideal"],
         f"{name}_reaction_steps": semi["reaction_steps"],
         f"{name}_semi_loss_gap": semi["loss_gap"],
-        f"{name}_semi_resize_over_ideal": found["semi-resize"]["over_ideal"],
-        f"{name}_aa_ratio": found["even" + AA]["step_ms"] / found["even"]["step_ms"],
+        f"{name}_semi_resize_over_ideal": methods["semi-resize"]["over_ideal"],
+        f"{name}_aa_ratio": methods["even" + AA]["step_ms"] / methods["even"]["step_ms"],
     }
 
 
 def _contention_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = {row["method"]: row for row in rows}
+    methods = {row["method"]: row for row in rows}
     return {
-        "contention_even_over_ideal": found["even"]["over_ideal"],
-        "contention_semi_over_ideal": found["semi"]["over_ideal"],
-        "contention_semi_over_ideal_after": found["semi"]["over_ideal_after"],
-        "contention_reaction_steps": found["semi"]["reaction_steps"],
-        "contention_recovery_steps": found["semi"]["recovery_steps"],
-        "contention_semi_loss_gap": found["semi"]["loss_gap"],
-        "contention_speedup": found["even"]["step_ms"] / found["semi"]["step_ms"],
+        "contention_even_over_ideal": methods["even"]["over_ideal"],
+        "contention_semi_over_ideal": methods["semi"]["over_ideal"],
+        "contention_semi_over_ideal_after": methods["semi"]["over_ideal_after"],
+        "contention_reaction_steps": methods["semi"]["reaction_steps"],
+        "contention_recovery_steps": methods["semi"]["recovery_steps"],
+        "contention_semi_loss_gap": methods["semi"]["loss_gap"],
+        "contention_speedup": methods["even"]["step_ms"] / methods["semi"]["step_ms"],
     }
 
 
@@ -289,13 +271,13 @@ def _seeds(progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], 
     from trimtab.bench.scenarios.straggler.resize_loss import STEPS, resize_loss
 
     rows = resize_loss(STEPS, SEEDS, progress)
-    found = {row["method"]: row for row in rows}
+    methods = {row["method"]: row for row in rows}
     return [{"setting": "seeds", **row} for row in rows], {
-        "resize_priority_loss_gap": found["resize-priority"]["gap"],
-        "resize_random_loss_gap": found["resize-random"]["gap"],
-        "priority_better_seeds": found["priority over random"]["better_seeds"],
-        "priority_minus_random": found["priority over random"]["gap"],
-        "priority_minus_random_spread": found["priority over random"]["spread"],
+        "resize_priority_loss_gap": methods["resize-priority"]["gap"],
+        "resize_random_loss_gap": methods["resize-random"]["gap"],
+        "priority_better_seeds": methods["priority over random"]["better_seeds"],
+        "priority_minus_random": methods["priority over random"]["gap"],
+        "priority_minus_random_spread": methods["priority over random"]["spread"],
     }
 
 
@@ -311,16 +293,6 @@ def _overall(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "semi_loss_gap": max(row["loss_gap"] for row in semi),
     }
     return figures | ({"watching_over_step": max(watching)} if watching else {})
-
-
-def _ranks(speeds: Sequence[float], device: str) -> Cluster:
-    """A host of one rank for each speed."""
-    from trimtab.cluster import Cluster, Device, Host
-
-    kind: Any = device
-    classes = {f"d{i}": Device(kind=kind, speed=speed) for i, speed in enumerate(speeds)}
-    hosts = tuple(Host(name="abcd"[i], devices={f"d{i}": 1}) for i in range(len(speeds)))
-    return Cluster(version=1, devices=classes, hosts=hosts)
 
 
 def _short(value: Any) -> str:

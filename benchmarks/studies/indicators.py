@@ -1,13 +1,16 @@
-"""Part of `trimtab bench hybrid`: how well each indicator ranks operators, against what lowering them really does.
+"""How well does each indicator of damage rank operators, compared with what lowering them really does?
 
-Models are trained for a while first: one that knows nothing yet hardly cares where it is rounded.
+    python benchmarks/studies/indicators.py [--device cuda]
+
+Models are trained for a while first: one that has learned nothing yet is hardly sensitive to rounding. Needs
+`transformers` and `scikit-learn`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.adaptive.tasks import task
+from trimtab.bench.result import Result
 from trimtab.measure.damage.indicators import INDICATORS, gradient_damage
-from trimtab.models.gpt import Gpt, batch_of, text_bytes
+from trimtab.measure.timing import synchronize
+from trimtab.models import tasks
+from trimtab.models.data import tokens
 from trimtab.precision.devices import offers
 
 if TYPE_CHECKING:
@@ -28,19 +33,13 @@ if TYPE_CHECKING:
 
     from trimtab.predict.damage import Damage
 
+    Batches = Callable[[int], Any]
+
 TRAINED = 40
-"""Steps before the model is looked at."""
+"""Steps before the indicators are computed."""
 
 BATCHES = 2
 TRUTH = "measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model that gives its loss, and its batches by step."""
-
-    model: nn.Module
-    batch: Callable[[int], Any]
 
 
 def indicator_rows(
@@ -105,91 +104,90 @@ def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _model_rows(name: str, device: torch.device, trained: int, batches: int) -> list[dict[str, Any]]:
-    subject = _subject(name, device)
-    step = _training(subject, device)
-    seconds = median([step(i) for i in range(trained)][trained // 2 :])
+    model, batch_of = _subject(name, device)
+    seconds = _train(model, batch_of, device, trained)
     offered = offers(device)["linear"]
     precisions = [p for p in ("bf16", "fp8", "int8") if p in offered]
 
     def timed(indicator: str, first: int = 1000) -> tuple[Damage, float]:
-        given = [subject.batch(first + i) for i in range(batches)]
+        chosen = [batch_of(first + i) for i in range(batches)]
         start = time.perf_counter()
-        found = gradient_damage(subject.model, given, precisions=precisions, indicator=indicator)
-        return found, time.perf_counter() - start
+        damages = gradient_damage(model, chosen, precisions=precisions, indicator=indicator)
+        return damages, time.perf_counter() - start
 
     truth, truth_s = timed(TRUTH)
     rows = []
     for indicator in INDICATORS:
-        found, taken = (truth, truth_s) if indicator == TRUTH else timed(indicator)
+        damages, cost_s = (truth, truth_s) if indicator == TRUTH else timed(indicator)
         if indicator != TRUTH:
-            taken = min(taken, timed(indicator)[1])
-        rows.append(_row(name, indicator, found, truth, taken / seconds))
-    again, taken = timed(TRUTH, first=2000)
-    return [*rows, _row(name, TRUTH + AA, again, truth, taken / seconds)]
+            cost_s = min(cost_s, timed(indicator)[1])
+        rows.append(_row(name, indicator, damages, truth, cost_s / seconds))
+    again, cost_s = timed(TRUTH, first=2000)
+    return [*rows, _row(name, TRUTH + AA, again, truth, cost_s / seconds)]
 
 
-def _row(model: str, indicator: str, found: Damage, truth: Damage, cost: float) -> dict[str, Any]:
+def _row(model: str, indicator: str, damages: Damage, truth: Damage, cost: float) -> dict[str, Any]:
     everything = [(name, p) for name, by in truth.items() for p in by]
     row: dict[str, Any] = {
         "model": model,
         "indicator": indicator,
         "operators": len(truth),
-        "correlation": spearman(*_values(found, truth, everything)),
+        "correlation": spearman(*_values(damages, truth, everything)),
     }
     for precision in dict.fromkeys(p for _, p in everything):
         row[f"correlation_{precision}"] = spearman(
-            *_values(found, truth, [key for key in everything if key[1] == precision])
+            *_values(damages, truth, [key for key in everything if key[1] == precision])
         )
-    ratios = [a / b for a, b in zip(*_values(found, truth, everything), strict=True) if b > 0]
+    ratios = [a / b for a, b in zip(*_values(damages, truth, everything), strict=True) if b > 0]
     row["scale"] = median(ratios) if indicator in ("variance", TRUTH, TRUTH + AA) else None
     row["cost_steps"] = cost
     return row
 
 
-def _values(found: Damage, truth: Damage, keys: Sequence[tuple[str, str]]) -> tuple[list[float], list[float]]:
-    return [found[name][p] for name, p in keys], [truth[name][p] for name, p in keys]
+def _values(
+    damages: Damage, truth: Damage, keys: Sequence[tuple[str, str]]
+) -> tuple[list[float], list[float]]:
+    return [damages[name][p] for name, p in keys], [truth[name][p] for name, p in keys]
 
 
-def _training(subject: Subject, device: torch.device) -> Callable[[int], float]:
-    optimiser = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)
-
-    def step(index: int) -> float:
+def _train(model: nn.Module, batch_of: Batches, device: torch.device, steps: int) -> float:
+    """Train; returns the seconds of a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seconds = []
+    for step in range(steps):
         start = time.perf_counter()
-        batch = subject.batch(index)
-        optimiser.zero_grad()
-        result = subject.model(**batch) if isinstance(batch, dict) else subject.model(*batch)
+        batch = batch_of(step)
+        optimizer.zero_grad()
+        result = model(**batch) if isinstance(batch, dict) else model(*batch)
         getattr(result, "loss", result).backward()
-        optimiser.step()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter() - start
-
-    return step
+        optimizer.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[steps // 2 :])
 
 
-def _subject(name: str, device: torch.device) -> Subject:
-    torch.manual_seed(0)
-    if name == "gpt":
-        text = text_bytes(1 << 18)
-        model: nn.Module = Gpt(width=128, layers=4, heads=4, context=64)
-        return Subject(model=model.to(device), batch=lambda step: (batch_of(text, step, 8, 64).to(device),))
+def _subject(name: str, device: torch.device) -> tuple[nn.Module, Batches]:
+    """A model and its batches by step."""
     if name == "bert":
         return _bert(device)
-    made = task("resnet")
+    if name == "gpt":
+        task = tasks.gpt(width=128, layers=4, heads=4, context=64, samples=8, device=device)
+        return task.model, lambda step: task.batch(step=step)
+    task = tasks.resnet(16, device)
 
     def batch(step: int) -> tuple[torch.Tensor, ...]:
-        images, labels = made.inputs(0, step, 0)
+        images, labels = task.batch(step=step)
         # Larger, so that the last layers still have more than one place to look at.
-        images = F.interpolate(images, scale_factor=4, mode="bilinear")
-        return images.to(device), labels.to(device)
+        return F.interpolate(images, scale_factor=4, mode="bilinear"), labels
 
-    return Subject(model=made.build().to(device), batch=batch)
+    return task.model, batch
 
 
-def _bert(device: torch.device) -> Subject:
-    """Bytes left out of text, to be guessed; with dropout."""
+def _bert(device: torch.device) -> tuple[nn.Module, Batches]:
+    """Masked bytes of text to predict; with dropout."""
     from transformers import BertConfig, BertForMaskedLM
 
+    torch.manual_seed(0)
     config = BertConfig(
         vocab_size=256,
         hidden_size=96,
@@ -198,15 +196,19 @@ def _bert(device: torch.device) -> Subject:
         intermediate_size=384,
         max_position_embeddings=64,
     )
-    text = text_bytes(1 << 18)
 
     def batch(step: int) -> dict[str, torch.Tensor]:
-        tokens = batch_of(text, step, 8, 48)
-        hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(step)) < 0.2
+        text = tokens(8, 48, step=step)
+        hidden = torch.rand(text.shape, generator=torch.Generator().manual_seed(step)) < 0.2
         return {
-            "input_ids": torch.where(hidden, 0, tokens).to(device),
-            "labels": torch.where(hidden, tokens, -100).to(device),
+            "input_ids": torch.where(hidden, 0, text).to(device),
+            "labels": torch.where(hidden, text, -100).to(device),
         }
 
     model: nn.Module = BertForMaskedLM(config)
-    return Subject(model=model.to(device), batch=batch)
+    return model.to(device), batch
+
+
+if __name__ == "__main__":
+    rows = indicator_rows(lambda done, total: None, device="cuda" if "cuda" in sys.argv else "cpu")
+    print(Result(bench="indicators", summary=indicator_summary(rows), rows=rows).to_json())

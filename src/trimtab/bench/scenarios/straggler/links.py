@@ -1,7 +1,8 @@
-"""The same slow rank on a fast and on a slow link: what the controller chooses, and what each choice would take.
+"""The same slow rank on a fast and on a slow link: what the controller chooses, and how long each choice takes.
 
-Two hosts, the second at a quarter of its speed by repeated products; the controller may leave out half. `migrate` and
-`resize` do from the first step what the controller has to choose between; the time of the move counts.
+Two hosts; the second repeats its matrix products until it has a quarter of its speed. The controller may leave out
+half. `migrate` and `resize` do from the first step what the controller has to choose between; the time of the move
+counts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-from trimtab.bench.ranks import run_on_ranks, two_hosts
-from trimtab.bench.scenarios.straggler.trainer import GAMMA_MAX, Trainer
+from trimtab.bench.clusters import two_hosts
+from trimtab.bench.harness import part
+from trimtab.bench.ranks import run_on_cluster
+from trimtab.bench.scenarios.straggler.method import GAMMA_MAX, Method
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.rebalance import counts_for
@@ -26,20 +28,18 @@ if TYPE_CHECKING:
 LINKS = {"fast": None, "slow": "60mbit"}
 _SPEED = 0.25
 _STEPS = 18
-"""How long the rank is slow, as the controller expects: it takes 17 of them to decide."""
+"""How long the rank is slow, as the controller expects: it needs 17 steps to decide."""
 _BLOCK = 6
 """Steps of a method before the next has its turn."""
 _SPEC: dict[str, Any] = {
     "model": "gpt", "device": "cpu", "speeds": [1.0, 1.0],
-    # Few activations and large matrices: what moving costs is what the links differ in.
+    # Few activations and large matrices, so that the links differ in the cost of moving.
     "width": 1024, "heads": 16, "layers": 1, "batch": 4, "length": 64, "horizon": _STEPS,
 }  # fmt: skip
 
 
 def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of both links, and what was chosen; on a GPU machine without `tc` there is no slow link to be had."""
-    from trimtab.emulate import Emulation
-
+    """Rows of both links, and what was chosen; slices of a GPU have no link that could be made slow."""
     if device != "cpu":
         return [], {
             "links": "only with --device cpu: a slow link between slices of a GPU cannot be made here"
@@ -47,22 +47,19 @@ def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     for index, (link, rate) in enumerate(LINKS.items()):
-
-        def moved(done: int, total: int, index: int = index) -> None:
-            progress(index * total + done, len(LINKS) * total)
-
         try:
-            with Emulation(two_hosts(rate)) as emulation:
-                found = run_on_ranks(emulation, on_rank, {**_SPEC, "steps": _STEPS}, progress=moved)
+            measured = run_on_cluster(
+                two_hosts(rate), on_rank, {**_SPEC, "steps": _STEPS}, part(progress, index, len(LINKS))
+            )
         except TrimtabError as error:
             if rate is None:
                 raise
             figures[f"link_{link}"] = f"not measured: {error}"
             continue
-        rows += [{"setting": f"link-{link}", **row} for row in found]
-        times = {row["method"]: row["step_ms"] for row in found}
+        rows += [{"setting": f"link-{link}", **row} for row in measured]
+        times = {row["method"]: row["step_ms"] for row in measured}
         figures |= {
-            f"link_{link}_chosen": next(row["chosen"] for row in found if row["method"] == "semi-resize"),
+            f"link_{link}_chosen": next(row["chosen"] for row in measured if row["method"] == "semi-resize"),
             f"link_{link}_faster": min(("migrate", "resize"), key=times.__getitem__),
             f"link_{link}_migrate_over_resize": times["migrate"] / times["resize"],
         }
@@ -73,11 +70,10 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     """Each method for the same steps, in blocks that take turns, from where the rank has become slow."""
     from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
-    torch.set_num_threads(1)
     state: Any = SimpleNamespace(speed=1.0)
     _kept = RepeatedProducts(state, "cpu")
-    # Trained from the start on equal ranks, so that optimisers have states and statistics are there.
-    trainers = {method: Trainer(spec, method) for method in ("even", "migrate", "resize", "semi-resize")}
+    # Trained from the start on equal ranks, so that optimizers have states and there are statistics.
+    trainers = {method: Method(spec, method) for method in ("even", "migrate", "resize", "semi-resize")}
     for trainer in trainers.values():
         trainer.step()
     slow = dist.get_rank() == 1
@@ -94,7 +90,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     state.speed = 1.0
     rows = []
     for method, trainer in trainers.items():
-        seconds = sum(trainer.taken[1:]) + extra[method]
+        seconds = sum(trainer.seconds[1:]) + extra[method]
         row: dict[str, Any] = {
             "method": method,
             "step_ms": seconds / spec["steps"] * 1e3,
@@ -113,8 +109,8 @@ def _chosen(action: str) -> str:
     return {"own": "migrate", "lease": "migrate"}.get(action, action)
 
 
-def _move(trainer: Trainer) -> float:
-    """Give the slow rank the share that its speed asks for; gives the seconds that it took the slowest."""
+def _move(trainer: Method) -> float:
+    """Give the slow rank the share that its speed asks for; returns the seconds until the last rank has finished."""
     units = {name: sum(counts) for name, counts in trainer.counts.items()}
     dist.barrier()
     start = time.perf_counter()

@@ -1,17 +1,17 @@
-"""Rows and ranks of the indicators' bench, small."""
+"""The study of indicators, small: its rows and rank correlations."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+from benchmarks.studies.indicators import indicator_rows, indicator_summary, spearman
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from tests.support.requirements import requires
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.hybrid.indicator import indicator_rows, indicator_summary, spearman
 from trimtab.measure.damage.indicators import INDICATORS
 from trimtab.precision.devices import cpu_precisions
 

@@ -1,4 +1,12 @@
-"""Error tables of real gradients, and what policies and families make of them. One process, no ranks."""
+"""Which bits for which layer? Policies against the exact one, and families against uniform bits, on real gradients.
+
+    python benchmarks/studies/bit_policies.py
+
+Tables of every layer's error at each number of bits are made with the real codec from the gradients of a GPT and of a
+ResNet that have trained for a while. Rows of part `policy` show what each policy saves at the error of uniform 4 bits
+and how far from exact it is; rows of part `family` show bytes and errors of the families' plans, for one step and
+added up over many. One process, no ranks. Needs `transformers` and `scikit-learn`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.bench.result import Result
 from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
+from trimtab.models import tasks
 from trimtab.planning.compression.bit_planner import LEAST_BITS
 from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, Family
 from trimtab.planning.compression.layer_options import (
@@ -27,7 +37,14 @@ from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trimtab.bench.scenarios.adaptive.tasks import Task
+    from trimtab.models.tasks import Task
+
+MODELS = ("gpt", "resnet")
+LEARNED = 40
+"""Steps before the error tables: the first gradients of a model are unlike all later ones."""
+
+ADDED_UP = 50
+"""Steps over which the errors of a plan are added up."""
 
 SOLVES = 5
 MEMORY = 0.1
@@ -37,18 +54,16 @@ MEMORY = 0.1
 class Gradients:
     """A task trained on one process, step by step; its compressible gradients, and their running mean."""
 
-    def __init__(self, task: Task) -> None:
-        torch.manual_seed(0)
-        self._task = task
-        self._model = task.build()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=task.lr, momentum=0.9)
+    def __init__(self, task: Task, lr: float) -> None:
+        self._task, self._model = task, task.model
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=lr, momentum=0.9)
         self._step = 0
         self.mean: dict[str, torch.Tensor] = {}
 
     def steps(self, count: int) -> Iterator[dict[str, torch.Tensor]]:
         for _ in range(count):
             self._optimizer.zero_grad()
-            self._model(*self._task.inputs(0, self._step, 0)).backward()
+            self._model(*self._task.batch(step=self._step)).backward()
             now = {
                 name: parameter.grad.clone()
                 for name, parameter in self._model.named_parameters()
@@ -88,27 +103,27 @@ def policy_rows(model: str, layers: Sequence[LayerOptions]) -> list[dict[str, An
     exact = choose_bits(layers, budget=budget)
     rows = []
     for policy in POLICIES:
-        taken = []
+        seconds = []
         for _ in range(SOLVES):
             start = time.perf_counter()
-            found = choose_bits(layers, budget=budget, policy=policy)
-            taken.append(time.perf_counter() - start)
+            chosen = choose_bits(layers, budget=budget, policy=policy)
+            seconds.append(time.perf_counter() - start)
         rows.append(
             {
                 "part": "policy",
                 "model": model,
                 "method": policy,
-                "bytes_over_uniform4": found.cost / bytes4,
-                "error_over_uniform4": found.error / budget,
-                "solve_ms": median(taken) * 1e3,
-                "gap_to_exact": found.cost / exact.cost - 1,
+                "bytes_over_uniform4": chosen.cost / bytes4,
+                "error_over_uniform4": chosen.error / budget,
+                "solve_ms": median(seconds) * 1e3,
+                "gap_to_exact": chosen.cost / exact.cost - 1,
             }
         )
     return rows
 
 
 def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerOptions]:
-    """As many layers, made of real ones over and over, each time with gradients of another size."""
+    """As many layers as asked for: the real ones repeated, each time with gradients of another size."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.randn(count, generator=generator).exp().tolist()
     made = []
@@ -127,7 +142,7 @@ def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerO
     return made
 
 
-class Plan:
+class SentBits:
     """Bits for every layer as one family sends them, and the errors of its steps added up."""
 
     def __init__(self, bits: Mapping[str, int], family: Family) -> None:
@@ -137,12 +152,12 @@ class Plan:
 
     def send(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
         for name, gradient in gradients.items():
-            meant = gradient.clone()
+            intended = gradient.clone()
             if self._memory is not None:
-                self._memory.restore(name, meant)
-            sent = _through(self._family, self.bits[name], name, meant, step)
+                self._memory.restore(name, intended)
+            sent = _through(self._family, self.bits[name], name, intended, step)
             if self._memory is not None:
-                self._memory.keep(name, meant, sent)
+                self._memory.keep(name, intended, sent)
             self._added[name] = self._added.get(name, torch.zeros_like(gradient)) + sent - gradient
 
     @property
@@ -153,7 +168,7 @@ class Plan:
 def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any]]:
     """Plans of each family beside uniform bits: bytes, and errors of one step and of many steps added up.
 
-    Noise grows as the square root of the steps; what feedback owes does not grow.
+    Noise grows as the square root of the steps; what error feedback still owes does not grow.
     """
     noisy, feedback = FAMILIES[BITS], FAMILIES[BITS_FEEDBACK]
     table = error_table(source.mean, noisy)
@@ -161,17 +176,17 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
     names = [layer.name for layer in table]
     budget = uniform_error(table, 4)
     plans = {
-        "uniform 4": Plan(dict.fromkeys(names, 4), noisy),
-        "uniform 3": Plan(dict.fromkeys(names, 3), noisy),
-        "uniform 2": Plan(dict.fromkeys(names, 2), noisy),
-        "uniform 2, bits-feedback": Plan(dict.fromkeys(names, 2), feedback),
-        "dynamic, bits": Plan(
+        "uniform 4": SentBits(dict.fromkeys(names, 4), noisy),
+        "uniform 3": SentBits(dict.fromkeys(names, 3), noisy),
+        "uniform 2": SentBits(dict.fromkeys(names, 2), noisy),
+        "uniform 2, bits-feedback": SentBits(dict.fromkeys(names, 2), feedback),
+        "dynamic, bits": SentBits(
             choose_bits(table, budget=uniform_error(table, noisy.reference)).options, noisy
         ),
-        "dynamic, bits-feedback": Plan(
+        "dynamic, bits-feedback": SentBits(
             choose_bits(owing, budget=uniform_error(owing, feedback.reference)).options, feedback
         ),
-        "dynamic, bits-feedback, error of uniform 4": Plan(
+        "dynamic, bits-feedback, error of uniform 4": SentBits(
             choose_bits(owing, budget=budget).options, feedback
         ),
     }
@@ -198,7 +213,7 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
 
 
 def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
-    """What arrives of these values when the family sends them."""
+    """The values that arrive when the family sends these."""
     kernels = kernels_for(values.device)
     segment = Segment(
         offset=0, numel=values.numel(), bits=bits, block=family.block, name_hash=name_hash(name)
@@ -210,3 +225,45 @@ def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: i
     arrived = torch.empty(values.numel(), dtype=values.dtype)
     kernels.decode(payload, packing, arrived)
     return arrived.view_as(values)
+
+
+def study(learned: int = LEARNED, added_up: int = ADDED_UP) -> Result:
+    """Both parts, for every model."""
+    torch.set_num_threads(1)
+    policies, families = [], []
+    for model in MODELS:
+        source = _gradients(model)
+        for _ in source.steps(learned):
+            pass
+        layers = error_table(source.mean)
+        policies += policy_rows(model, layers)
+        families += family_rows(model, source, added_up)
+        if model == "gpt":
+            policies += policy_rows("500 layers", many_layers(layers))
+    return Result(bench="bit_policies", summary=summary(policies, families), rows=policies + families)
+
+
+def summary(policies: Sequence[Mapping[str, Any]], families: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    by_method = {(row["model"], row["method"]): row for row in (*policies, *families)}
+    figures: dict[str, Any] = {}
+    for model in MODELS:
+        plan = by_method[model, "dynamic, bits-feedback"]
+        figures[f"{model}_feedback_error_over_uniform4"] = plan["error_over_uniform4"]
+        figures[f"{model}_feedback_error_added_up"] = plan["error_over_uniform4_added_up"]
+        exact = by_method[model, "dynamic, bits-feedback, error of uniform 4"]
+        figures[f"{model}_bytes_over_uniform4_at_its_error"] = exact["bytes_over_uniform4"]
+    figures["dynamic_ms_500_layers"] = by_method["500 layers", "dynamic"]["solve_ms"]
+    figures["kmeans_worst_gap_to_exact"] = max(
+        row["gap_to_exact"] for row in policies if row["method"] == "kmeans"
+    )
+    return figures
+
+
+def _gradients(model: str) -> Gradients:
+    if model == "gpt":
+        return Gradients(tasks.gpt(width=96, layers=2, heads=4, context=64, samples=8), lr=0.1)
+    return Gradients(tasks.resnet(16), lr=0.02)
+
+
+if __name__ == "__main__":
+    print(study().to_json())

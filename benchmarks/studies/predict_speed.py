@@ -1,4 +1,10 @@
-"""What predicting costs: one replay of GPT-2 small on 8 ranks, and one change of precision re-costed."""
+"""How long does predicting take? One replay of GPT-2 small on 8 ranks, and one change of precision.
+
+    python benchmarks/studies/predict_speed.py
+
+Prints milliseconds of CPU time. Only the time of predicting is of interest, so the operators' times are made up.
+Needs `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import trimtab
+from trimtab.bench.result import Result
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, Line, OperatorTime, Profile
 from trimtab.measure.capture.named_model import workload_of
@@ -28,9 +35,9 @@ REPEATS = 30
 
 
 def speed() -> dict[str, float]:
-    """Milliseconds of CPU time. Only how long predicting takes is of interest, so every operator's time is made up."""
+    """Milliseconds of CPU time."""
     workload = workload_of("gpt2", samples=4)
-    profile = made_up(workload)
+    profile = made_up_profile(workload)
     cluster = Cluster(
         version=1,
         devices={name: Device(kind="cuda", speed=1.0) for name in KINDS},
@@ -56,7 +63,7 @@ def speed() -> dict[str, float]:
     }
 
 
-def made_up(workload: Workload) -> Profile:
+def made_up_profile(workload: Workload) -> Profile:
     """A profile of every operator of a workload as it is, and of its linear layers in int8."""
     operators = {}
     for operator in workload.operators:
@@ -85,9 +92,13 @@ def _linear(workload: Workload, index: int) -> bool:
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
-    taken = []
+    seconds = []
     for _ in range(REPEATS):
         start = time.process_time()
         run()
-        taken.append(time.process_time() - start)
-    return median(taken) * 1e3
+        seconds.append(time.process_time() - start)
+    return median(seconds) * 1e3
+
+
+if __name__ == "__main__":
+    print(Result(bench="predict_speed", summary=dict(speed()), rows=[]).to_json())

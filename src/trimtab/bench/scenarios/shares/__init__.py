@@ -1,1 +1,0 @@
-"""`trimtab bench shares`."""
