@@ -1,10 +1,10 @@
-"""Names as drivers give them, and what the catalogue says of them."""
+"""Names as drivers give them, and what the catalog says of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from trimtab.cluster.catalog import CATALOGUE, lookup
+from trimtab.cluster.catalog import CATALOG, lookup
 from trimtab.precision.devices import cuda_precisions
 
 
@@ -44,11 +44,11 @@ def test_an_unknown_device_is_no_error(name: str) -> None:
 
 
 def test_rates_are_those_of_the_devices_own_precisions() -> None:
-    for device in CATALOGUE:
+    for device in CATALOG:
         if device.capability is not None:
             assert set(device.precisions) == set(cuda_precisions(device.capability)), device.model
 
 
 def test_lower_precision_is_never_listed_as_slower() -> None:
-    for device in CATALOGUE:
+    for device in CATALOG:
         assert min(device.tflops.values()) == device.tflops["fp32"], device.model

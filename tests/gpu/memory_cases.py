@@ -107,7 +107,7 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
         workload,
         precisions,
         kind="cuda",
-        optimiser="adam_fused" if fused else "adam",
+        optimizer="adam_fused" if fused else "adam",
         workspace=workspace,
     )
     measured = measure(model, batch, autocast, fused)

@@ -164,7 +164,7 @@ def test_absent_devices_are_estimated_and_marked() -> None:
 
 
 def test_a_device_nobody_knows_is_refused() -> None:
-    with pytest.raises(TrimtabError, match=r"'mystery' was not measured.*not in the catalogue"):
+    with pytest.raises(TrimtabError, match=r"'mystery' was not measured.*not in the catalog"):
         estimated("mystery", Device(kind="cuda", speed=1.0, model="Abacus 3"), profile().devices)
     with pytest.raises(TrimtabError, match="can only be estimated from a measured device"):
         estimated("T4", Device(kind="cuda", speed=1.0), {})

@@ -121,7 +121,7 @@ def ranks(outcome: Outcome) -> list[dict[str, Any]]:
             "samples": outcome.setting.ranks[role.name].samples,
             "compute_ms": role.compute_s * 1e3,
             "wait_ms": role.wait_s * 1e3,
-            "utilisation": role.utilisation,
+            "utilization": role.utilization,
             "peak_gib": outcome.memory[role.name].peak / 2**30,
             "estimated": role.name in outcome.estimated,
         }

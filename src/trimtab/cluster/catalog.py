@@ -48,7 +48,7 @@ class KnownDevice:
 
 def lookup(name: str) -> KnownDevice | None:
     """The device that a driver, or /proc/cpuinfo, calls by this name; None if it is not listed."""
-    return next((d for d in CATALOGUE if re.search(d.pattern, name, re.IGNORECASE)), None)
+    return next((d for d in CATALOG if re.search(d.pattern, name, re.IGNORECASE)), None)
 
 
 def _gpu(
@@ -74,7 +74,7 @@ def _cpu(model: str, pattern: str, gb_per_s: float, **tflops: float) -> KnownDev
     return KnownDevice(model=model, kind="cpu", pattern=pattern, gb_per_s=gb_per_s, tflops=tflops)
 
 
-CATALOGUE: tuple[KnownDevice, ...] = (
+CATALOG: tuple[KnownDevice, ...] = (
     _gpu("V100 SXM2 32GB", r"V100.*32GB", 32, 900, (7, 0), fp32=15.7, fp16=125),
     _gpu("V100 SXM2 16GB", r"V100", 16, 900, (7, 0), fp32=15.7, fp16=125),
     _gpu("T4", r"\bT4\b", 16, 320, (7, 5), fp32=8.1, fp16=65, int8=130),

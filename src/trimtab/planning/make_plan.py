@@ -102,7 +102,7 @@ def _roles(search: PlanSearch, found: JobCandidate) -> dict[str, Role]:
             + fsum(o.seconds for op, p in picked.items() for o in one.options.get(op, ()) if o.precision == p)
             for one in (menu, more)
         ]
-        after = found.replayed.optimiser_s(name)
+        after = found.replayed.optimizer_s(name)
         fixed = max(0.0, seconds[0] - samples * (seconds[1] - seconds[0])) + after
         peak = tradeoffs.peak(device, samples, picked)
         memory = {

@@ -64,7 +64,7 @@ class Role:
     """The part of `compute_s` that does not grow with samples."""
 
     after_s: NotNegative = 0.0
-    """The part of `fixed_s` that comes after the ranks have met: the optimiser."""
+    """The part of `fixed_s` that comes after the ranks have met: the optimizer."""
 
     bytes_per_sample: NotNegative = 0.0
     """How its peak grows with a sample."""

@@ -213,7 +213,7 @@ class PlanSearch:
         best: JobCandidate | None = None
         for _ in range(3):
             shared = quickest(self.tradeoffs, self.counts, self.total, budget=budget, beside_s=beside)
-            found = self._realised(shared, beside, bits)
+            found = self._realized(shared, beside, bits)
             self.tick()
             if best is None or found.step_s < best.step_s:
                 best = found
@@ -234,7 +234,7 @@ class PlanSearch:
                     samples = _with_one_moved(best.job, giver, taker)
                     shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
                     if shared:
-                        found = self._realised(shared, beside, bits)
+                        found = self._realized(shared, beside, bits)
                         if found.step_s < (better or best).step_s * (1 - CLOSE):
                             better = found
             self.tick()
@@ -243,7 +243,7 @@ class PlanSearch:
             best = better
         return best
 
-    def _realised(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> JobCandidate:
+    def _realized(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> JobCandidate:
         job = layout(self.devices, shared.samples)
         chosen = {
             role: self.tradeoffs.chosen(device, job.samples[role], shared.seconds - beside.get(device, 0.0))

@@ -72,7 +72,7 @@ class Outcome:
             "samples_per_s": self.samples_per_s,
             **{f"{phase}_ms": seconds * 1e3 for phase, seconds in parts.items()},
             "longest_wait_ms": max(role.wait_s for role in self.timeline.roles) * 1e3,
-            "least_utilisation": min(role.utilisation for role in self.timeline.roles),
+            "least_utilization": min(role.utilization for role in self.timeline.roles),
             "peak_gib": max(m.peak for m in self.memory.values()) / 2**30,
             "estimated": ", ".join(self.estimated) or None,
         }
@@ -198,7 +198,7 @@ def added(cluster: Cluster, what: str) -> Cluster:
         if known is None:
             raise TrimtabError(
                 f"simulate: {name!r} is neither a device class of the cluster ({', '.join(devices)}) nor in the "
-                "catalogue; probe one and merge its file"
+                "catalog; probe one and merge its file"
             )
         devices[name] = Device(kind=known.kind, speed=1.0, memory_gib=known.memory_gib, model=known.model)
     link = next((host.link for host in cluster.hosts if host.link is not None), None)

@@ -168,9 +168,9 @@ class ReplayedJob:
     def compute_s(self, role: str) -> float:
         return self.mappers[role].total_s
 
-    def optimiser_s(self, role: str) -> float:
+    def optimizer_s(self, role: str) -> float:
         """What a rank of the role takes once the ranks have met."""
-        return self._replayed[self._place[role]].optimiser_s
+        return self._replayed[self._place[role]].optimizer_s
 
     def peak(self, role: str) -> int:
         """What the device must have for it; see `needed_bytes`."""

@@ -79,16 +79,16 @@ def build_step(
         own = _own(setting, name, counts)
         kind = cluster.devices[name].kind
         mapper = measured.mapper(name, kind, own.samples, own.precisions, naive=naive)
-        optimiser = measured.device(name).optimiser
-        if optimiser is None:
+        optimizer = measured.device(name).optimiser
+        if optimizer is None:
             raise TrimtabError(
-                f"the optimiser step was not measured on device class {name!r}; run `trimtab probe` there"
+                f"the optimizer step was not measured on device class {name!r}; run `trimtab probe` there"
             )
         roles.append(
             RoleWork(
                 name=name,
                 segments=segments(workload, mapper.forward_s, mapper.backward_s),
-                optimiser_s=optimiser.seconds(elements),
+                optimizer_s=optimizer.seconds(elements),
                 ranks=count,
             )
         )

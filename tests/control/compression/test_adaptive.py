@@ -262,7 +262,7 @@ def test_the_family_is_one_that_serves_the_optimiser(ranks: Pool, optimiser: str
     results = ranks(2, default_under, optimiser, allow_groups=True)
     for blocks, _, history, weights in results:
         assert blocks == {block}
-        words = "this optimiser may scale" if block == 128 else "this optimiser takes gradients as they come"
+        words = "this optimizer may scale" if block == 128 else "this optimizer takes gradients as they come"
         assert sum(words in reason for change in history for reason in change.reasons) == 1
         assert torch.equal(weights, results[0][3])
 

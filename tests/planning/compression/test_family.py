@@ -62,7 +62,7 @@ def test_the_reason_names_the_times_and_where_they_come_from() -> None:
 def test_verdicts_say_what_the_committed_results_say() -> None:
     trained = [row for row in _rows("adaptive.json") if row.get("part") == "training"]
     worse = {(row["optimiser"], row["method"]): row["worse"] for row in trained}
-    passed = {(verdict.optimiser, verdict.family): verdict.passed for verdict in LOSS_BENCH}
+    passed = {(verdict.optimizer, verdict.family): verdict.passed for verdict in LOSS_BENCH}
     assert worse[SGD, "1-nearest (canary)"]
     assert worse[ADAMW, "1-nearest (canary)"]
     assert passed[SGD, BITS] == (not worse[SGD, "uniform 4"]) == (not worse[SGD, "adaptive, bits"])
@@ -75,7 +75,7 @@ def test_verdicts_say_what_the_committed_results_say() -> None:
     for verdict in LOSS_BENCH:
         assert (ROOT / verdict.evidence).exists()
     assert passed_families() == {BITS, BITS_FEEDBACK}
-    assert passed_families(optimiser=ADAMW) == {BITS_SCALED}
+    assert passed_families(optimizer=ADAMW) == {BITS_SCALED}
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

@@ -38,17 +38,17 @@ def allocated_at_most(step: Any) -> int:
 
 
 def measured(model: nn.Module, batch: tuple[torch.Tensor, ...], autocast: str | None) -> int:
-    optimiser = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             loss = model(*batch)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     step()
-    state = [v for s in optimiser.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state, *batch))
     return held + allocated_at_most(step)
 
@@ -96,21 +96,21 @@ def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:
     assert plain.parameters == codes.parameters
     grown = step_memory(workload.at_batch(8))
     assert grown.activations == pytest.approx(4 * plain.activations, rel=0.05)
-    assert (grown.parameters, grown.optimiser) == (plain.parameters, plain.optimiser)
+    assert (grown.parameters, grown.optimizer) == (plain.parameters, plain.optimizer)
 
 
 def test_what_lives_for_the_whole_step_is_listed() -> None:
     workload = workload_of("gpt")
     numel = sum(p.tensor.numel for p in workload.parameters)
-    alone = step_memory(workload, optimiser="sgd")
+    alone = step_memory(workload, optimizer="sgd")
     assert alone.parameters == alone.gradients == 4 * numel
-    assert (alone.optimiser, alone.buckets, alone.codec, alone.workspace) == (0, 0, 0, 0)
-    together = step_memory(workload, optimiser="adam", data_parallel=True, bits=4, world=3)
-    assert together.optimiser == 8 * numel
+    assert (alone.optimizer, alone.buckets, alone.codec, alone.workspace) == (0, 0, 0, 0)
+    together = step_memory(workload, optimizer="adam", data_parallel=True, bits=4, world=3)
+    assert together.optimizer == 8 * numel
     assert together.buckets == 4 * numel
     assert numel // 2 < together.codec < 4 * numel
-    extra = together.optimiser + together.buckets + together.codec
-    assert together.peak == alone.peak + extra or together.phase == "optimiser"
+    extra = together.optimizer + together.buckets + together.codec
+    assert together.peak == alone.peak + extra or together.phase == "optimizer"
     assert together.reserved > together.peak
     assert step_memory(workload, kind="cuda").workspace > 0
     assert step_memory(workload, kind="cuda", workspace=5).workspace == 5
@@ -138,9 +138,9 @@ def test_codec_buffers_are_those_of_the_reductions(ranks: Any, world: int) -> No
         assert predicted == held if world == 2 else abs(predicted / held - 1) < 0.05
 
 
-def test_a_step_with_few_samples_peaks_in_the_optimiser() -> None:
+def test_a_step_with_few_samples_peaks_in_the_optimizer() -> None:
     model = nn.Linear(512, 512)
     workload = capture_workload(model, torch.zeros(1, 512), loss=lambda y: y.sum())
-    assert step_memory(workload, kind="cuda").phase == "optimiser"
+    assert step_memory(workload, kind="cuda").phase == "optimizer"
     large = capture_workload(model, torch.zeros(4096, 512), loss=lambda y: y.square().sum())
     assert step_memory(large, kind="cuda").phase == "backward"

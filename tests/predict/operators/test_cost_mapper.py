@@ -76,7 +76,7 @@ def test_many_changes_are_taken_back_in_reverse() -> None:
     assert snapshot(mapper) == before
 
 
-def test_under_our_operators_no_neighbour_changes() -> None:
+def test_under_our_operators_no_neighbor_changes() -> None:
     mapper = mapper_of("gpt")
     up = mapper.workload.by_name["blocks.0.up"]
     change = mapper.change("blocks.0.up", "int8")

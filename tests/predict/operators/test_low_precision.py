@@ -94,7 +94,7 @@ def test_casts_of_bf16_are_those_that_run(case: str) -> None:
     assert merged(backward.seen.elements()) == expected
 
 
-def test_int8_quantises_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_quantizes_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if "int8" not in cpu_precisions():
         pytest.skip("this CPU offers no int8")
     from trimtab.precision import int8, quantize

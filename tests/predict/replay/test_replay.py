@@ -16,7 +16,7 @@ def role(
     name: str = "a",
     forward: float = 1.0,
     backward: tuple[float, ...] = (1.0, 1.0),
-    optimiser: float = 0.5,
+    optimizer: float = 0.5,
     local: tuple[tuple[float, ...], ...] = (),
 ) -> RoleWork:
     """One forward segment, and a backward segment for each bucket."""
@@ -25,7 +25,7 @@ def role(
         ComputeSegment(name=f"b{i}", seconds=s, phase="backward", buckets=(i,))
         for i, s in enumerate(backward)
     ]
-    return RoleWork(name=name, segments=tuple(stream), optimiser_s=optimiser, local=local)
+    return RoleWork(name=name, segments=tuple(stream), optimizer_s=optimizer, local=local)
 
 
 def buckets(*seconds: float, latency: float = 0.0, drag: tuple[float, ...] = ()) -> list[BucketTransfers]:
@@ -117,7 +117,7 @@ def test_the_critical_path_reaches_from_the_beginning_to_the_end_without_a_gap()
 def test_nothing_to_do_takes_no_time() -> None:
     done = replay([RoleWork(name="a", segments=())], [])
     assert done.step_s == 0
-    assert done.critical_path()[-1].phase == "optimiser"
+    assert done.critical_path()[-1].phase == "optimizer"
 
 
 def test_a_bucket_that_no_segment_fills_is_a_mistake_of_the_caller() -> None:
@@ -164,7 +164,7 @@ def test_ranks_that_are_alike_cost_nothing_more() -> None:
     few, many = role(), role()
     one = replay([few], buckets(0.3, 0.3))
     thousand = replay(
-        [RoleWork(name="a", segments=many.segments, optimiser_s=0.5, ranks=4000)], buckets(0.3, 0.3)
+        [RoleWork(name="a", segments=many.segments, optimizer_s=0.5, ranks=4000)], buckets(0.3, 0.3)
     )
     assert thousand.step_s == one.step_s
     assert len(thousand.spans) == len(one.spans)

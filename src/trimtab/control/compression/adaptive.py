@@ -243,7 +243,7 @@ class Controller:
                 loss=math.fsum(told) / len(told) if told else None,
                 may_plan=warm,
                 period=self._config.period,
-                optimiser=optimiser,
+                optimizer=optimiser,
             )
 
         return self._background.decide(key, decide)

@@ -88,7 +88,7 @@ class PlannerSettings:
     """Of the link; 0 where it is not known, and bytes are counted instead of seconds."""
 
     fastest: str | None = None
-    """The family that the first plan takes up if it serves the optimiser; None keeps the one there is."""
+    """The family that the first plan takes up if it serves the optimizer; None keeps the one there is."""
 
     @property
     def family(self) -> Family:
@@ -117,9 +117,9 @@ class BitPlanner:
         loss: float | None,
         may_plan: bool,
         period: int,
-        optimiser: str = ADAMW,
+        optimizer: str = ADAMW,
     ) -> dict[str, Any]:
-        """The family and bits that change, and why: what is published; `optimiser` is `SGD` or `ADAMW`."""
+        """The family and bits that change, and why: what is published; `optimizer` is `SGD` or `ADAMW`."""
         sound = [layer for layer in layers if math.isfinite(layer.norm)]
         before = self.settings.name
         if loss is not None:
@@ -140,7 +140,7 @@ class BitPlanner:
                 if "loss" in raised.reason:
                     del self._losses[:-PATIENCE]  # give the new bits time to show
         if why and self._planned_at is None and self.settings.fastest is not None:
-            reasons.append(self._settle(self.settings.fastest, optimiser))
+            reasons.append(self._settle(self.settings.fastest, optimizer))
         turned = self.settings.name != before
         if why:
             self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in sound}
@@ -191,13 +191,13 @@ class BitPlanner:
             return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
         return ""
 
-    def _settle(self, fastest: str, optimiser: str) -> str:
-        """Take up the family for this optimiser; why, in words."""
-        if fastest in passed_families(optimiser=optimiser):
+    def _settle(self, fastest: str, optimizer: str) -> str:
+        """Take up the family for this optimizer; why, in words."""
+        if fastest in passed_families(optimizer=optimizer):
             self.settings = replace(self.settings, name=fastest)
-            return f"{fastest}: this optimiser takes gradients as they come"
+            return f"{fastest}: this optimizer takes gradients as they come"
         return (
-            f"{self.settings.name}, not {fastest}: this optimiser may scale every value by its own size, so blocks "
+            f"{self.settings.name}, not {fastest}: this optimizer may scale every value by its own size, so blocks "
             f"are of {self.settings.family.block} values, and errors count against each layer's own gradient"
         )
 

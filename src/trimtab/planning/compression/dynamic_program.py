@@ -29,7 +29,7 @@ MAX_CELLS = 1 << 24
 
 
 def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> list[int]:
-    """The programme: the cheapest indices of options within the budget, exact up to its bins.
+    """The program: the cheapest indices of options within the budget, exact up to its bins.
 
     1. Relax: one price for squared error gives every layer its best option, hence a lower bound of the
        cost and, with the room that is left filled up, an assignment.
@@ -154,7 +154,7 @@ class Table:
 
 
 def _over_bins(table: Table, kept: npt.NDArray[np.bool_], bins: int) -> Indices:
-    """The dynamic programme over the options that are kept."""
+    """The dynamic program over the options that are kept."""
     kept = kept & table.there
     squares = np.where(kept, table.squares, np.inf)
     chosen = np.where(kept.any(axis=1), squares.argmin(axis=1), table.least)

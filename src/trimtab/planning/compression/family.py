@@ -2,7 +2,7 @@
 
 Pure functions of what was measured. A *family* is a set of settings whose errors are of one kind, and so
 share a budget: bits alone (unbiased), bits with error feedback, PowerSGD's ranks. What does harm depends on the
-optimiser: one that scales every value by its own size, as Adam does, makes the small values of a block as
+optimizer: one that scales every value by its own size, as Adam does, makes the small values of a block as
 important as the large ones, and rounding drowns the small ones first.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 BITS_SCALED = "bits-scaled"
-"""For optimisers that scale every value by its own size."""
+"""For optimizers that scale every value by its own size."""
 
 SGD, ADAMW = "SGD", "AdamW"
 
@@ -62,7 +62,7 @@ FAMILIES = {
 }
 
 AT_FIRST = BITS_SCALED
-"""Until the optimiser is known: it serves them all."""
+"""Until the optimizer is known: it serves them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Verdict:
     setting: str
     """In which setting it was tried: budgets are set by its error."""
 
-    optimiser: str
+    optimizer: str
     """With which it was trained: `SGD` stands for those that take values as they come, `ADAMW` for all others."""
 
     passed: bool
@@ -87,13 +87,13 @@ _TRAINED, _ON_A_LINK = "benchmarks/results/adaptive.json", "benchmarks/results/d
 _TWO_BITS = "2 bits, rounded to nearest"
 
 LOSS_BENCH = (
-    Verdict(family=BITS, setting="4 bits", optimiser=SGD, passed=True, evidence=_TRAINED),
-    Verdict(family=BITS_FEEDBACK, setting=_TWO_BITS, optimiser=SGD, passed=True, evidence=_TRAINED),
-    Verdict(family=BITS_FEEDBACK, setting=_TWO_BITS, optimiser=ADAMW, passed=False, evidence=_TRAINED),
+    Verdict(family=BITS, setting="4 bits", optimizer=SGD, passed=True, evidence=_TRAINED),
+    Verdict(family=BITS_FEEDBACK, setting=_TWO_BITS, optimizer=SGD, passed=True, evidence=_TRAINED),
+    Verdict(family=BITS_FEEDBACK, setting=_TWO_BITS, optimizer=ADAMW, passed=False, evidence=_TRAINED),
     Verdict(
-        family=BITS_SCALED, setting="3 bits in blocks of 128", optimiser=ADAMW, passed=True, evidence=_TRAINED
+        family=BITS_SCALED, setting="3 bits in blocks of 128", optimizer=ADAMW, passed=True, evidence=_TRAINED
     ),
-    Verdict(family=POWERSGD, setting="rank 4", optimiser=ADAMW, passed=False, evidence=_ON_A_LINK),
+    Verdict(family=POWERSGD, setting="rank 4", optimizer=ADAMW, passed=False, evidence=_ON_A_LINK),
 )
 """Families that were tried. One that is not here, or did not pass, is never picked."""
 
@@ -119,9 +119,9 @@ class FamilyChoice:
     reason: str
 
 
-def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimiser: str = SGD) -> frozenset[str]:
-    """The families whose loss could not be told from fp32's under an optimiser."""
-    return frozenset(v.family for v in verdicts if v.passed and v.optimiser == optimiser)
+def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimizer: str = SGD) -> frozenset[str]:
+    """The families whose loss could not be told from fp32's under an optimizer."""
+    return frozenset(v.family for v in verdicts if v.passed and v.optimizer == optimizer)
 
 
 def choose_family(

@@ -56,7 +56,7 @@ def linear(layers: Sequence[LayerOptions], budget: float) -> list[int]:
 def kmeans(layers: Sequence[LayerOptions], budget: float) -> list[int]:
     """Layers alike in size and norm share an option: as many clusters as there are options.
 
-    Which option each cluster gets is left to the dynamic programme, over a handful of clusters: ordering them
+    Which option each cluster gets is left to the dynamic program, over a handful of clusters: ordering them
     by size and norm, as is usual, says which should get fewer bits but not how many fit the budget.
     """
     members: list[list[int]] = []
@@ -140,23 +140,23 @@ def _clusters(layers: Sequence[LayerOptions], k: int) -> npt.NDArray[np.intp]:
     norm = np.log([max(layer.norm, tiny * 1e-3) for layer in layers]) - size / 2
     points = np.stack([size, norm], axis=1)
     points = (points - points.mean(axis=0)) / np.maximum(points.std(axis=0), 1e-12)
-    # From the middle outwards: every next centre is the point farthest from those there are.
-    centres = points[[int(np.square(points).sum(axis=1).argmin())]]
-    while len(centres) < min(k, len(points)):
-        distance = np.square(points[:, None] - centres).sum(axis=2).min(axis=1)
-        centres = np.concatenate([centres, points[[int(distance.argmax())]]])
+    # From the middle outwards: every next center is the point farthest from those there are.
+    centers = points[[int(np.square(points).sum(axis=1).argmin())]]
+    while len(centers) < min(k, len(points)):
+        distance = np.square(points[:, None] - centers).sum(axis=2).min(axis=1)
+        centers = np.concatenate([centers, points[[int(distance.argmax())]]])
     labels = np.zeros(len(points), dtype=np.intp)
     for _ in range(50):
-        labels = np.square(points[:, None] - centres).sum(axis=2).argmin(axis=1)
+        labels = np.square(points[:, None] - centers).sum(axis=2).argmin(axis=1)
         moved = np.stack(
             [
-                points[labels == c].mean(axis=0) if (labels == c).any() else centres[c]
-                for c in range(len(centres))
+                points[labels == c].mean(axis=0) if (labels == c).any() else centers[c]
+                for c in range(len(centers))
             ]
         )
-        if np.array_equal(moved, centres):
+        if np.array_equal(moved, centers):
             break
-        centres = moved
+        centers = moved
     return labels
 
 

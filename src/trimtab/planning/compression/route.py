@@ -30,11 +30,11 @@ class Route:
     """Of all ranks, or with `hierarchical` of the hosts."""
 
     seconds: float
-    """Modelled time of one bucket."""
+    """Modeled time of one bucket."""
 
     reason: str
     others: dict[str, float] = field(default_factory=dict)
-    """Modelled seconds of every way that was weighed, by name."""
+    """Modeled seconds of every way that was weighed, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

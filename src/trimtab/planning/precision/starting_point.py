@@ -47,7 +47,7 @@ def fastest(job: AdjustableJob, name: str, role: Lowerable) -> Chosen:
         TrimtabError: nothing fits; how much is missing.
     """
     chosen: Chosen = dict.fromkeys(role.damages, OWN)
-    for _ in range(2):  # a second time, now that the neighbours are what they will be
+    for _ in range(2):  # a second time, now that the neighbors are what they will be
         again = False
         for group in role.groups():
             best = _fastest_of(job, name, role, group[0], chosen[group[0]])

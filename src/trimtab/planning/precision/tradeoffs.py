@@ -21,7 +21,7 @@ class RankMenu:
     """One rank of a device class with so many samples."""
 
     base_s: float
-    """What a step takes until the ranks meet beside the operators that can be lowered: no optimiser."""
+    """What a step takes until the ranks meet beside the operators that can be lowered: no optimizer."""
 
     own_s: float
     """The same with those operators in the model's own precision."""

@@ -49,7 +49,7 @@ def share_batch(
     most: Sequence[int | None] | None = None,
     least: int = 1,
 ) -> tuple[int, ...]:
-    """Whole shares of `total` samples that minimise max(fixed + per_sample * share) over the ranks.
+    """Whole shares of `total` samples that minimize max(fixed + per_sample * share) over the ranks.
 
     Args:
         per_sample: for each rank the seconds a sample takes there.

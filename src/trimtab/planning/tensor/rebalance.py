@@ -1,7 +1,7 @@
 """What to do about slow tensor-parallel ranks while a job runs. Pure functions, the same on every rank.
 
 A step waits for its slowest rank. Of a slow rank's work, part can be given to others for good (*own*: weights
-and optimiser state move once), part can be computed by others for a while (*lease*: weights and gradients move
+and optimizer state move once), part can be computed by others for a while (*lease*: weights and gradients move
 in every step), and part can be left out (*resize*, the only one that changes the training). All shares are parts of
 all work of the model's units; all times are seconds of a step.
 """

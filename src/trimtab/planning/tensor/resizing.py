@@ -66,7 +66,7 @@ def pooled_counts(pools: Mapping[str, Pool], ratio: float, cap: float = _CAP) ->
     """
     check_ratio(ratio)
     names = list(pools)
-    scores = [_normalised(pools[name].scores) for name in names]
+    scores = [_normalized(pools[name].scores) for name in names]
     layer = np.repeat(np.arange(len(names)), [len(each) for each in scores])
     order = np.argsort(np.concatenate([*scores, np.empty(0)]), kind="stable")
     costs = np.array([pools[name].cost for name in names])
@@ -100,7 +100,7 @@ def choose(pool: Pool, count: int, returns: int = RETURN) -> NDArray[np.bool_]:
     return left
 
 
-def _normalised(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def _normalized(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     known = scores[~np.isnan(scores)]
     mean = known.mean() if known.size and known.mean() > 0 else 1.0
     divided: NDArray[Any] = np.where(np.isnan(scores), np.inf, scores / mean)

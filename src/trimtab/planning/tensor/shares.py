@@ -36,7 +36,7 @@ class BlockSize:
 
     units: int
     unit_bytes: float
-    """Memory one unit takes on its rank: parameters, gradients, optimiser state."""
+    """Memory one unit takes on its rank: parameters, gradients, optimizer state."""
 
 
 def water_fill(
@@ -47,7 +47,7 @@ def water_fill(
     most: Sequence[int | None] | None = None,
     multiple: int = 1,
 ) -> Shares:
-    """Share `units` so that the last rank ends first: minimise max(fixed + per_unit * count).
+    """Share `units` so that the last rank ends first: minimize max(fixed + per_unit * count).
 
     Args:
         per_unit: for each rank the seconds one unit takes there; infinite for a rank that shall have none.

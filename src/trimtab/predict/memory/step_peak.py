@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.workload import Workload
 
-OptimiserName = Literal["sgd", "momentum", "adam", "adam_fused"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adam_fused"]
 
 STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adam_fused": 2}
-"""Tensors of a parameter's size that an optimiser keeps for it."""
+"""Tensors of a parameter's size that an optimizer keeps for it."""
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ class Memory:
     parameters: int
     buffers: int
     gradients: int
-    optimiser: int
+    optimizer: int
     buckets: int
     """DDP's own copies of the gradients."""
 
@@ -56,7 +56,7 @@ class Memory:
     peak: int
     """The most that is allocated at any moment of a step (all but the first, which has less)."""
 
-    phase: Literal["forward", "backward", "optimiser"]
+    phase: Literal["forward", "backward", "optimizer"]
     operator: str
     """Where the peak is."""
 
@@ -71,7 +71,7 @@ def step_memory(
     precisions: Mapping[str, str] | None = None,
     *,
     kind: DeviceKind = "cpu",
-    optimiser: OptimiserName = "adam",
+    optimizer: OptimizerName = "adam",
     data_parallel: bool = False,
     bits: int | None = None,
     world: int = 1,
@@ -81,7 +81,7 @@ def step_memory(
 
     Args:
         precisions: of operators, by the name that sets each (not patterns: see `settings.matched`).
-        optimiser: "adam" is torch's default form, which on a GPU needs the parameters' size once more while
+        optimizer: "adam" is torch's default form, which on a GPU needs the parameters' size once more while
             it runs; "adam_fused" does not.
         data_parallel: under DDP, which holds every gradient a second time in its buckets.
         bits: of compressed gradients, among `world` ranks.
@@ -92,24 +92,24 @@ def step_memory(
     if workspace is None:
         # The thread that runs backward has one of its own.
         workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
-    state = STATES[optimiser] * held.trainable
+    state = STATES[optimizer] * held.trainable
     buckets = sum(b.nbytes for b in workload.buckets) if data_parallel else 0
     codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, bits)) if bits else 0
     base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
     step = StepMemory(workload, precisions or {}, kind, rounding)
     step.run()
-    temporary = _temporary(optimiser, kind, held)
-    moments: list[tuple[int, Literal["forward", "backward", "optimiser"], str]] = [
+    temporary = _temporary(optimizer, kind, held)
+    moments: list[tuple[int, Literal["forward", "backward", "optimizer"], str]] = [
         (step.forward_peak, "forward", step.forward_at),
         (step.backward_peak, "backward", step.backward_at),
-        (held.trainable + temporary, "optimiser", optimiser),
+        (held.trainable + temporary, "optimizer", optimizer),
     ]
     peak, phase, operator = max(moments, key=lambda moment: moment[0])
     return Memory(
         parameters=held.parameters,
         buffers=held.buffers,
         gradients=held.trainable,
-        optimiser=state,
+        optimizer=state,
         buckets=buckets,
         codec=codec,
         workspace=workspace,
@@ -143,10 +143,10 @@ def _codec_buffers(payload: int, world: int) -> int:
     return payload * (3 * world - 1) // world
 
 
-def _temporary(optimiser: OptimiserName, kind: DeviceKind, held: _Held) -> int:
-    """What the optimiser needs while it runs: on a GPU torch's Adam works on all parameters at once."""
-    if optimiser == "adam_fused":
+def _temporary(optimizer: OptimizerName, kind: DeviceKind, held: _Held) -> int:
+    """What the optimizer needs while it runs: on a GPU torch's Adam works on all parameters at once."""
+    if optimizer == "adam_fused":
         return 0
-    if optimiser == "adam":
+    if optimizer == "adam":
         return held.trainable if kind == "cuda" else 2 * held.largest
     return 0

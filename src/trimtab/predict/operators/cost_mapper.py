@@ -64,7 +64,7 @@ class CostMapper:
         Args:
             precisions: by pattern, as `trimtab.set_precision` takes them.
             results: what operators give; "input" describes `trimtab.precision`.
-            naive: leave out casts and neighbours, as simpler predictors do. For comparison.
+            naive: leave out casts and neighbors, as simpler predictors do. For comparison.
 
         Raises:
             TrimtabError: naming the first operator, or cast, that was not measured.

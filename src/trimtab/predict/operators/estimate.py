@@ -1,7 +1,7 @@
 """Devices that are not at hand: a measured device's times, scaled to what a maker prints of another.
 
 The measured device's own rates are read off its operators: the fastest product in each precision, and the bytes
-that its optimiser moves. The other device is taken to reach a usual part of its datasheet's rates. Products
+that its optimizer moves. The other device is taken to reach a usual part of its datasheet's rates. Products
 go by the rate of their precision, all else by memory bandwidth. It is an estimate, marked as one.
 """
 
@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trimtab.cluster.catalog import CATALOGUE, KnownDevice, lookup
+from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup
 from trimtab.cluster.profile import CodecTime, DeviceProfile, Line, OperatorTime, Profile
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.costs import OperatorKey
@@ -35,7 +35,7 @@ def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
     """The profile with an estimate for every device class that was not measured.
 
     Raises:
-        TrimtabError: a class that is in no catalogue, or nothing measured to scale from.
+        TrimtabError: a class that is in no catalog, or nothing measured to scale from.
     """
     devices = dict(profile.devices)
     for name, device in cluster.devices.items():
@@ -45,13 +45,13 @@ def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
 
 
 def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) -> DeviceProfile:
-    """The times of a device class that the catalogue knows, scaled from a measured one."""
+    """The times of a device class that the catalog knows, scaled from a measured one."""
     known = known_as(name, device)
     if known is None:
         raise TrimtabError(
             f"device class {name!r} was not measured, and its `model` ({device.model or 'none'}) is not in the "
-            f"catalogue; run `trimtab probe` on one, or give it a model such as "
-            f"{', '.join(d.model for d in CATALOGUE[:4])}"
+            f"catalog; run `trimtab probe` on one, or give it a model such as "
+            f"{', '.join(d.model for d in CATALOG[:4])}"
         )
     for title, profile in measured.items():
         own = rates(profile)
@@ -77,7 +77,7 @@ def rates(profile: DeviceProfile) -> dict[str, float]:
 
 
 def known_as(name: str, device: Device) -> KnownDevice | None:
-    """The catalogue's entry of a device class: by its model, or else by the class's own name."""
+    """The catalog's entry of a device class: by its model, or else by the class's own name."""
     return lookup(device.model) if device.model else lookup(re.sub(r"[-_]", " ", name).upper())
 
 

@@ -3,7 +3,7 @@
 Facts about the implementation, as plain arithmetic on shapes; tests hold them against the implementation.
 
 - Values leave in the type they arrived in (autocast's, where that is on). So under `set_precision` no
-  neighbour ever changes its type.
+  neighbor ever changes its type.
 - The operands of x and w are made inside: int8 and fp8 by a fused quantize, half types by a cast; the
   product of codes is scaled back in its epilogue, that of half types is cast back.
 - Backward turns the arriving gradient into operands (int8 once for each of its two products), makes the

@@ -37,7 +37,7 @@ class Measured:
         if found is None:
             raise TrimtabError(
                 f"device class {name!r} was not measured, and no datasheet is known for it; run `trimtab probe` on one "
-                f"and merge its file, or give the class a `model` of the catalogue. Measured: "
+                f"and merge its file, or give the class a `model` of the catalog. Measured: "
                 f"{', '.join(self.profile.devices) or 'none'}"
             )
         return found

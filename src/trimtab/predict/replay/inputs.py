@@ -33,7 +33,7 @@ class RoleWork:
     segments: tuple[ComputeSegment, ...]
     """Forward, then backward, in the order of the stream."""
 
-    optimiser_s: float = 0.0
+    optimizer_s: float = 0.0
     """From the last average to the end of the step."""
 
     local: tuple[tuple[float, ...], ...] = ()

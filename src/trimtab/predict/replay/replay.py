@@ -105,7 +105,7 @@ class _Replay:
                 name=role.name,
                 ranks=role.ranks,
                 compute_s=self.computed[r],
-                own_s=sum(run[0] for run in self.runs[r]) + role.optimiser_s,
+                own_s=sum(run[0] for run in self.runs[r]) + role.optimizer_s,
                 wait_s=self.waited[r],
                 end_s=self.ended[r],
             )
@@ -163,19 +163,19 @@ class _Replay:
         elif index == len(runs):
             self.waited_from[role] = self.now
             if self.unfinished[role] == 0:
-                self._optimise(role, cause)
+                self._optimize(role, cause)
 
-    def _optimise(self, role: int, cause: int | None) -> None:
+    def _optimize(self, role: int, cause: int | None) -> None:
         self.waited[role] = self.now - self.waited_from[role]
         task = _Task(
             "compute",
             role,
             len(self.runs[role]),
             0,
-            self.roles[role].optimiser_s,
+            self.roles[role].optimizer_s,
             1.0,
-            "optimiser",
-            "optimiser",
+            "optimizer",
+            "optimizer",
         )
         self._start(task, cause)
 
@@ -209,7 +209,7 @@ class _Replay:
         role = task.role
         assert role is not None
         self.computed[role] += self.now - task.start
-        if task.phase == "optimiser":
+        if task.phase == "optimizer":
             self.ended[role] = self.now
             return
         ready = self.runs[role][task.bucket][1]
@@ -252,7 +252,7 @@ class _Replay:
         else:
             self.unfinished[role] -= 1
             if self.unfinished[role] == 0 and self.at[role] == len(self.runs[role]):
-                self._optimise(role, index)
+                self._optimize(role, index)
 
     def _transfer_may_start(self, bucket: int, stage: int, cause: int) -> None:
         needs = self.transfer_needs[bucket]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Lane = Literal["compute", "codec", "wire"]
-PHASES = ("forward", "backward", "codec", "wire", "optimiser")
+PHASES = ("forward", "backward", "codec", "wire", "optimizer")
 """What the time of a step is told apart into."""
 
 
@@ -40,7 +40,7 @@ class RoleTime:
     name: str
     ranks: int
     compute_s: float
-    """Forward, backward and optimiser, with what runs beside them taken into account."""
+    """Forward, backward and optimizer, with what runs beside them taken into account."""
 
     own_s: float
     """The same with the device to itself."""
@@ -51,7 +51,7 @@ class RoleTime:
     end_s: float
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The part of the step in which the device works on the model."""
         return self.own_s / self.end_s if self.end_s else 0.0
 

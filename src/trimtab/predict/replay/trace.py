@@ -44,7 +44,7 @@ def save_trace(path: str | Path, timeline: Timeline, roles: Sequence[RoleWork] =
 
 def _operators(index: int, role: RoleWork, timeline: Timeline) -> list[dict[str, Any]]:
     """Operators inside the compute_runs of a compute lane, at the speed each stretch had then."""
-    lane = [s for s in timeline.spans if s.role == index and s.lane == "compute" and s.phase != "optimiser"]
+    lane = [s for s in timeline.spans if s.role == index and s.lane == "compute" and s.phase != "optimizer"]
     work, times = [0.0], [0.0]
     for span in lane:
         before = work[-1]
