@@ -14,7 +14,7 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.calibrate import Refresh, calibrate
-from trimtab.measure.damage.dry_run import Trial
+from trimtab.measure.damage.dry_run import DryRun
 from trimtab.measure.damage.indicators import gradient_damage
 
 
@@ -102,8 +102,8 @@ def test_a_memory_that_is_no_weight_is_refused() -> None:
 
 def test_sources_follow_what_the_operators_round() -> None:
     model, batches = make()
-    with Trial(model, batches, loss, 0) as trial:
-        sources = calibrate(trial, ["bf16", "int8", "fp32"])
+    with DryRun(model, batches, loss, 0) as dry_run:
+        sources = calibrate(dry_run, ["bf16", "int8", "fp32"])
     # The first layer's input has no gradient, one layer has no bias; int8 rounds the gradient for each product.
     assert set(sources["conv1"]["int8"]) == {"x", "w", "gy for w"}
     assert set(sources["conv2"]["int8"]) == {"x", "w", "gy for x", "gy for w"}
@@ -122,8 +122,8 @@ def test_gains_are_exact_where_the_loss_is_quadratic() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 64, bias=False)
     x = torch.randn(16, 8)
-    with Trial(model, [(x,)], lambda y: 0.5 * y.square().sum(), 0) as trial:
-        found = calibrate(trial, ["int8"], probes=8)[""]["int8"]["w"]
+    with DryRun(model, [(x,)], lambda y: 0.5 * y.square().sum(), 0) as dry_run:
+        found = calibrate(dry_run, ["int8"], probes=8)[""]["int8"]["w"]
     w = model.weight.detach()
     outer = x.t() @ x
     # Every element has about the same error here; what it does is the mean of ‖row of x xᵀ‖².

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
-from trimtab.measure.damage.dry_run import Trial
+from trimtab.measure.damage.dry_run import DryRun
 from trimtab.measure.damage.indicators import INDICATORS, gradient_damage, measure
 from trimtab.precision.setting import precisions_of
 from trimtab.precision_names import Precision
@@ -107,11 +107,11 @@ def test_damages_of_operators_add_up() -> None:
     found = gradient_damage(model, batches, loss, precisions=["int8"])
     names = ["conv1", "conv2", "up"]
     together = []
-    with Trial(model, batches, loss, 0) as trial:
-        plain = trial.gradient(0)[1]
+    with DryRun(model, batches, loss, 0) as dry_run:
+        plain = dry_run.gradient(0)[1]
         for seed in range(24):
             set_precision(model, dict.fromkeys(names, "int8"), seed=seed)
-            error = sum(float((g - plain[n]).square().sum()) for n, g in trial.gradient(0)[1].items())
+            error = sum(float((g - plain[n]).square().sum()) for n, g in dry_run.gradient(0)[1].items())
             together.append(error / sum(float(g.square().sum()) for g in plain.values()))
     alone = gradient_damage(model, batches[:1], loss, precisions=["int8"])
     assert sum(together) / 24 == pytest.approx(sum(alone[name]["int8"] for name in names), rel=0.5)
@@ -176,11 +176,11 @@ def test_the_model_is_left_exactly_as_it_was(indicator: str, training: bool) -> 
 
 def test_dropout_drops_the_same_in_every_pass() -> None:
     model, batches = make()
-    with Trial(model, batches, loss, 0) as trial:
-        first, again, other = (trial.gradient(b)[0] for b in (0, 0, 1))
+    with DryRun(model, batches, loss, 0) as dry_run:
+        first, again, other = (dry_run.gradient(b)[0] for b in (0, 0, 1))
         assert first == again != other
-    with Trial(model, batches, loss, 1) as trial:
-        assert trial.gradient(0)[0] != first
+    with DryRun(model, batches, loss, 1) as dry_run:
+        assert dry_run.gradient(0)[0] != first
 
 
 @pytest.mark.parametrize("indicator", ["variance", "measured"])
@@ -256,8 +256,8 @@ def test_operators_before_the_first_that_learns() -> None:
 
 def test_the_loss_is_measured_too() -> None:
     model, batches = make()
-    with Trial(model, batches, loss, 0) as trial:
-        changes = measure(trial, ["bf16", "int8"], draws=2)
+    with DryRun(model, batches, loss, 0) as dry_run:
+        changes = measure(dry_run, ["bf16", "int8"], draws=2)
     assert all(0 < change.loss < 0.1 for by in changes.values() for change in by.values())
 
 
@@ -305,10 +305,10 @@ class Restless(nn.Module):
         ({"indicator": "best"}, "there is no indicator 'best'; choose variance"),
         ({"precisions": ["int4"]}, "there is no precision 'int4'"),
         ({"batches": []}, "there are no batches"),
-        ({"loss": None}, "no scalar loss; pass loss="),
+        ({"loss": None}, "not a scalar loss; pass loss="),
         ({"loss": lambda _: torch.ones(())}, "does not depend on any parameter"),
         ({"model": nn.Flatten()}, "no parameter of this model needs a gradient"),
-        ({"model": nn.Linear(4, 4, device="meta")}, "not all here"),
+        ({"model": nn.Linear(4, 4, device="meta")}, "not all parameters"),
         ({"model": torch.compile(nn.Linear(4, 4))}, "compiled"),
     ],
 )
@@ -326,7 +326,7 @@ def test_mistakes_are_explained(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_that_chooses_its_way_by_the_values_is_refused() -> None:
-    with pytest.raises(TrimtabError, match="layer is given other shapes when the weights move a little"):
+    with pytest.raises(TrimtabError, match="shapes in layer change when the weights move a little"):
         gradient_damage(Restless(), [(torch.randn(9, 4),)], precisions=["int8"])
 
 

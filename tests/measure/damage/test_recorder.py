@@ -1,4 +1,4 @@
-"""What is seen of a model's operators is what autograd computes, and nothing stays behind."""
+"""What is call of a model's operators is what autograd computes, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.measure.damage.recorder import Watch
+from trimtab.measure.damage.recorder import Recorder
 
 
 class Twice(nn.Module):
@@ -51,43 +51,43 @@ def test_every_call_is_seen_with_its_own_gradients() -> None:
     torch.manual_seed(0)
     model = Twice()
     plain = torch.autograd.grad(model(ids()), list(model.shared.parameters()))
-    with Watch(model) as watch:
+    with Recorder(model) as recorder:
         model(ids()).backward()
-    assert [seen.name for seen in watch.calls] == ["tokens", "mix/attention", "shared", "shared", "head"]
-    first, second = watch.calls[2:4]
+    assert [call.name for call in recorder.calls] == ["tokens", "mix/attention", "shared", "shared", "head"]
+    first, second = recorder.calls[2:4]
     weight = torch.zeros_like(plain[0])
-    for seen in (first, second):
-        assert seen.result_grad is not None
-        assert seen.operand_grads[0] is not None
-        torch.testing.assert_close(seen.operand_grads[0], seen.result_grad @ model.shared.weight)
+    for call in (first, second):
+        assert call.result_grad is not None
+        assert call.operand_grads[0] is not None
+        torch.testing.assert_close(call.operand_grads[0], call.result_grad @ model.shared.weight)
         # As it was before the activation changed it in place.
-        torch.testing.assert_close(seen.result, F.linear(seen.operands[0], seen.weight, seen.bias))  # type: ignore[arg-type]
-        weight += seen.result_grad.flatten(0, 1).t() @ seen.operands[0].flatten(0, 1)
+        torch.testing.assert_close(call.result, F.linear(call.operands[0], call.weight, call.bias))  # type: ignore[arg-type]
+        weight += call.result_grad.flatten(0, 1).t() @ call.operands[0].flatten(0, 1)
     torch.testing.assert_close(weight, plain[0])
     assert model.shared.weight.grad is not None
     torch.testing.assert_close(model.shared.weight.grad, plain[0])
-    attention = watch.calls[1]
+    attention = recorder.calls[1]
     assert len(attention.operands) == 3  # the mask is none
     # One tensor three times: the gradients of the three uses are told apart, and add up.
     total = sum(g for g in attention.operand_grads if g is not None)
     assert isinstance(total, torch.Tensor)
-    torch.testing.assert_close(total.squeeze(1), watch.calls[0].result_grad)
+    torch.testing.assert_close(total.squeeze(1), recorder.calls[0].result_grad)
     assert hooks(model) == 0
 
 
 def test_a_gradient_that_training_does_not_need_is_given_when_asked_for() -> None:
     model = nn.Linear(4, 3)
     x = torch.randn(2, 4)
-    with Watch(model) as watch:
+    with Recorder(model) as recorder:
         model(x).sum().backward()
-    assert watch.calls[0].operand_grads == [None]
-    with Watch(model, every=True) as watch:
+    assert recorder.calls[0].operand_grads == [None]
+    with Recorder(model, every=True) as recorder:
         loss = model(x).sum()
-        torch.autograd.grad(loss, [*model.parameters(), *watch.leaves])
-    (grad,) = watch.calls[0].operand_grads
+        torch.autograd.grad(loss, [*model.parameters(), *recorder.leaves])
+    (grad,) = recorder.calls[0].operand_grads
     assert grad is not None
     torch.testing.assert_close(grad, model.weight.sum(0).expand(2, 4))
-    assert watch.calls[0].wanted == [False]
+    assert recorder.calls[0].wanted == [False]
 
 
 def test_recomputation_is_not_seen_as_another_call() -> None:
@@ -103,21 +103,21 @@ def test_recomputation_is_not_seen_as_another_call() -> None:
 
     model = Checkpointed()
     for every in (False, True):
-        with Watch(model, every=every) as watch:
-            torch.autograd.grad(model(torch.randn(2, 4)).sum(), [*model.parameters(), *watch.leaves])
-        (seen,) = watch.calls
-        assert seen.result_grad is not None
+        with Recorder(model, every=every) as recorder:
+            torch.autograd.grad(model(torch.randn(2, 4)).sum(), [*model.parameters(), *recorder.leaves])
+        (call,) = recorder.calls
+        assert call.result_grad is not None
 
 
 def test_hooks_go_when_the_model_fails() -> None:
     model = Twice()
-    with pytest.raises(IndexError), Watch(model):
+    with pytest.raises(IndexError), Recorder(model):
         model(torch.full((1, 2), 99))
     assert hooks(model) == 0
 
 
 def test_without_gradients_nothing_is_kept() -> None:
     model = Twice()
-    with torch.no_grad(), Watch(model) as watch:
+    with torch.no_grad(), Recorder(model) as recorder:
         model(ids())
-    assert watch.calls == []
+    assert recorder.calls == []

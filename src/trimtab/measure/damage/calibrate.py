@@ -1,4 +1,4 @@
-"""How a model's gradient responds to roundings in its operators: found in a few passes, followed while training."""
+"""How a model's gradient responds to rounding in its operators: calibrated in a few passes, updated in training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.measure.damage.dry_run import Trial
-from trimtab.measure.damage.noise_sources import Shaped, errors, responses, shaped
-from trimtab.measure.damage.recorder import Seen, Watch
+from trimtab.measure.damage.dry_run import DryRun
+from trimtab.measure.damage.noise_sources import CallMatrices, as_matrices, errors, responses
+from trimtab.measure.damage.recorder import OperatorCall, Recorder
 from trimtab.precision.products import tf32_products
 from trimtab.precision_names import OPERATOR_PRECISIONS
 from trimtab.predict.damage import Damage, Source, Sources, damage_of
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     """Operator, precision, source."""
 
 MOVE = 3e-3
-"""How far each parameter moves, over the root mean square of all matrices: about what rounding does. Much less,
-and the corners of ReLUs would count for more than roundings find of them."""
+"""How far each parameter moves, relative to the root mean square of all matrices: about as far as rounding moves it.
+With much smaller steps the corners of ReLUs would weigh more than they do under rounding."""
 
 
 class Refresh:
-    """Damage that follows a model while it trains.
+    """The damage of each precision, updated while the model trains.
 
-    Gains are found once, by `calibrate`. Errors are looked at again in any step that is run inside ``with
-    refresh.step():``, which costs hooks and some arithmetic for that one step and nothing for the others. Ranks
-    do not talk: each one follows its own batches.
+    Gains are measured once, by `calibrate`. Errors are measured again in any step that runs inside ``with
+    refresh.step():``, which costs hooks and some arithmetic in that step and nothing in others. Ranks do not
+    communicate: each one measures its own batches.
 
     Args:
-        model: as it is trained; DDP around it does not matter, and operators may be lowered already.
-        batches: as `gradient_damage` takes them, as `loss`, `precisions` and `seed`.
-        memory: the weight of what was known before against a new step.
+        model: the model that is trained, with or without DDP; operators may already be in lower precision.
+        batches: as for `gradient_damage`, like `loss`, `precisions` and `seed`.
+        memory: weight of earlier errors against those of a new step.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Refresh:
         memory: float = 0.8,
     ) -> None:
         if not 0 <= memory < 1:
-            raise TrimtabError(f"Refresh: memory is at least 0 and less than 1; got {memory}")
-        with Trial(model, batches, loss, seed) as trial:
-            self.sources = calibrate(trial, precisions)
-            self._model = trial.model
+            raise TrimtabError(f"Refresh: memory must be at least 0 and less than 1; got {memory}")
+        with DryRun(model, batches, loss, seed) as dry_run:
+            self.sources = calibrate(dry_run, precisions)
+            self._model = dry_run.model
         self._precisions = tuple(precisions)
         self._memory = memory
 
     @property
     def damage(self) -> Damage:
-        """As of the last step that was looked at."""
+        """As of the last measured step."""
         return damage_of(self.sources)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Look at the forward and backward passes that run inside; leave the optimiser's step outside or inside."""
-        with Watch(self._model) as watch:
+        """Measure the forward and backward passes that run inside; the optimizer may step inside or outside."""
+        with Recorder(self._model) as recorder:
             yield
         sums: dict[Key, torch.Tensor] = {}
-        for seen in _finished(watch.calls):
-            call = shaped(seen)
+        for recorded in _finished(recorder.calls):
+            call = as_matrices(recorded)
             for precision in _applicable(call, self._precisions):
                 for source, rounded, error in errors(call, precision):
                     pair = torch.stack([error.sum(), call.tensors[rounded].square().sum()]).double()
@@ -84,46 +84,46 @@ class Refresh:
         for (name, precision, source), pair in sums.items():
             old = self.sources.get(name, {}).get(precision, {}).get(source)
             error, size = pair.tolist()
-            # What a lowered operator gives is rounded already: its error there can no longer be seen.
+            # The result of a lowered operator is already rounded: its error can no longer be measured.
             if old is None or not error > 0 or not math.isfinite(error / size):
                 continue
             new = self._memory * old.error + (1 - self._memory) * error / size
             self.sources[name][precision][source] = replace(old, error=new)
 
 
-def calibrate(trial: Trial, precisions: Sequence[str], *, probes: int = 1) -> Sources:
+def calibrate(dry_run: DryRun, precisions: Sequence[str], *, probes: int = 1) -> Sources:
     """Errors and gains of every operator that is called.
 
-    Of each batch: one pass where the parameters are, and `probes` where they are after small random steps, all
+    For each batch it runs one pass at the current parameters and `probes` passes after small random steps, all
     without autocast.
 
     Raises:
         TrimtabError: the gradient of no batch is finite.
     """
     parts: dict[Key, list[torch.Tensor]] = defaultdict(list)
-    length = length_of(trial)
-    for batch in range(len(trial.batches)):
-        squared, before = _watched(trial, batch, None)
+    length = step_length(dry_run)
+    for batch in range(len(dry_run.batches)):
+        squared, before = _recorded(dry_run, batch, None)
         if not 0 < squared < math.inf:
             continue
         # Divided by the gradient's size, by way of a power of two that changes no rounding.
         scale = math.ldexp(1.0, -math.frexp(math.sqrt(squared))[1])
-        here = [shaped(seen, scale) for seen in before]
+        here = [as_matrices(call, scale) for call in before]
         for probe in range(probes):
-            moved = moved_by(trial, stream(trial.seed, batch, probe, 1), length)
-            other, after = _watched(trial, batch, moved)
+            moved = random_step(dry_run, stream(dry_run.seed, batch, probe, 1), length)
+            other, after = _recorded(dry_run, batch, moved)
             if not math.isfinite(other):
                 continue
-            there = [shaped(seen, scale) for seen in after]
+            there = [as_matrices(call, scale) for call in after]
             for key, sums in _contributions(here, there, length, precisions).items():
                 parts[key].append(sums.double() / sums.new_tensor([squared * scale * scale, 1, 1]))
     if not parts:
         raise TrimtabError(
-            "damage: the gradient of every batch is zero or not finite; nothing can be told from it"
+            "damage: the gradient of every batch is zero or not finite, so nothing can be measured"
         )
     sources: Sources = {}
-    for (name, precision, source), found in parts.items():
-        hurt, error, size = torch.stack(found).mean(0).tolist()
+    for (name, precision, source), sums_by_pass in parts.items():
+        hurt, error, size = torch.stack(sums_by_pass).mean(0).tolist()
         sources.setdefault(name, {}).setdefault(precision, {})[source] = _source(hurt, error, size)
     return sources
 
@@ -135,74 +135,78 @@ def _source(hurt: float, error: float, size: float) -> Source:
     return Source(error=relative, gain=hurt / relative if relative else 0.0)
 
 
-def _watched(trial: Trial, batch: int, moved: Mapping[str, torch.Tensor] | None) -> tuple[float, list[Seen]]:
-    """The gradient's squared length (NaN where the loss is), and the calls that it came through."""
-    # Small differences are wanted, so fp32 is to be fp32.
+def _recorded(
+    dry_run: DryRun, batch: int, moved: Mapping[str, torch.Tensor] | None
+) -> tuple[float, list[OperatorCall]]:
+    """The gradient's squared norm (NaN if the loss is), and the calls that it passed through."""
+    # Small differences matter here, so fp32 must be fp32.
     with (
-        Watch(trial.model, every=True) as watch,
+        Recorder(dry_run.model, every=True) as recorder,
         tf32_products(False),
-        torch.autocast(trial.device.type, enabled=False),
+        torch.autocast(dry_run.device.type, enabled=False),
     ):
-        loss, gradient = trial.gradient(batch, moved=moved, leaves=watch.leaves)
+        loss, gradient = dry_run.gradient(batch, moved=moved, leaves=recorder.leaves)
     squared = sum(float(g.double().square().sum()) for g in gradient.values())
-    return squared + 0.0 * float(loss), _finished(watch.calls)
+    return squared + 0.0 * float(loss), _finished(recorder.calls)
 
 
-def _finished(calls: Sequence[Seen]) -> list[Seen]:
-    """Those that a gradient came back to."""
-    return [seen for seen in calls if seen.result_grad is not None]
+def _finished(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
+    """The calls that a gradient reached."""
+    return [call for call in calls if call.result_grad is not None]
 
 
-def _applicable(call: Shaped, precisions: Sequence[str]) -> list[str]:
+def _applicable(call: CallMatrices, precisions: Sequence[str]) -> list[str]:
     return [name for name in precisions if name in OPERATOR_PRECISIONS[call.kind] and name != "fp32"]
 
 
 def _contributions(
-    before: Sequence[Shaped], after: Sequence[Shaped], length: float, precisions: Sequence[str]
+    before: Sequence[CallMatrices], after: Sequence[CallMatrices], length: float, precisions: Sequence[str]
 ) -> dict[Key, torch.Tensor]:
-    """By source: squared error of the gradient, squared error of the source, and its squared size."""
+    """By source: squared error of the gradient, squared error of the source, and the source's squared norm."""
     if [call.name for call in before] != [call.name for call in after]:
         raise TrimtabError(
-            "damage: the model makes other calls when its weights move a little: it chooses its way by the values. "
+            "damage: the model makes other calls when its weights move a little: its control flow depends on values. "
             "Use indicator='measured'"
         )
-    answers = [responses(a, b, length) for a, b in zip(before, after, strict=True)]
-    together: dict[tuple[str, str], torch.Tensor] = {}
-    for call, answer in zip(before, answers, strict=True):
+    call_responses = [responses(a, b, length) for a, b in zip(before, after, strict=True)]
+    shared: dict[tuple[str, str], torch.Tensor] = {}
+    for call, own_responses in zip(before, call_responses, strict=True):
         for source in ("w", "b"):
-            if source in answer:
-                own = together.get((call.name, source))
-                together[call.name, source] = answer[source] if own is None else own + answer[source]
-    found: dict[Key, torch.Tensor] = {}
-    for call, answer in zip(before, answers, strict=True):
+            if source in own_responses:
+                own = shared.get((call.name, source))
+                shared[call.name, source] = (
+                    own_responses[source] if own is None else own + own_responses[source]
+                )
+    totals: dict[Key, torch.Tensor] = {}
+    for call, own_responses in zip(before, call_responses, strict=True):
         for precision in _applicable(call, precisions):
             for source, rounded, error in errors(call, precision):
                 key = call.name, precision, source
-                # A weight is rounded alike in every call: one error, to which all of them respond together.
-                response = together.get((call.name, source))
-                if response is not None and key in found:
+                # A weight is rounded the same way in every call: one error, to which all calls respond.
+                response = shared.get((call.name, source))
+                if response is not None and key in totals:
                     continue
-                response = answer[source] if response is None else response
+                response = own_responses[source] if response is None else response
                 hurt = (error * response.square()).sum()
                 sums = torch.stack([hurt, error.sum(), call.tensors[rounded].square().sum()])
-                found[key] = found[key] + sums if key in found else sums
-    return found
+                totals[key] = totals[key] + sums if key in totals else sums
+    return totals
 
 
-def moved_by(trial: Trial, seed: int, length: float) -> dict[str, torch.Tensor]:
-    """Every parameter a step up or down, at random."""
-    generator = torch.Generator(trial.device).manual_seed(seed & 0x7FFFFFFF)
+def random_step(dry_run: DryRun, seed: int, length: float) -> dict[str, torch.Tensor]:
+    """Every parameter moved up or down at random."""
+    generator = torch.Generator(dry_run.device).manual_seed(seed & 0x7FFFFFFF)
     moved = {}
-    for name, parameter in trial.parameters.items():
-        up = torch.randint(0, 2, parameter.shape, generator=generator, device=trial.device)
+    for name, parameter in dry_run.parameters.items():
+        up = torch.randint(0, 2, parameter.shape, generator=generator, device=dry_run.device)
         moved[name] = parameter.detach() + (length * (2 * up - 1)).to(parameter)
     return moved
 
 
-def length_of(trial: Trial) -> float:
-    """Of such a step, for each parameter."""
-    matrices = [p for p in trial.parameters.values() if p.dim() > 1] or list(trial.parameters.values())
+def step_length(dry_run: DryRun) -> float:
+    """How far `random_step` moves each parameter."""
+    matrices = [p for p in dry_run.parameters.values() if p.dim() > 1] or list(dry_run.parameters.values())
     squared = sum(float(p.detach().double().square().sum()) for p in matrices)
     size = math.sqrt(squared / max(1, sum(p.numel() for p in matrices))) or 1.0
-    # In a half type a step must be seen beside the parameter.
+    # In a half type the step must be large enough to change the parameter.
     return size * max(MOVE, *(16 * torch.finfo(p.dtype).eps for p in matrices))

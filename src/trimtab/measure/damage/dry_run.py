@@ -1,4 +1,4 @@
-"""Forward and backward of a model on given batches, from which the model comes back exactly as it was."""
+"""Forward and backward passes of a model that leave the model exactly as it was."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     Loss = Callable[[Any], torch.Tensor]
 
 
-class Trial:
-    """A model and the batches it is tried on. Use it inside `with`: there the model has its own precision."""
+class DryRun:
+    """A model and the batches to run it on. Inside `with` the model computes in its own precision."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], loss: Loss | None, seed: int) -> None:
         if hasattr(model, "_orig_mod"):
-            raise TrimtabError("damage: this model is compiled; give the model from before torch.compile")
+            raise TrimtabError("damage: this model is compiled; pass the model before torch.compile")
         if not batches:
-            raise TrimtabError("damage: there are no batches; give at least one, as the model is called with")
+            raise TrimtabError(
+                "damage: there are no batches; pass at least one, as the model is called with it"
+            )
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self.parameters:
@@ -38,7 +40,7 @@ class Trial:
         self.device = next(iter(self.parameters.values())).device
         if self.device.type == "meta" or any(hasattr(p, "device_mesh") for p in self.parameters.values()):
             raise TrimtabError(
-                "damage: this model's parameters are not all here (on the meta device, or sharded); give the whole "
+                "damage: not all parameters of this model are on this rank (meta device, or sharded); pass the whole "
                 "model before it is sharded"
             )
         self.batches = list(batches)
@@ -52,25 +54,25 @@ class Trial:
         moved: Mapping[str, torch.Tensor] | None = None,
         leaves: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss on a batch and the gradient by parameter, with the same dropout every time.
+        """The loss of a batch and the gradient by parameter, with the same dropout every time.
 
         Args:
-            moved: values for parameters instead of their own.
-            leaves: filled during forward by hooks: tensors that backward must reach too.
+            moved: values to use instead of the parameters' own.
+            leaves: further tensors that need gradients; hooks fill it during forward.
         """
         values = {n: (moved or {}).get(n, p).detach().requires_grad_() for n, p in self.parameters.items()}
         with self._same_random_numbers(batch), self._swapped(values), torch.enable_grad():
             loss = self._forward(self.batches[batch])
-            found = torch.autograd.grad(loss, [*values.values(), *leaves], allow_unused=True)
+            results = torch.autograd.grad(loss, [*values.values(), *leaves], allow_unused=True)
         torch.clear_autocast_cache()
         grads = {
             n: torch.zeros_like(v) if g is None else g
-            for (n, v), g in zip(values.items(), found, strict=False)
+            for (n, v), g in zip(values.items(), results, strict=False)
         }
         return loss.detach(), grads
 
     def own_precision(self, name: str) -> str:
-        """What an operator computes in now: its parameters' type, or the one that autocast lowers it to."""
+        """The current precision of an operator: its parameters' dtype, or autocast's."""
         module = self.model.get_submodule(name.removesuffix(ATTENTION))
         dtype = next((p.dtype for p in module.parameters()), torch.float32)
         lowers = torch.is_autocast_enabled(self.device.type) and not isinstance(module, torch.nn.Embedding)
@@ -89,8 +91,8 @@ class Trial:
         loss = getattr(result, "loss", result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TrimtabError(
-                f"damage: the model gives {type(result).__name__} and no scalar loss; pass loss=, which makes "
-                "one of what the model returns"
+                f"damage: the model returns {type(result).__name__}, not a scalar loss; pass loss=, which computes "
+                "one from it"
             )
         if not loss.requires_grad:
             raise TrimtabError("damage: the loss does not depend on any parameter that needs a gradient")
@@ -116,7 +118,7 @@ class Trial:
 
     @contextmanager
     def _swapped(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The model with these parameters and copies of its buffers, also while backward recomputes."""
+        """The model with these parameters and copies of its buffers, also while backward recomputes activations."""
         by_id: dict[int, torch.Tensor] = {id(p): values[n] for n, p in self.parameters.items()}
         by_id |= {id(b): b.clone() for b in self.model.buffers()}
         kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -134,7 +136,7 @@ class Trial:
             for held, name, tensor in kept:
                 held[name] = tensor
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> DryRun:
         self._lowered = [
             (m, m.__dict__["forward"])
             for m in self.model.modules()

@@ -1,4 +1,4 @@
-"""`gradient_damage`: what each operator of a model does to the gradient in each lower precision, in five ways."""
+"""`gradient_damage`: how much each lower precision of each operator changes the gradient, by five indicators."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.errors import TrimtabError
-from trimtab.measure.damage.calibrate import calibrate, length_of, moved_by
-from trimtab.measure.damage.dry_run import Trial
-from trimtab.measure.damage.recorder import Watch
+from trimtab.measure.damage.calibrate import calibrate, random_step, step_length
+from trimtab.measure.damage.dry_run import DryRun
+from trimtab.measure.damage.recorder import Recorder
 from trimtab.measure.damage.rounding import of_weight
 from trimtab.precision.operators import operators
 from trimtab.precision.setting import set_operators
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trimtab.measure.damage.recorder import Seen
+    from trimtab.measure.damage.recorder import OperatorCall
     from trimtab.precision_names import OperatorKind
 
-    Indicator = Callable[[Trial, Sequence[str]], Damage]
+    Indicator = Callable[[DryRun, Sequence[str]], Damage]
 
 DRAWS = 4
-"""Of stochastic rounding, that the measured damage is the mean of."""
+"""Draws of stochastic rounding that the measured damage averages."""
 
 CURVATURE_PROBES = 4
 
@@ -45,39 +45,39 @@ def gradient_damage(
 ) -> Damage:
     """How much lowering each operator hurts: E‖ĝ − g‖² / ‖g‖² of the gradient of all parameters.
 
-    The model comes back as it was: parameters, gradients, buffers, precision, mode, hooks and random numbers.
+    The model is left as it was: parameters, gradients, buffers, precision, mode, hooks and random state.
 
     Args:
-        model: as it will be trained; its mode counts, and dropout drops the same in every pass.
+        model: as it will be trained, in its mode; dropout drops the same values in every pass.
         batches: a few, each as the model is called with it: a tuple of arguments, a dict of keywords, a tensor.
-            They may lie on another device.
-        loss: makes the scalar loss of what the model returns; not needed if that is, or has as `.loss`, a loss.
-        precisions: names, those that no device offers for a kind of operator are left out for it. Those that
-            this device lacks are no hindrance, save for "measured".
-        indicator: "variance" computes it from two passes a batch. "measured" lowers one operator after the other
-            and is as expensive as that sounds. "depth", "curvature" and "random" only rank operators.
-        seed: of all that is random.
+            They may be on another device.
+        loss: computes the scalar loss from the model's output; not needed if the output is a loss or has `.loss`.
+        precisions: names. Precisions that no device offers for a kind of operator are skipped for it. This device
+            need not offer them, except for "measured".
+        indicator: "variance" computes the damage from two passes per batch. "measured" lowers one operator after
+            the other, which is expensive. "depth", "curvature" and "random" only rank operators.
+        seed: seed of everything random.
 
     Returns:
-        By operator and precision. 0 for the precision the operator has now, and for operators that the loss does
-        not depend on; infinite where a precision's range is exceeded.
+        Damage by operator and precision: 0 for the operator's current precision and for operators that the loss
+        does not depend on; infinite if a precision's range is exceeded.
 
     Raises:
-        TrimtabError: no loss, no finite gradient, a name that is not known.
+        TrimtabError: there is no loss, no finite gradient, or a name is unknown.
     """
     for name in precisions:
         if name not in PRECISIONS:
             raise TrimtabError(f"damage: there is no precision {name!r}; there are {', '.join(PRECISIONS)}")
     if indicator not in INDICATORS:
         raise TrimtabError(f"damage: there is no indicator {indicator!r}; choose {', '.join(INDICATORS)}")
-    with Trial(model, batches, loss, seed) as trial:
-        found = INDICATORS[indicator](trial, precisions)
-        kinds: dict[str, OperatorKind] = dict.fromkeys(found, "attention")
-        kinds |= operators(trial.model)
-        own = {name: ("fp32", trial.own_precision(name)) for name in kinds}
+    with DryRun(model, batches, loss, seed) as dry_run:
+        damage = INDICATORS[indicator](dry_run, precisions)
+        kinds: dict[str, OperatorKind] = dict.fromkeys(damage, "attention")
+        kinds |= operators(dry_run.model)
+        own = {name: ("fp32", dry_run.own_precision(name)) for name in kinds}
     return {
         name: {
-            p: 0.0 if p in own[name] else found.get(name, {}).get(p, 0.0)
+            p: 0.0 if p in own[name] else damage.get(name, {}).get(p, 0.0)
             for p in precisions
             if p in OPERATOR_PRECISIONS[kind]
         }
@@ -86,62 +86,62 @@ def gradient_damage(
 
 
 class Change(NamedTuple):
-    """What lowering one operator did, over batches and draws."""
+    """The effect of lowering one operator, over batches and draws."""
 
     gradient: float
     """Mean of ‖change‖² / ‖gradient‖²."""
 
     loss: float
-    """Mean size of the loss's change."""
+    """Mean absolute change of the loss."""
 
 
-def measure(trial: Trial, precisions: Sequence[str], draws: int = DRAWS) -> dict[str, dict[str, Change]]:
-    """The truth: every operator lowered by itself with `trimtab.set_precision`, on the same batches."""
-    plain = [trial.gradient(batch) for batch in range(len(trial.batches))]
+def measure(dry_run: DryRun, precisions: Sequence[str], draws: int = DRAWS) -> dict[str, dict[str, Change]]:
+    """The measured effect of lowering each operator alone with `trimtab.set_precision`, on the same batches."""
+    plain = [dry_run.gradient(batch) for batch in range(len(dry_run.batches))]
     sizes = [_squared(gradient) for _, gradient in plain]
     usable = [batch for batch, size in enumerate(sizes) if 0 < size < math.inf and plain[batch][0].isfinite()]
     if not usable:
         raise TrimtabError(
-            "damage: the gradient of every batch is zero or not finite; nothing can be told from it"
+            "damage: the gradient of every batch is zero or not finite, so nothing can be measured"
         )
     changes: dict[str, dict[str, Change]] = {}
-    for name, kind in {seen.name: seen.kind for seen in _calls(trial)}.items():
-        own = ("fp32", trial.own_precision(name))
+    for name, kind in {call.name: call.kind for call in _calls(dry_run)}.items():
+        own = ("fp32", dry_run.own_precision(name))
         for precision in (p for p in precisions if p in OPERATOR_PRECISIONS[kind] and p not in own):
-            found = []
+            effects = []
             for draw in range(draws if precision in ("int8", "fp8") else 1):
-                set_operators(trial.model, {name: precision}, seed=absorb(trial.seed, draw))
+                set_operators(dry_run.model, {name: precision}, seed=absorb(dry_run.seed, draw))
                 for batch in usable:
-                    loss, gradient = trial.gradient(batch)
+                    loss, gradient = dry_run.gradient(batch)
                     error = _squared({n: g - plain[batch][1][n] for n, g in gradient.items()}) / sizes[batch]
-                    found.append((error, abs(float(loss - plain[batch][0]))))
-            set_operators(trial.model, {})
-            means = (sum(parts) / len(found) for parts in zip(*found, strict=True))
+                    effects.append((error, abs(float(loss - plain[batch][0]))))
+            set_operators(dry_run.model, {})
+            means = (sum(parts) / len(effects) for parts in zip(*effects, strict=True))
             change = Change(*(value if math.isfinite(value) else math.inf for value in means))
             changes.setdefault(name, {})[precision] = change
     return changes
 
 
-def _measured(trial: Trial, precisions: Sequence[str]) -> Damage:
+def _measured(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
     return {
         name: {precision: change.gradient for precision, change in by.items()}
-        for name, by in measure(trial, precisions).items()
+        for name, by in measure(dry_run, precisions).items()
     }
 
 
-def _variance(trial: Trial, precisions: Sequence[str]) -> Damage:
-    return damage_of(calibrate(trial, precisions))
+def _variance(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
+    return damage_of(calibrate(dry_run, precisions))
 
 
-def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
-    """The usual formula: noise of the operands, weighted by how much of the model lies ahead and behind.
+def _depth(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
+    """The formula of QSync: noise of the operands, weighted by the depth of the operator.
 
-    Its γ turns squares of activations into squares of gradients: the ratio of both, over all operators. (With 1 it
-    would rank by the size of activations alone, and far worse.)
+    γ converts squared activations to squared gradients: their ratio over all operators. (With 1 it would rank by
+    the size of activations alone, and much worse.)
     """
     totals: Damage = {}
-    for batch in range(len(trial.batches)):
-        calls = _calls(trial, batch)
+    for batch in range(len(dry_run.batches)):
+        calls = _calls(dry_run, batch)
         gradients = [_statistics(call.result_grad) for call in calls if call.result_grad is not None]
         sizes = sum(_statistics(call.result).squared for call in calls)
         gamma = sum(g.squared for g in gradients) / sizes if sizes else 0.0
@@ -159,30 +159,30 @@ def _depth(trial: Trial, precisions: Sequence[str]) -> Damage:
                 hurt = bidirectional(
                     weight, value, gradient, precision, depth=depth + 1, deepest=len(calls), gamma=gamma
                 )
-                by[precision] = by.get(precision, 0.0) + hurt / len(trial.batches)
+                by[precision] = by.get(precision, 0.0) + hurt / len(dry_run.batches)
     return totals
 
 
-def _curvature(trial: Trial, precisions: Sequence[str]) -> Damage:
-    """What the loss is expected to gain: half the mean of the weight's second derivatives (Hutchinson's estimate of
-    their trace, over their number) times ‖Q(w) − w‖².
+def _curvature(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
+    """The expected increase of the loss: half the mean second derivative of the weight (Hutchinson's estimate of the
+    Hessian's trace, divided by its size) times ‖Q(w) − w‖².
 
-    Products of activations have no weight, so it takes them for harmless.
+    Products of activations have no weight, so their damage is taken as 0.
     """
-    length = length_of(trial)
+    length = step_length(dry_run)
     traces: dict[int, float] = {}
-    for batch in range(len(trial.batches)):
-        _, here = trial.gradient(batch)
+    for batch in range(len(dry_run.batches)):
+        _, here = dry_run.gradient(batch)
         for probe in range(CURVATURE_PROBES):
-            moved = moved_by(trial, stream(trial.seed, batch, probe, 2), length)
-            _, there = trial.gradient(batch, moved=moved)
-            for name, parameter in trial.parameters.items():
+            moved = random_step(dry_run, stream(dry_run.seed, batch, probe, 2), length)
+            _, there = dry_run.gradient(batch, moved=moved)
+            for name, parameter in dry_run.parameters.items():
                 turned = ((there[name] - here[name]).float() * (moved[name] - parameter.detach())).sum()
                 traces[id(parameter)] = traces.get(id(parameter), 0.0) + float(turned) / length**2
-    totals: Damage = {seen.name: {} for seen in _calls(trial)}
-    for name, kind in operators(trial.model).items():
-        module: Any = trial.model.get_submodule(name)
-        trace = abs(traces.get(id(module.weight), 0.0)) / CURVATURE_PROBES / len(trial.batches)
+    totals: Damage = {call.name: {} for call in _calls(dry_run)}
+    for name, kind in operators(dry_run.model).items():
+        module: Any = dry_run.model.get_submodule(name)
+        trace = abs(traces.get(id(module.weight), 0.0)) / CURVATURE_PROBES / len(dry_run.batches)
         weight = module.weight.detach()
         totals[name] = {
             precision: 0.5 * trace * float(of_weight(weight, precision).mean())
@@ -192,9 +192,9 @@ def _curvature(trial: Trial, precisions: Sequence[str]) -> Damage:
     return totals
 
 
-def _random(trial: Trial, precisions: Sequence[str]) -> Damage:
-    generator = random.Random(trial.seed)
-    names = dict.fromkeys(seen.name for seen in _calls(trial))
+def _random(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
+    generator = random.Random(dry_run.seed)
+    names = dict.fromkeys(call.name for call in _calls(dry_run))
     return {name: {precision: generator.random() for precision in precisions} for name in names}
 
 
@@ -205,14 +205,14 @@ INDICATORS: dict[str, Indicator] = {
     "random": _random,
     "measured": _measured,
 }
-"""Ways to damage, each from a `Trial` and the names of precisions."""
+"""Each computes the damage from a `DryRun` and the names of precisions."""
 
 
-def _calls(trial: Trial, batch: int = 0) -> list[Seen]:
-    """The operator calls that the gradient of a batch comes through."""
-    with Watch(trial.model, every=True) as watch:
-        trial.gradient(batch, leaves=watch.leaves)
-    return [seen for seen in watch.calls if seen.result_grad is not None]
+def _calls(dry_run: DryRun, batch: int = 0) -> list[OperatorCall]:
+    """The operator calls that the gradient of a batch passes through."""
+    with Recorder(dry_run.model, every=True) as recorder:
+        dry_run.gradient(batch, leaves=recorder.leaves)
+    return [call for call in recorder.calls if call.result_grad is not None]
 
 
 def _squared(gradient: Mapping[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""What passes through a model's operators in one step: operands, results and their gradients, by hooks."""
+"""Record what a model's operators compute in one step: operands, results and their gradients, with hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Seen:
+class OperatorCall:
     """One call of an operator."""
 
     name: str
@@ -30,29 +30,29 @@ class Seen:
     """None for products of activations."""
 
     operands: list[torch.Tensor]
-    """Of a module its input; of a product of activations all of them."""
+    """The input of a module; all operands of a product of activations."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     result: torch.Tensor
     operand_grads: list[torch.Tensor | None]
-    """Through this call alone, whatever else the operands were used for."""
+    """Through this call alone, even if the operands have other uses."""
 
     result_grad: torch.Tensor | None = None
     wanted: list[bool] = field(default_factory=list)
-    """Whether the operand has a gradient when nobody watches."""
+    """Whether the operand also has a gradient without the recorder."""
 
 
-class Watch:
-    """Inside `with`, every operator call of the model's forward passes becomes a `Seen` in `calls`.
+class Recorder:
+    """Inside `with`, every operator call of the model's forward passes is recorded in `calls`.
 
     Args:
-        every: also ask for gradients that training does not need, such as those of a first layer's input. They
-            are leaves of the graph, and `leaves` names them for whoever calls autograd.
+        every: also compute gradients that training does not need, such as that of the first layer's input. Pass
+            `leaves`, the graph's leaves for them, to autograd.
     """
 
     def __init__(self, model: nn.Module, *, every: bool = False) -> None:
-        self.calls: list[Seen] = []
+        self.calls: list[OperatorCall] = []
         self.leaves: list[torch.Tensor] = []
         self._model = model
         self._every = every
@@ -61,10 +61,10 @@ class Watch:
         self._running = False
         self._stack = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Recorder:
         kinds = operators(self._model)
         for name, module in self._model.named_modules():
-            # Hooks of the modules themselves, not global ones: another model may run meanwhile.
+            # Hooks of the modules, not global ones: another model may run at the same time.
             if name in kinds:
                 self._hook(module, self._enter_operator, partial(self._leave_operator, name, kinds[name]))
             else:
@@ -130,7 +130,7 @@ class Watch:
         return result
 
     def _entered(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """x by another name, so that its gradient is that of one call; whether x had one anyway."""
+        """An alias of x, so that its gradient is that of one call; and whether x needs a gradient anyway."""
         if x.requires_grad:
             return x.view_as(x), True
         if not self._every:
@@ -151,17 +151,17 @@ class Watch:
         operands: list[tuple[torch.Tensor, bool]],
         result: torch.Tensor,
     ) -> torch.Tensor:
-        """Note a call; gives what the model shall go on with."""
+        """Record a call; returns the result that the model continues with."""
         if not result.requires_grad:
             if not (self._every and torch.is_grad_enabled()):
                 return result
-            result = self._leaf(result)  # nothing before it learns, but errors in it still reach what does
-        # A copy goes on: what follows may change it in place (a ReLU does), and then the original's gradient is lost.
+            result = self._leaf(result)  # nothing before it is trained, but its errors still reach what is
+        # The model continues with a copy: an in-place operation (a ReLU) would lose the original's gradient.
         onward = result.clone()
         if not self._running:
-            return onward  # in backward, a checkpoint computes again what was seen
+            return onward  # in backward, activation checkpointing repeats recorded calls
         bias = None if module is None else getattr(module, "bias", None)
-        seen = Seen(
+        call = OperatorCall(
             name=name,
             kind=kind,
             module=module,
@@ -172,24 +172,24 @@ class Watch:
             operand_grads=[None] * len(operands),
             wanted=[wanted for _, wanted in operands],
         )
-        self.calls.append(seen)
-        result.register_hook(partial(_keep_result, seen))
+        self.calls.append(call)
+        result.register_hook(partial(_keep_result, call))
         for place, (alias, _) in enumerate(operands):
             if alias.requires_grad:
-                alias.register_hook(partial(_keep_operand, seen, place))
+                alias.register_hook(partial(_keep_operand, call, place))
         return onward
 
 
 class _Products(TorchFunctionMode):
-    """Sees the products that `HalfProducts` would lower."""
+    """Intercepts the products that `HalfProducts` would lower."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.watch = watch
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HalfProducts._PRODUCTS and args and isinstance(args[0], torch.Tensor):
-            return self.watch.product(func, args, kwargs or {})
+            return self.recorder.product(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -197,9 +197,9 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _keep_result(seen: Seen, grad: torch.Tensor) -> None:
-    seen.result_grad = grad.detach()
+def _keep_result(call: OperatorCall, grad: torch.Tensor) -> None:
+    call.result_grad = grad.detach()
 
 
-def _keep_operand(seen: Seen, place: int, grad: torch.Tensor) -> None:
-    seen.operand_grads[place] = grad.detach()
+def _keep_operand(call: OperatorCall, place: int, grad: torch.Tensor) -> None:
+    call.operand_grads[place] = grad.detach()

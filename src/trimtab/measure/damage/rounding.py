@@ -1,7 +1,7 @@
 """The expected squared error of every element when `trimtab.precision` rounds a tensor.
 
-For stochastic rounding that is S² f (1 − f), with S the step between the neighbours of a value and f its place
-between them; for rounding to nearest the squared error itself.
+With stochastic rounding that is S² f (1 − f), where S is the distance between the two neighbors of a value and f
+its position between them; with rounding to nearest it is the squared error itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def of_weight(weight: torch.Tensor, precision: str) -> torch.Tensor:
-    """Of a weight whose first axis is that of the outputs, in any precision."""
+    """In any precision, for a weight whose first axis is the outputs."""
     if precision in HALF:
         return half(weight, precision)
     if precision == "int8":
@@ -27,7 +27,7 @@ def of_weight(weight: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def half(values: torch.Tensor, name: str, *, scaled: bool = False) -> torch.Tensor:
-    """To bf16 or fp16; `scaled` as fp16's gradients are, by the power of two that puts the largest near 1."""
+    """To bf16 or fp16; `scaled` like gradients in fp16, by the power of two that brings the largest value near 1."""
     values = values.float()
     by = torch.ones((), device=values.device)
     if scaled and name == "fp16" and values.numel():
@@ -43,10 +43,10 @@ def tf32(values: torch.Tensor) -> torch.Tensor:
 
 
 def int8(matrix: torch.Tensor, axis: Axis, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """Of `trimtab.precision.quantize.quantize`, in the units of the matrix.
+    """With `trimtab.precision.quantize.quantize`, in the units of the matrix.
 
     Args:
-        factor: what the matrix is multiplied by before it is rounded, and the product divided by after.
+        factor: multiplies the matrix before rounding and divides the result after it.
     """
     factor = torch.ones((), device=matrix.device) if factor is None else factor
     scaled = matrix.float() * factor
@@ -54,12 +54,12 @@ def int8(matrix: torch.Tensor, axis: Axis, factor: torch.Tensor | None = None) -
     part = scaled / step.clamp_min(1e-37)
     part = part - part.floor()
     variance = (step / factor).square() * (part * (1 - part))
-    # With a step or factor of 0 values count as zeros and come back as such.
+    # With a step or factor of 0 values are encoded as zeros.
     return torch.where((step > 0) & (factor > 0), variance, matrix.float().square())
 
 
 def int8_scales(matrix: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The step of each row or column (or of all), shaped to multiply the matrix; 0 where nothing is encoded."""
+    """The step of each row or column (or of the whole matrix), broadcastable to it; 0 where all values encode to 0."""
     size = matrix.abs()
     if matrix.numel() == 0:
         return matrix.new_zeros((1, 1))
@@ -69,7 +69,7 @@ def int8_scales(matrix: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def fp8(values: torch.Tensor, dtype: torch.dtype, *, stochastic: bool) -> torch.Tensor:
-    """To an 8-bit float type with one scale for all."""
+    """To an 8-bit float type with one scale for the whole tensor."""
     top, mantissa, least = FP8[dtype]
     values = values.float()
     largest = values.abs().amax() if values.numel() else values.new_zeros(())
