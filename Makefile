@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick soak gpu check format bench native clean
+.PHONY: help venv demo test quick soak gpu check docs format bench native clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,13 @@ check: $(STAMP)  ## ruff, mypy strict, the boundaries between folders, and a tab
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet --noconftest tests/test_architecture.py
 	$(BIN)/python tools/file_sizes.py
+
+docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.control.shares.loader import Loader as Loader
     from trimtab.control.shares.sampler import ShareSampler as ShareSampler
     from trimtab.control.tensor.balancer import decisions as decisions
     from trimtab.control.tensor.resizing import clear_resize as clear_resize
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.control.tensor.resizing import watch_resize as watch_resize
 
 _MODULES = {
+    "Loader": "trimtab.control.shares.loader",
     "ShareSampler": "trimtab.control.shares.sampler",
     "clear_resize": "trimtab.control.tensor.resizing",
     "decisions": "trimtab.control.tensor.balancer",
@@ -25,6 +27,7 @@ _MODULES = {
     "watch_resize": "trimtab.control.tensor.resizing",
 }
 __all__ = [
+    "Loader",
     "ShareSampler",
     "clear_resize",
     "decisions",

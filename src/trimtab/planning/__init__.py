@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from trimtab.planning.plan import Role as Role
     from trimtab.planning.plan_file import load_plan as load_plan
     from trimtab.planning.plan_file import save_plan as save_plan
+    from trimtab.planning.shares.batch import Adjust as Adjust
     from trimtab.planning.tensor.shares import water_fill as water_fill
     from trimtab.wire_format import encoded_bytes as encoded_bytes
 
 _MODULES = {
+    "Adjust": "trimtab.planning.shares.batch",
     "Follow": "trimtab.planning.drift",
     "LayerOptions": "trimtab.planning.compression.layer_options",
     "Plan": "trimtab.planning.plan",
@@ -35,6 +37,7 @@ _MODULES = {
     "water_fill": "trimtab.planning.tensor.shares",
 }
 __all__ = [
+    "Adjust",
     "Follow",
     "LayerOptions",
     "Plan",
