@@ -182,16 +182,19 @@ def _choose_family(
     device, numel = parameters[0].device, sum(p.numel() for p in parameters)
     gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
     groups = stage_groups(model.process_group, device)
+    until_optimizer_is_known = config.family is None and not error_feedback
     ways = {
-        name: (family_codec(FAMILIES[name], FAMILIES[name].expected), FAMILIES[name].error_feedback)
-        for name in names
+        name: (family_codec(family, family.expected), family.error_feedback)
+        for name, family in FAMILIES.items()
+        if name in names or (until_optimizer_is_known and name == AT_FIRST)
     }
     exchanges = measure_exchanges(ways, groups, device, numel)
     if is_close(exchanges):
         logger().debug("compressing pays hardly or not at all; measuring the link once more")
         exchanges = measure_exchanges(ways, groups, device, numel, repeats=4 * REPEATS)
     memory = PastDecision(gradient_bytes, groups[0], device)
-    name, decision = decide_family(exchanges, gradient_bytes, memory.recall())
+    chosen_from = {name: exchanges[name] for name in names}
+    name, decision = decide_family(chosen_from, gradient_bytes, memory.recall())
     memory.remember(decision.compress)
     for family, exchange in exchanges.items():
         logger().debug(
@@ -205,7 +208,7 @@ def _choose_family(
             ),
         )
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
-    if config.family is None and not error_feedback:
+    if until_optimizer_is_known:
         settings = replace(settings, name=AT_FIRST, fastest=name)
         if decision.compress:
             reason = (
