@@ -25,13 +25,7 @@ MOST_FILES_IN_A_FOLDER = 20
 # Imports that still cross a boundary, as (importing module, imported module). It may only shrink.
 CROSSING: set[tuple[str, str]] = set()
 # Modules that still are in an import cycle. It may only shrink.
-IN_CYCLES: set[str] = {
-    "trimtab.bench.scenarios.hybrid.hybrid",
-    "trimtab.bench.scenarios.hybrid.loss",
-    "trimtab.bench.scenarios.hybrid.ranks",
-    "trimtab.bench.scenarios.predict.predict",
-    "trimtab.bench.scenarios.predict.ranks",
-}
+IN_CYCLES: set[str] = set()
 
 
 @cache

@@ -126,10 +126,10 @@ def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerO
     """As many layers as asked for: the real ones repeated, each time with gradients of another size."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.randn(count, generator=generator).exp().tolist()
-    made = []
+    repeated = []
     for index, scale in enumerate(scales):
         one = layers[index % len(layers)]
-        made.append(
+        repeated.append(
             LayerOptions(
                 name=f"{index}",
                 numel=one.numel,
@@ -139,7 +139,7 @@ def many_layers(layers: Sequence[LayerOptions], count: int = 500) -> list[LayerO
                 costs=one.costs,
             )
         )
-    return made
+    return repeated
 
 
 class SentBits:
@@ -166,7 +166,7 @@ class SentBits:
 
 
 def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any]]:
-    """Plans of each family beside uniform bits: bytes, and errors of one step and of many steps added up.
+    """Plans of each family compared with uniform bits: bytes, and errors of one step and of many steps added up.
 
     Noise grows as the square root of the steps; what error feedback still owes does not grow.
     """

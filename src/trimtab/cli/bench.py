@@ -33,7 +33,7 @@ def bench_allreduce(
     repeats: Repeats = 7,
     json: Json = False,
 ) -> None:
-    """Plain all-reduce between two emulated hosts, over sizes and link rates."""
+    """Plain all-reduce between two emulated hosts, by size and link rate."""
     from trimtab.bench.scenarios.allreduce import allreduce
 
     sizes = _numbers(size_mb)
@@ -48,7 +48,7 @@ def bench_codec(
     repeats: Repeats = 15,
     json: Json = False,
 ) -> None:
-    """Encoding and decoding 256 MiB of fp32, over copying it: one CPU thread, or the GPU."""
+    """Encoding and decoding 256 MiB of fp32, relative to copying it: one CPU thread, or the GPU."""
     from trimtab.bench.scenarios.codec import codec
 
     _show("codec", json, lambda progress: codec(device, bits, block, repeats, progress))
@@ -106,7 +106,7 @@ def bench_loss(
     seeds: Annotated[int, typer.Option(min=2)] = 3,
     json: Json = False,
 ) -> None:
-    """What fewer bits do to the loss of a small GPT, beside fp32 and a setting known to be harmful."""
+    """What fewer bits do to the loss of a small GPT, compared with fp32 and a setting known to be harmful."""
     from trimtab.bench.scenarios.loss import loss
 
     _show("loss", json, lambda progress: loss(steps, seeds, progress))
@@ -118,7 +118,7 @@ def bench_adaptive(
     seeds: Annotated[int, typer.Option(min=2)] = 3,
     json: Json = False,
 ) -> None:
-    """Bits chosen per layer, beside uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
+    """Bits chosen per layer, compared with uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
     from trimtab.bench.scenarios.adaptive import adaptive
 
     _show("adaptive", json, lambda progress: adaptive(steps, seeds, progress))
@@ -131,7 +131,7 @@ def bench_tp(
     repeats: Repeats = 9,
     json: Json = False,
 ) -> None:
-    """Tensor-parallel training with a slow rank: even, measured and ideal shares; torch's own beside it."""
+    """Tensor-parallel training with a slow rank: even, measured and ideal shares, and torch's own."""
     from trimtab.bench.scenarios.tp import tp
 
     _show("tensor parallelism", json, lambda progress: tp(_speeds(speed), device, repeats, progress))
@@ -139,7 +139,7 @@ def bench_tp(
 
 @bench.command("precision")
 def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
-    """Operators and whole steps in each precision, over fp32 (CPU) or bf16 (GPU)."""
+    """Operators and whole steps in each precision, relative to fp32 (CPU) or bf16 (GPU)."""
     from trimtab.bench.scenarios.precision import precision
 
     _show("precision", json, lambda progress: precision(device, repeats, progress))
@@ -147,7 +147,7 @@ def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = F
 
 @bench.command("shares")
 def bench_shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
-    """Unequal hosts with equal batches and with shares by speed, beside the sum of their rates."""
+    """Unequal hosts with equal batches and with shares by speed, compared with the sum of their rates."""
     from trimtab.bench.scenarios.shares import shares
 
     _show("batch shares", json, lambda progress: shares(device, repeats, progress))
@@ -172,7 +172,7 @@ def bench_straggler(
 
 @bench.command("predict")
 def bench_predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = False) -> None:
-    """Predicted steps of plans beside measured ones: three models on two unequal ranks."""
+    """Predicted step times of plans compared with measured ones: three models on two unequal ranks."""
     from trimtab.bench.scenarios.predict.predict import predict
 
     _show("predictor", json, lambda progress: predict(device, rounds, progress))
@@ -182,7 +182,7 @@ def bench_predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = Fals
 def bench_hybrid(
     device: Device = "cpu",
     repeats: Repeats = 5,
-    seeds: Annotated[int, typer.Option(min=2, help="Of the runs for the losses.")] = 5,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")] = 5,
     only: Annotated[
         str,
         typer.Option(

@@ -108,12 +108,12 @@ def filled(spec: ModelSpec, step: int) -> tuple[Any, ...]:
 
     def values(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point():
-            made = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            filling = torch.randn(x.shape, generator=generator, dtype=x.dtype)
         elif x.dim() > 1:
-            made = tokens(x.shape[0], x.shape[1] - 1, step=step)
+            filling = tokens(x.shape[0], x.shape[1] - 1, step=step)
         else:
-            made = torch.arange(x.shape[0]) % 2
-        return made.to(x.device)
+            filling = torch.arange(x.shape[0]) % 2
+        return filling.to(x.device)
 
     return tuple(values(x) for x in spec.batch)
 

@@ -13,9 +13,7 @@ from trimtab.bench.scenarios.predict.predict import (
     LINKS,
     MODELS,
     PLANS,
-    PROBED,
-    UNITS,
-    Plan,
+    HeldOutPlan,
     _row,
     predict_jobs,
     regret,
@@ -30,13 +28,15 @@ def test_at_least_twelve_plans_of_three_models_are_held_out() -> None:
     assert len(MODELS["cpu"]) >= 3
     assert sum(len(PLANS[link]) for link in LINKS["cpu"]) * len(MODELS["cpu"]) >= 12
     for link in LINKS["cpu"]:
-        assert {sum(plan.shares) for plan in PLANS[link]} == {UNITS}, "unlike batches cannot be compared"
+        assert {sum(plan.shares) for plan in PLANS[link]} == {ranks.UNITS}, (
+            "unlike batches cannot be compared"
+        )
 
 
 @pytest.mark.parametrize("link", list(PLANS))
 def test_no_plan_computes_what_was_probed(link: str) -> None:
     # Probed are steps in one precision throughout.
-    assert not [p for p in PLANS[link] if p.shares[0] in PROBED and p.low in ("none", "all")]
+    assert not [p for p in PLANS[link] if p.shares[0] in ranks.PROBED and p.low in ("none", "all")]
 
 
 def test_a_round_is_compared_with_itself() -> None:
@@ -48,7 +48,7 @@ def test_a_round_is_compared_with_itself() -> None:
         "again": [1.0, 1.0, 3.0, 3.0],
         "bottleneck": "the link",
     }
-    row = _row(Plan((4, 4), "half", 4), rounds)
+    row = _row(HeldOutPlan((4, 4), "half", 4), rounds)
     assert row["error"] == pytest.approx(0.1)
     assert row["naive_error"] == pytest.approx(-0.5)
     assert row["repeat_error"] == 0
@@ -87,7 +87,7 @@ def test_errors_count_without_their_sign() -> None:
 
 def test_a_memory_error_has_its_sign() -> None:
     rounds = {"predicted": [1.0], "naive": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
-    row = _row(Plan((4, 4), "half", 4), {**rounds, "memory": [1.02, 0.9]})
+    row = _row(HeldOutPlan((4, 4), "half", 4), {**rounds, "memory": [1.02, 0.9]})
     assert row["memory_error"] == pytest.approx(-0.1)
     rows = [{"model": "a", "link": "x", **row, "memory_error": error} for error in (-0.1, 0.05)]
     assert summary(rows)["memory_error"] == pytest.approx(0.1)
@@ -136,7 +136,7 @@ def test_predictions_are_means_over_the_probed_steps_of_the_same_round(
 
 
 def test_jobs_end_to_end() -> None:
-    plans = [Plan((1, 1), "half", 4), Plan((1, 1), "none", None)]
+    plans = [HeldOutPlan((1, 1), "half", 4), HeldOutPlan((1, 1), "none", None)]
     rows = predict_jobs("cpu", ["conv", "conv"], "none", plans, 1)
     assert [(row["model"], row["plan"]) for row in rows] == [("conv", str(plan)) for plan in plans] * 2
     for row in rows:

@@ -24,9 +24,9 @@ def test_rows_compare_seed_by_seed() -> None:
         CANARY: [3.0, 3.0],
     }
     *rows, between = rows_of(finals)
-    found = {row["method"]: row for row in rows}
-    assert found["resize-priority"]["gap"] == pytest.approx(0.225)
-    assert found[CANARY]["worse"]
-    assert not found["even (again)"]["worse"]
+    by_method = {row["method"]: row for row in rows}
+    assert by_method["resize-priority"]["gap"] == pytest.approx(0.225)
+    assert by_method[CANARY]["worse"]
+    assert not by_method["even (again)"]["worse"]
     assert between["gap"] == pytest.approx(-0.025)
     assert between["better_seeds"] == 1

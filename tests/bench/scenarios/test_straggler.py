@@ -96,7 +96,7 @@ def test_a_link_has_both_choices_measured(ranks: Pool) -> None:
 
 
 def test_settling_is_where_steps_stay_short() -> None:
-    taken = [4.0] * 20 + [1.0] * 20
-    assert straggler.settled_after(taken, 8) == 18
+    seconds = [4.0] * 20 + [1.0] * 20
+    assert straggler.settled_after(seconds, 8) == 18
     assert straggler.settled_after([1.0] * 8, 3) == 0
     assert straggler.settled_after([9.0] * 8 + [1.0], 1) == 9

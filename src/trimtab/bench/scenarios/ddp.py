@@ -22,9 +22,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models import tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from trimtab.codec.packing import Packing
+    from collections.abc import Callable, Mapping
 
 MODELS = ("gpt25m", "gpt2", "vit")
 SGD = ", sgd"
@@ -177,32 +175,7 @@ class NoCodec:
 
     name = "none"
 
-    def encode(
-        self,
-        flat: torch.Tensor,
-        packing: Packing,
-        out: torch.Tensor,
-        *,
-        stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
-    ) -> None:
+    def encode(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def decode(
-        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
-    ) -> None:
-        pass
-
-    def reduce_encode(
-        self,
-        flat: torch.Tensor,
-        payloads: Sequence[torch.Tensor],
-        packing: Packing,
-        out: torch.Tensor,
-        *,
-        stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
-    ) -> None:
-        pass
+    decode = reduce_encode = encode

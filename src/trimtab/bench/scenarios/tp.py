@@ -1,4 +1,4 @@
-"""`trimtab bench tp`: tensor-parallel training with a slow rank, beside torch's own on equal ranks.
+"""`trimtab bench tp`: tensor-parallel training with a slow rank, and compared with torch's own on equal ranks.
 
 Rows: `even` shares, `shares` by measured speed, `ideal` (the best split of the times that the ranks of the even run
 needed, plus the time of its collectives when nobody waits); `torch` is `parallelize_module` on equal ranks.

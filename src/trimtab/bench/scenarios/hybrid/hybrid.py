@@ -18,6 +18,8 @@ from trimtab.bench.harness import AA
 from trimtab.bench.losses import judged
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
+from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
+from trimtab.bench.scenarios.hybrid.ranks import on_rank
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -52,8 +54,6 @@ def hybrid(
     device: str, repeats: int, seeds: int, only: Sequence[str], progress: Callable[[int, int], None]
 ) -> Result:
     """The clusters and parts named by `only`, or all; losses are those of the clusters that are run."""
-    from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
-    from trimtab.bench.scenarios.hybrid.ranks import on_rank
 
     if device not in CLUSTERS:
         raise TrimtabError(f"there is no device {device!r}; choose {', '.join(CLUSTERS)}")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 BITS = (4, 8)
 SIZES = {"cpu": (256, 2, 32, 64), "cuda": (1536, 6, 512, 32)}
 """Width, layers, bytes of a sample, and samples of a rank when all have the same. On CPUs communication takes cores
-from computing; many samples for few parameters keep that small beside what is compared."""
+from computing; many samples for few parameters keep that small."""
 
 TRAINED = 12
 """Steps before damage is computed: a model that has learned nothing yet is hardly sensitive to rounding."""

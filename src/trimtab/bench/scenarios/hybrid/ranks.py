@@ -1,4 +1,4 @@
-"""What each rank of `trimtab bench hybrid` does: make the plans, then train by every method in turn."""
+"""What each rank of `trimtab bench hybrid` runs: it makes the plans, then trains by every method in turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BLOCK, WARMUP = 3, 3
 """Steps of a method before the next has its turn, and blocks that are not measured."""
 
 GRADIENTS = 4
-"""Batches that gradient errors are taken over."""
+"""Batches over which gradient errors are averaged."""
 
 Precisions = tuple[dict[str, str], ...]
 
@@ -90,7 +90,7 @@ def planned(plan: Plan) -> Way:
 
 
 def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
-    """Rows of rates, shares, gradient errors; and the plans, for whoever trains by them to the end."""
+    """Rows of rates, shares and gradient errors; and the plans, for the runs that compare losses."""
     device = torch.device(spec["device"])
     task = make_task(device, size=spec.get("size"))
     report(0, 1)
@@ -179,7 +179,7 @@ def make_trainer(
 
 
 def gradient(trainer: LoaderTrainer, batch: torch.Tensor) -> torch.Tensor:
-    """Of the mean loss of all ranks' batch, each rank computing its share; summed exactly, whatever the bits."""
+    """The gradient of the mean loss of the global batch: each rank computes its share, and they are summed exactly."""
     shares = trainer.data.shares
     first = sum(shares[: dist.get_rank()])
     own = batch[first : first + shares[dist.get_rank()]]
@@ -240,7 +240,7 @@ def _tried(task: Task, way: Way, gib: float) -> bool:
     rank = dist.get_rank()
     whole = torch.cuda.get_device_properties(task.device).total_memory
     torch.cuda.empty_cache()
-    # What the process holds besides is no part of the job.
+    # What the process already holds does not belong to the job.
     torch.cuda.set_per_process_memory_fraction((gib * 2**30 + torch.cuda.memory_allocated()) / whole)
     fits = torch.ones(1, device=task.device)
     model = optimizer = buckets = None

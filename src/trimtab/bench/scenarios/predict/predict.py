@@ -1,4 +1,4 @@
-"""`trimtab bench predict`: predicted steps beside measured ones.
+"""`trimtab bench predict`: predicted step times compared with measured ones.
 
 Each job is one model on an emulated cluster of two unequal ranks. In every round both ranks are probed
 (single steps without communication, in one precision throughout and at three batch sizes; the link; the codec),
@@ -14,30 +14,21 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
+from trimtab.bench.scenarios.predict.ranks import on_rank, two_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trimtab.cluster import Cluster
 
-SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
 MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
 LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
-UNITS = 8
-"""Units of samples in the batch of every step."""
-
-PROBED = (2, 4, 6)
-"""Units of the fast rank while operators are timed; the slow one has the rest."""
-
-NAMES = ("fast", "slow")
 
 
 @dataclass(frozen=True)
-class Plan:
+class HeldOutPlan:
     """What the two ranks do."""
 
     shares: tuple[int, int]
@@ -54,24 +45,24 @@ class Plan:
 
 PLANS = {
     "300mbit": (
-        Plan((4, 4), "half", None),
-        Plan((5, 3), "third", 4),
-        Plan((4, 4), "half", 4),
-        Plan((5, 3), "none", 8),
+        HeldOutPlan((4, 4), "half", None),
+        HeldOutPlan((5, 3), "third", 4),
+        HeldOutPlan((4, 4), "half", 4),
+        HeldOutPlan((5, 3), "none", 8),
     ),
     "1gbit": (
-        Plan((5, 3), "half", None),
-        Plan((5, 3), "all", 8),
-        Plan((5, 3), "third", 8),
-        Plan((6, 2), "half", 4),
+        HeldOutPlan((5, 3), "half", None),
+        HeldOutPlan((5, 3), "all", 8),
+        HeldOutPlan((5, 3), "third", 8),
+        HeldOutPlan((6, 2), "half", 4),
     ),
     "none": (
-        Plan((4, 4), "half", None),
-        Plan((5, 3), "none", None),
-        Plan((5, 3), "third", 4),
-        Plan((5, 3), "all", 4),
-        Plan((6, 2), "half", 8),
-        Plan((3, 5), "none", 4),
+        HeldOutPlan((4, 4), "half", None),
+        HeldOutPlan((5, 3), "none", None),
+        HeldOutPlan((5, 3), "third", 4),
+        HeldOutPlan((5, 3), "all", 4),
+        HeldOutPlan((6, 2), "half", 8),
+        HeldOutPlan((3, 5), "none", 4),
     ),
 }
 
@@ -89,13 +80,11 @@ def predict_jobs(
     device: str,
     models: Sequence[str],
     link: str,
-    plans: Sequence[Plan],
+    plans: Sequence[HeldOutPlan],
     rounds: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each plan of each model; one emulated cluster trains the models one after another."""
-    from trimtab.bench.scenarios.predict.ranks import on_rank
-
     spec = {
         "device": device,
         "models": list(models),
@@ -111,7 +100,7 @@ def predict_jobs(
     ]
 
 
-def _row(plan: Plan, rounds: Mapping[str, Any]) -> dict[str, Any]:
+def _row(plan: HeldOutPlan, rounds: Mapping[str, Any]) -> dict[str, Any]:
     measured, again = rounds["measured"], rounds["again"]
     both = [mean(pair) for pair in zip(measured, again, strict=True)]
 
@@ -153,8 +142,3 @@ def regret(job: Sequence[Mapping[str, Any]]) -> float:
     """By how much the plan that was predicted to be the fastest is slower than the one that is."""
     chosen = min(job, key=lambda row: float(row["predicted_ms"]))
     return float(chosen["measured_ms"] / min(row["measured_ms"] for row in job)) - 1
-
-
-def two_ranks(device: str, link: str) -> Cluster:
-    """A fast and a slow host of one rank each."""
-    return hosts(SPEEDS[device], device, link=link, names=NAMES)

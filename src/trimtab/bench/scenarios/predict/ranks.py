@@ -1,4 +1,4 @@
-"""What each rank of `trimtab bench predict` does: probe, predict, measure, round after round."""
+"""What each rank of `trimtab bench predict` runs: probe, predict, measure, round after round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.api.set_precision import set_precision
-from trimtab.bench.scenarios.predict.predict import NAMES, PROBED, UNITS, two_ranks
+from trimtab.bench.clusters import hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.cluster.profile import (
     LOCAL,
@@ -45,10 +45,18 @@ from trimtab.predict.step import JobSetting, RankSetting, predict_step
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trimtab.cluster import Cluster
     from trimtab.measure.operators import StepTimes
     from trimtab.workload import Workload
 
-FAST, SLOW = NAMES
+SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
+NAMES = FAST, SLOW = "fast", "slow"
+UNITS = 8
+"""Units of samples in the batch of every step."""
+
+PROBED = (2, 4, 6)
+"""Units of the fast rank while operators are timed; the slow one has the rest."""
+
 PLACEMENT = Placement(per_host=(1, 1))
 
 
@@ -76,26 +84,26 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
 
 def _rounds(job: Job, rounds: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
     job.settle()
-    kept: list[dict[str, Any]] = [
+    by_plan: list[dict[str, Any]] = [
         {"predicted": [], "naive": [], "measured": [], "again": []} for _ in job.plans
     ]
     for round_ in range(rounds):
         probed = [Measured(job.workload, profile) for profile in job.probe()]
-        for plan, of in zip(job.plans, kept, strict=True):
+        for plan, values in zip(job.plans, by_plan, strict=True):
             steps = [predict_step(one, job.cluster, plan) for one in probed]
-            of["predicted"].append(mean(step.step_s for step in steps))
-            of["naive"].append(
+            values["predicted"].append(mean(step.step_s for step in steps))
+            values["naive"].append(
                 mean(predict_step(one, job.cluster, plan, naive=True).step_s for one in probed)
             )
-            of["bottleneck"] = bottleneck(steps[-1])
+            values["bottleneck"] = bottleneck(steps[-1])
         for which in ("measured", "again"):
-            for plan, of in zip(job.plans, kept, strict=True):
-                of[which].append(job.measure(plan))
+            for plan, values in zip(job.plans, by_plan, strict=True):
+                values[which].append(job.measure(plan))
         report(round_ + 1)
     if job.device.type == "cuda":
-        for plan, of in zip(job.plans, kept, strict=True):
-            of["memory"] = job.memory(plan)
-    return kept
+        for plan, values in zip(job.plans, by_plan, strict=True):
+            values["memory"] = job.memory(plan)
+    return by_plan
 
 
 class Job:
@@ -151,7 +159,7 @@ class Job:
                 self._held[plan.bits] = self._allocated() - before
 
     def _trainer(self, bits: int | None) -> Trainer:
-        """The job's model, communicating in so many bits, or in fp32."""
+        """The job's model, communicating with this number of bits, or in fp32."""
         ddp = DistributedDataParallel(copy.deepcopy(self.task.model))
         if bits is not None:
             trimtab.compress(ddp, Block(bits=bits))
@@ -231,7 +239,7 @@ class Job:
             data_parallel=True,
             bits=plan.bits,
             world=2,
-            workspace=0,  # the library's was taken by the first model that ran
+            workspace=0,  # the first model that ran has allocated the library's
         )
         both: list[Any] = [None, None]
         dist.all_gather_object(both, predicted.peak / allocated)
@@ -278,8 +286,13 @@ class Job:
 
     def _chosen(self, low: str) -> dict[str, str]:
         names = list(self.low)
-        kept = {"none": [], "all": names, "half": names[::2], "third": names[1::3]}[low]
-        return dict.fromkeys(kept, self._low)
+        lowered = {"none": [], "all": names, "half": names[::2], "third": names[1::3]}[low]
+        return dict.fromkeys(lowered, self._low)
+
+
+def two_ranks(device: str, link: str) -> Cluster:
+    """A fast and a slow host of one rank each."""
+    return hosts(SPEEDS[device], device, link=link, names=NAMES)
 
 
 def make_task(name: str, device: torch.device) -> tasks.Task:

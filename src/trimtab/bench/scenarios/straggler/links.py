@@ -41,9 +41,7 @@ _SPEC: dict[str, Any] = {
 def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of both links, and what was chosen; slices of a GPU have no link that could be made slow."""
     if device != "cpu":
-        return [], {
-            "links": "only with --device cpu: a slow link between slices of a GPU cannot be made here"
-        }
+        return [], {"links": "only with --device cpu: slices of a GPU have no link that could be made slow"}
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     for index, (link, rate) in enumerate(LINKS.items()):

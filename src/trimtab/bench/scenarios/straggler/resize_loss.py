@@ -1,4 +1,4 @@
-"""What leaving units out on one of two ranks does to the loss: priority beside random, seed by seed.
+"""What leaving units out on one of two ranks does to the loss: priority compared with random, seed by seed.
 
 Only what the second rank leaves out differs between the methods (`bench.losses` says how they are compared). The
 canary leaves out most of both ranks at random, which must show.

@@ -51,7 +51,7 @@ SETTLE = 42
 
 SEEDS = 5
 NEAR = 1.15
-"""Steps count as settled from where they stay within this many times their final length."""
+"""Steps count as settled once they stay within this many times their final length."""
 
 ONLY = ("gpt-half", "gpt-quarter", "gpt-two", "vit-half", "contention", "links", "seeds")
 
@@ -61,7 +61,7 @@ def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable
     unknown = [name for name in only if name not in ONLY]
     if unknown:
         raise TrimtabError(f"bench straggler: there is no setting {unknown[0]!r}; choose {', '.join(ONLY)}")
-    # What leaving work out does to the loss is measured on CPU ranks, whatever the device: on a GPU machine on demand.
+    # What leaving work out does to the loss is always measured on CPU ranks; on a GPU machine only if named.
     every = (*STATIC[device], "contention", "links", *(("seeds",) if device == "cpu" or only else ()))
     wanted = [name for name in every if not only or name in only]
     if not wanted:
@@ -267,7 +267,7 @@ def _contention_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _seeds(progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What leaving half of one rank's work out does to the loss, over seeds; on CPU ranks, whatever the device."""
+    """What leaving out half of one rank's work does to the loss, over seeds; always on CPU ranks."""
     from trimtab.bench.scenarios.straggler.resize_loss import STEPS, resize_loss
 
     rows = resize_loss(STEPS, SEEDS, progress)
