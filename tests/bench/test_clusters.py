@@ -36,5 +36,5 @@ def test_link_rates() -> None:
     assert parse_rate("100mbit") == pytest.approx(0.1)
     assert parse_rate("2.5Gbit") == 2.5
     for text in ("fast", "0gbit", "-1gbit", "gbit", "1"):
-        with pytest.raises(TrimtabError, match="no link rate"):
+        with pytest.raises(TrimtabError, match="not a link rate"):
             parse_rate(text)

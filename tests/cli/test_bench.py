@@ -96,8 +96,8 @@ def test_adaptive() -> None:
     ("arguments", "words"),
     [
         (("nothing",), "No such command 'nothing'"),
-        (("allreduce", "--link", "warp"), "'warp' is no link rate"),
-        (("allreduce", "--size-mb", "0"), "no list of whole numbers"),
+        (("allreduce", "--link", "warp"), "'warp' is not a link rate"),
+        (("allreduce", "--size-mb", "0"), "not a list of whole numbers"),
         (("codec", "--bits", "9"), "--bits"),
         (("ddp", "--model", "nonsense"), "choose gpt25m, gpt2, vit"),
         (("ddp", "--device", "cuda"), "cuda"),

@@ -62,4 +62,4 @@ def parse_rate(text: str | None) -> float:
                 break
             if rate > 0:
                 return rate
-    raise TrimtabError(f"{text!r} is no link rate; write it as 1gbit, 100mbit or none")
+    raise TrimtabError(f"{text!r} is not a link rate; write it as 1gbit, 100mbit or none")

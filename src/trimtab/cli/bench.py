@@ -228,7 +228,7 @@ def _speeds(text: str) -> list[float]:
     except ValueError:
         speeds = []
     if not speeds or not all(0 < speed <= 1 for speed in speeds):
-        raise TrimtabError(f"{text!r} is no list of speeds above 0 and up to 1, such as 0.5,0.25")
+        raise TrimtabError(f"{text!r} is not a list of speeds above 0 and up to 1, such as 0.5,0.25")
     return speeds
 
 
@@ -238,7 +238,7 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise TrimtabError(f"{text!r} is no list of whole numbers such as 1,4,16")
+        raise TrimtabError(f"{text!r} is not a list of whole numbers such as 1,4,16")
     return numbers
 
 
