@@ -82,7 +82,7 @@ def test_refuses_before_anything_starts(tmp_path: Path) -> None:
             emulation.run([])
         with pytest.raises(TrimtabError, match="no host 'z'"):
             emulation.start("z", ["true"])
-    with pytest.raises(TrimtabError, match="not up"):
+    with pytest.raises(TrimtabError, match="not running"):
         emulation.run(["script.py"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -51,7 +51,7 @@ def test_more_ranks_than_a_gpu_has_parts_for_are_refused() -> None:
 
 
 def test_refuses_more_memory_than_there_is() -> None:
-    with pytest.raises(TrimtabError, match=r"GPU gpu ask for 60 GiB in all and it has 40\.0"):
+    with pytest.raises(TrimtabError, match=r"GPU gpu need 60 GiB and it has 40\.0"):
         share_out(place_ranks(_cards(memory_gib=20.0), [0, 1, 2]), [("gpu", 40.0)])
 
 

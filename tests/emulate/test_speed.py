@@ -70,6 +70,6 @@ def test_competitors_leave_the_asked_part() -> None:
 
 def test_refuses_a_throttle_that_is_not_there() -> None:
     with pytest.raises(
-        TrimtabError, match="no throttle 'slow'; there are auto, quota, duty, competitor, gemm"
+        TrimtabError, match="no throttle 'slow'; choose from auto, quota, duty, competitor, gemm"
     ):
         Emulation(pair(), throttle="slow")

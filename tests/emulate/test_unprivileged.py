@@ -57,8 +57,8 @@ def test_without_root() -> None:
         text=True,
         timeout=110,
     )
-    said = [line for line in done.stdout.splitlines() if not line.startswith("[b:1]")]
-    assert len(said) == 5, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[b:1]")]
+    assert len(lines) == 5, done.stderr
     link, memory, quota, throttle, status = said
     assert "links need root" in link
     assert "remove `link` from the hosts" in link
@@ -67,4 +67,4 @@ def test_without_root() -> None:
     assert "cpu control groups need root" in quota
     assert "use throttle duty" in quota
     assert (throttle, status) == ("duty", "0")
-    assert "speeds by duty cycle, since there is no quota here" in done.stderr
+    assert "falls back to duty cycles: quotas are not available" in done.stderr

@@ -1,7 +1,7 @@
-"""Real uneven clusters on one machine.
+"""Uneven clusters on one machine.
 
-The names are imported on first use: the small processes of an emulation (guardian,
-duty cycle, worker) start without what they do not need.
+Names are imported on first use, so that the small processes of an emulation (guardian, duty cycle, worker) start
+quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.emulate.throttling.schedule import Contention as Contention
     from trimtab.emulate.throttling.schedule import parse_contention as parse_contention
 
-_HOMES = {
+_MODULES = {
     "Contention": "trimtab.emulate.throttling.schedule",
     "Emulation": "trimtab.emulate.emulation",
     "Failure": "trimtab.emulate.outcome",
@@ -31,12 +31,12 @@ __all__ = ["Contention", "Emulation", "Failure", "Outcome", "emulate", "parse_co
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(
-            f"module 'trimtab.emulate' has no attribute {name!r}; it offers {', '.join(_HOMES)}"
+            f"module 'trimtab.emulate' has no attribute {name!r}; it has {', '.join(_MODULES)}"
         )
-    return getattr(import_module(home), name)
+    return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

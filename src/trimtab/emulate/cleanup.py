@@ -1,7 +1,7 @@
-"""Removing what an emulation made: at its end, after its launcher was killed, or at the next start.
+"""Remove everything an emulation created: at its end, after its launcher was killed, or at the next start.
 
-Several of these may run on one job at once (the guardian and the next start, say), so
-each step takes "already gone" for success.
+Several processes may clean up one job at the same time (the guardian and the next start, for example), so in each
+step "already gone" counts as success.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trimtab.emulate import mps
 from trimtab.emulate.job_directory import inspection, is_alive, jobs_home, recorded
 from trimtab.environment import EMULATION
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 def sweep() -> list[str]:
-    """Remove what emulations left whose launcher is dead; live ones are not touched.
+    """Remove the leftovers of emulations whose launcher is dead; running ones are not touched.
 
     Returns the names of the jobs that were removed.
     """
@@ -35,7 +35,7 @@ def sweep() -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """End every process of the job in `path` and take down everything it made."""
+    """Kill every process of the job in `path` and remove everything it created."""
     resources = recorded(path)
     kill_marked(path, spare=mps.PROCESSES)
     for kind, value in reversed(resources):
@@ -51,12 +51,12 @@ def remove(path: Path) -> None:
 
 
 def kill_marked(path: Path, variable: str = EMULATION, spare: tuple[str, ...] = ()) -> None:
-    """SIGKILL every process of the job until none is left, but those whose name is in `spare`.
+    """SIGKILL every process of the job until none is left, except those whose name is in `spare`.
 
-    A process is known by its environment, which it hands down to all it starts: this
-    also finds those that changed their group, session or parent.
+    Processes are identified by their environment, which child processes inherit, so this also finds those that
+    changed their group, session or parent.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while (pids := marked(path, variable, spare)) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
@@ -65,18 +65,18 @@ def kill_marked(path: Path, variable: str = EMULATION, spare: tuple[str, ...] = 
 
 
 def marked(path: Path, variable: str = EMULATION, spare: tuple[str, ...] = ()) -> list[int]:
-    """The processes in whose environment `variable` is `path`: those of a job."""
-    wanted = f"{variable}={path}".encode()
-    found = []
+    """The processes whose environment has `variable` set to `path`."""
+    entry_bytes = f"{variable}={path}".encode()
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and not _spared(entry, spare):
-                found.append(int(entry.name))
-        except OSError:  # gone meanwhile, or another user's
+            if entry_bytes in (entry / "environ").read_bytes().split(b"\0") and not _spared(entry, spare):
+                pids.append(int(entry.name))
+        except OSError:  # it has ended, or belongs to another user
             continue
-    return found
+    return pids
 
 
 def _spared(entry: Path, spare: tuple[str, ...]) -> bool:
@@ -85,14 +85,14 @@ def _spared(entry: Path, spare: tuple[str, ...]) -> bool:
 
 
 def _delete_namespace(name: str) -> None:
-    # Its interfaces, bridge and queues go with it.
+    # This also removes its interfaces, bridge and queues.
     if Path("/run/netns", name).exists():
         subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
 
 def _delete_cgroup(path: Path) -> None:
-    # A killed process leaves its group a moment after it is dead.
-    deadline = time.monotonic() + _PATIENCE_S
+    # A killed process leaves its group with a short delay.
+    deadline = time.monotonic() + _TIMEOUT_S
     while path.exists() and time.monotonic() < deadline:
         try:
             for child in path.iterdir():

@@ -1,4 +1,4 @@
-"""Bringing an uneven cluster up on this machine, and running torchrun jobs on it."""
+"""Start an uneven cluster on this machine, and run torchrun jobs on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from trimtab.emulate import links, mps
-from trimtab.emulate.agents import end, free_port, require_free, require_script, wait
+from trimtab.emulate.agents import free_port, require_free, require_script, stop, wait
 from trimtab.emulate.cleanup import kill_marked, remove, sweep
 from trimtab.emulate.guardian import Guardian
 from trimtab.emulate.job_directory import EMULATION_RUN, Job, create_job
@@ -34,26 +34,24 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster
     from trimtab.emulate.throttling.cgroups import Group
 
-_INSIDE_PORT = 29500  # nothing else listens in a namespace of our own
+_NAMESPACE_PORT = 29500  # always free in a network namespace of our own
 
 
 class Emulation:
     """An uneven cluster on this machine, for as long as the `with` block lasts.
 
-    Hosts come up on entry: namespaces and links where any host asks for a link, memory
-    limits, and what the throttle needs. On exit, on any error and on the death of this
-    process everything is taken down again.
+    Hosts are set up on entry: network namespaces and links if any host has a link, memory limits, and what the
+    throttle needs. Everything is removed on exit, on any error, and if this process dies.
 
     Args:
-        cluster: what to emulate. Speeds count relative to the fastest class of the same kind.
+        cluster: the cluster to emulate. Speeds are relative to the fastest device class of the same kind.
         throttle: how CPU ranks are slowed down: `quota`, `duty`, `competitor`, `gemm`, or
-            `auto` for quota where control groups can be had and duty cycle elsewhere.
+            `auto` for quota where control groups are available and duty cycle elsewhere.
         schedule: contention of hosts by optimizer step.
-        port: where the ranks meet; a free one when None.
+        port: port of torchrun's rendezvous; a free one if None.
 
     Raises:
-        TrimtabError: on entry, when this machine lacks what the cluster asks for; before
-            any process of the job is started.
+        TrimtabError: on entry, if this machine cannot emulate the cluster; no process of the job has started then.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Emulation:
         self.cluster = cluster
         self._placements = place_ranks(cluster, sorted(os.sched_getaffinity(0)))
         self._nodes = nodes(self._placements)
-        self._asked = throttle
+        self._throttle_option = throttle
         self._schedule = tuple(schedule)
         self._port = port
         self._runs = 0
@@ -82,7 +80,7 @@ class Emulation:
 
     def __enter__(self) -> Emulation:
         for name in sweep():
-            logger().info("removed what the dead emulation %s had left", name)
+            logger().info("removed the leftovers of emulation %s, which was killed", name)
         if links.wanted(self.cluster):
             links.require()
         elif self._port is not None:
@@ -98,7 +96,7 @@ class Emulation:
                 for placement in self._placements
                 if placement.kind == "cpu" and placement.memory_gib is not None
             }
-            self._throttle = Throttle(self._job, self._asked, self._placements, self._schedule)
+            self._throttle = Throttle(self._job, self._throttle_option, self._placements, self._schedule)
             if links.wanted(self.cluster):
                 self._links = links.Links(self._job, self.cluster)
             if any(share.percentage < 100 for share in self._shares.values()):
@@ -112,7 +110,7 @@ class Emulation:
         self.close()
 
     def close(self) -> None:
-        """Take everything down; a second call does nothing."""
+        """Remove everything; a second call does nothing."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -123,19 +121,19 @@ class Emulation:
 
     @property
     def throttle(self) -> str | None:
-        """The mechanism that slows CPU ranks down here; None when all run at full speed."""
+        """The mechanism that slows down CPU ranks; None if all run at full speed."""
         return self._throttle.name
 
     def address(self, host: str) -> str:
-        """The host's address, as the other hosts of the emulation see it."""
+        """The address of a host for the other hosts of the emulation."""
         return "127.0.0.1" if self._links is None else self._links.address(host)
 
     def start(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.Popen[Any]:
-        """Start any program on a host: behind its link, and ended with the emulation.
+        """Start any program on a host, behind its link; it is killed when the emulation ends.
 
-        Speed and memory limits are of ranks, and do not hold for it.
+        Speed and memory limits apply to ranks only, not to this program.
         """
         job = self._live_job()
         if host not in {name for name, _ in self.cluster.machines()}:
@@ -151,18 +149,18 @@ class Emulation:
         capture: bool = False,
         timeout: float | None = None,
     ) -> Outcome:
-        """Run a script on every rank under torchrun and wait for its end.
+        """Run a script on every rank under torchrun and wait for it.
 
         Args:
             argv: the script and its arguments, or `-m`, a module and its arguments.
             env: environment variables to add.
-            capture: keep rank 0's standard output for the outcome instead of printing it.
-            timeout: seconds after which the run is ended.
+            capture: return rank 0's standard output in the outcome instead of printing it.
+            timeout: seconds after which the run is stopped.
 
         Raises:
-            TrimtabError: when there is no such script.
-            TimeoutError: when the run took longer than `timeout`.
-            BrokenPipeError: when this process's own output was closed meanwhile.
+            TrimtabError: the script does not exist.
+            TimeoutError: the run took longer than `timeout`.
+            BrokenPipeError: the output of this process was closed during the run.
         """
         job = self._live_job()
         require_script(argv)
@@ -176,7 +174,7 @@ class Emulation:
         duty: subprocess.Popen[bytes] | None = None
         captured = ""
         try:
-            port = self._port or (_INSIDE_PORT if self._links else free_port())
+            port = self._port or (_NAMESPACE_PORT if self._links else free_port())
             for index, node in enumerate(self._nodes):
                 agents.append(self._start_agent(run, index, node, port, argv, env or {}))
             if self.throttle == "duty":
@@ -184,31 +182,31 @@ class Emulation:
                 duty = start_duty_cycle(slowed, {**os.environ, **job.marked, EMULATION_RUN: str(run)})
             wait(agents, run, output, timeout)
         finally:
-            end(agents)
+            stop(agents)
             kill_marked(run, EMULATION_RUN)
             for process in [*agents, *([] if duty is None else [duty])]:
                 process.wait()
             captured = output.finish()
         if output.broken:
-            raise BrokenPipeError("emulate: the output of the run was closed, and the run ended")
+            raise BrokenPipeError("emulate: the output was closed, so the run was stopped")
         failure = self._failure(run, agents, killed)
         steps = tuple(state.steps for state in states)
         if failure is None and self._schedule and not any(steps):
-            logger().warning("the schedule had no effect: no rank made a step with a torch optimizer")
+            logger().warning("the schedule had no effect: no rank took a step with a torch optimizer")
         shutil.rmtree(run, ignore_errors=True)
         status = 0 if failure is None else failure.status if failure.status > 0 else 128 - failure.status
         return Outcome(status=status, failure=failure, stdout=captured, steps=steps)
 
     def _live_job(self) -> Job:
         if self._job is None:
-            raise TrimtabError("emulate: the emulation is not up; use it inside its `with` block")
+            raise TrimtabError("emulate: the emulation is not running; use it inside its `with` block")
         return self._job
 
     def _prepare(self, run: Path, placement: Placement) -> RankState:
-        """Write down one rank's part in a run."""
+        """Write the settings and the initial state of one rank in a run."""
         schedule = tuple(c for c in self._schedule if c.host == placement.host)
         share = self._shares.get(placement.rank)
-        # A GPU's speed is its share; what is left to the throttle is contention.
+        # The speed of a GPU is its share; the throttle only adds contention.
         speed = placement.speed if share is None else 1.0
         RankSettings(
             kind=placement.kind,
@@ -231,7 +229,7 @@ class Emulation:
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": str(len(node.placements[0].cores)),
-            # Else torch warns at every connection that addresses in a namespace have no name.
+            # Otherwise torch warns at every connection that addresses in a namespace have no host name.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **self._mps,
         }
@@ -286,8 +284,8 @@ def emulate(
 ) -> int:
     """Run a script on an emulated cluster, as `trimtab emulate` does; returns the exit status.
 
-    The failing rank's own traceback is printed to standard error. SIGTERM and SIGHUP end
-    the run as Ctrl-C does, with everything taken down before this process ends.
+    The traceback of the failing rank is printed to standard error. SIGTERM and SIGHUP stop the run as Ctrl-C does:
+    everything is removed before this process exits.
     """
     try:
         with (
@@ -304,14 +302,14 @@ def emulate(
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Turn signals that end a process into an exception, where this thread may."""
+    """Turn termination signals into an exception, if this is the main thread."""
 
-    def ended(number: int, _: object) -> None:
+    def exit_(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     previous = {}
-    with suppress(ValueError):  # not the main thread: the guardian cleans up after a signal
-        previous = {number: signal.signal(number, ended) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with suppress(ValueError):  # not in the main thread, where the guardian cleans up after a signal
+        previous = {number: signal.signal(number, exit_) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
 """A process that outlives the launcher, to clean up if the launcher is killed.
 
-Started as ``python -m trimtab.emulate.guardian JOB_DIRECTORY LAUNCHER_PID`` with a pipe
-from the launcher as its input. A byte on the pipe says that the launcher has cleaned up
-itself; the launcher's end without one says that it has not.
+Started as ``python -m trimtab.emulate.guardian JOB_DIRECTORY LAUNCHER_PID`` with a pipe from the launcher as standard
+input. The launcher writes a byte after it has cleaned up; if it ends without that, the guardian cleans up.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Guardian:
-    """The launcher's side: start it before anything else is made, dismiss it after all is removed."""
+    """The launcher's side: start it before creating anything else, dismiss it after removing everything."""
 
     def __init__(self, job: Job) -> None:
-        # Its own session: neither Ctrl-C nor a kill of the launcher's process group reaches it.
+        # In its own session, so that neither Ctrl-C nor a kill of the launcher's process group reaches it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trimtab.emulate.guardian", str(job.path), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -43,12 +42,12 @@ def main() -> None:
     path, launcher = Path(sys.argv[1]), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    waiting = select.poll()
-    waiting.register(0, select.POLLIN | select.POLLHUP)
-    # The pipe may have been inherited by a fork of the launcher, so that its end is never seen.
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    # A fork of the launcher may have inherited the pipe, which then is never closed.
     if os.getppid() == launcher:
-        waiting.register(os.pidfd_open(launcher), select.POLLIN)
-    waiting.poll()
+        poll.register(os.pidfd_open(launcher), select.POLLIN)
+    poll.poll()
     readable, _, _ = select.select([0], [], [], 0)
     if not (readable and os.read(0, 1)):
         remove(path)

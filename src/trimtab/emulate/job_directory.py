@@ -1,8 +1,7 @@
-"""The directory of one emulation: its lock, its list of resources, its mark on processes.
+"""The directory of one emulation, with its lock and its list of resources.
 
-A job is alive exactly as long as its launcher holds the lock, which the kernel lets go
-of however the launcher ends. Everything outside the directory is written into
-`resources` *before* it is made, so that whoever comes after can remove it.
+A job is alive as long as its launcher holds the lock, which the kernel releases however the launcher ends. Every
+resource outside the directory is recorded in `resources` *before* it is created, so that it can be removed later.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A live emulation of this process."""
+    """A running emulation of this process."""
 
     path: Path
     lock: int
-    """Descriptor of the held lock; closing it gives the job up."""
+    """File descriptor of the lock; closing it releases the job."""
 
     @property
     def name(self) -> str:
@@ -43,17 +42,17 @@ class Job:
 
     @property
     def marked(self) -> dict[str, str]:
-        """The environment variable that makes a process part of this job."""
+        """The environment variable that marks a process as part of this job."""
         return {EMULATION: str(self.path)}
 
     def record(self, kind: str, value: str | Path) -> None:
-        """Note a resource that is about to be made outside the directory."""
+        """Record a resource that is about to be created outside the directory."""
         with (self.path / _RESOURCES).open("a") as file:
             file.write(f"{kind} {value}\n")
 
 
 def create_job() -> Job:
-    """Make and lock the directory of a new emulation."""
+    """Create and lock the directory of a new emulation."""
     home = jobs_home()
     with inspection(home):
         path = home / f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -64,7 +63,7 @@ def create_job() -> Job:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether the launcher of the job in `path` still runs."""
+    """Whether the launcher of the job in `path` is running."""
     try:
         lock = os.open(path / _LOCK, os.O_RDWR)
     except OSError:
@@ -79,18 +78,18 @@ def is_alive(path: Path) -> bool:
 
 
 def recorded(path: Path) -> list[tuple[str, str]]:
-    """The resources of the job in `path`, in the order they were made."""
+    """The resources of the job in `path`, in the order of creation."""
     try:
         text = (path / _RESOURCES).read_text()
     except OSError:
         return []
-    # A launcher killed while writing leaves a line without its end: that resource was not made.
+    # A launcher killed while writing leaves an incomplete line: that resource was not created.
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [(kind, value) for kind, _, value in (line.partition(" ") for line in lines)]
 
 
 def jobs_home() -> Path:
-    """Where this user's jobs live: one fixed place for root, whose leftovers are seen by everyone."""
+    """The folder of this user's jobs; a fixed one for root."""
     if os.geteuid() == 0:
         home = Path("/run/trimtab")
     elif runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -102,7 +101,7 @@ def jobs_home() -> Path:
         owner = home.stat().st_uid
     except OSError as error:
         raise TrimtabError(
-            f"emulate: cannot make {home}: {error.strerror}; make it writable for this user"
+            f"emulate: cannot create {home}: {error.strerror}; make it writable for this user"
         ) from None
     if owner != os.geteuid():
         raise TrimtabError(f"emulate: {home} belongs to another user (uid {owner}); remove it or set TMPDIR")
@@ -111,7 +110,7 @@ def jobs_home() -> Path:
 
 @contextmanager
 def inspection(home: Path) -> Iterator[None]:
-    """Hold off others that make or judge jobs: between its making and its lock a job looks dead."""
+    """Exclude other processes that create or inspect jobs: a job looks dead between its creation and its lock."""
     lock = os.open(home / ".inspection", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,7 @@
-"""Links: a network namespace for each host, joined by a bridge, each end under a token bucket.
+"""Links: one network namespace per host, joined by a bridge, with a token bucket at each end.
 
-The bridge has a namespace of its own and interfaces are made inside the namespaces, so
-the machine's own network is never touched and jobs cannot meet: all use the same
-private addresses, each behind its own walls.
+The bridge has its own namespace and all interfaces are created inside namespaces. So the machine's network is never
+changed, and jobs are isolated from each other although they use the same private addresses.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _UNSHAPED = "remove `link` from the hosts to run without shaped links"
 
 
 def wanted(cluster: Cluster) -> bool:
-    """Whether any host asks for a link."""
+    """Whether any host has a link."""
     return any(host.link is not None for host in cluster.hosts)
 
 
 def require() -> None:
-    """Refuse if links cannot be shaped here, saying what is missing."""
+    """Raise if links cannot be shaped on this machine."""
     if os.geteuid() != 0:
         raise TrimtabError(f"emulate: links need root (network namespaces): run as root, or {_UNSHAPED}")
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
@@ -44,21 +43,21 @@ def require() -> None:
 
 
 class Links:
-    """The namespaces of one job, brought up; the job's removal takes them down."""
+    """The namespaces of one job; they are removed with the job."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self._job = job
         self._namespaces: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         switch = f"trimtab-{job.name}-switch"
-        self._make_namespace(switch)
+        self._create_namespace(switch)
         self._run("link", "add", "bridge", "type", "bridge", namespace=switch)
         self._run("link", "set", "bridge", "up", namespace=switch)
         for index, (name, host) in enumerate(cluster.machines()):
             namespace, port = f"trimtab-{job.name}-{index}", f"port{index}"
             self._namespaces[name] = namespace
             self._addresses[name] = f"10.83.{(index + 1) // 256}.{(index + 1) % 256}"
-            self._make_namespace(namespace)
+            self._create_namespace(namespace)
             self._run(
                 "link",
                 "add",
@@ -78,20 +77,20 @@ class Links:
             self._run("link", "set", INTERFACE, "up", namespace=namespace)
             self._run("link", "set", port, "master", "bridge", "up", namespace=switch)
             if host.link is not None:
-                # A queue shapes what leaves: the host's end for sending, the bridge's for receiving.
+                # A queue shapes outgoing traffic: at the host's end for sending, at the bridge's for receiving.
                 self._shape(cluster.links[host.link], INTERFACE, namespace)
                 self._shape(cluster.links[host.link], port, switch)
 
     def address(self, host: str) -> str:
-        """The host's address, reachable from the other hosts of the job only."""
+        """The host's address, which only hosts of the same job can reach."""
         return self._addresses[host]
 
     def inside(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on the host."""
-        # Not `ip netns exec`: it mounts /sys anew, which hides the control groups.
+        # Not `ip netns exec`, which remounts /sys and thereby hides the control groups.
         return ["nsenter", f"--net=/run/netns/{self._namespaces[host]}", "--", *argv]
 
-    def _make_namespace(self, name: str) -> None:
+    def _create_namespace(self, name: str) -> None:
         self._job.record("netns", name)
         self._run("netns", "add", name, hint="needs the capabilities SYS_ADMIN and NET_ADMIN")
 
@@ -112,9 +111,9 @@ class Links:
             check=False,
         )
         if done.returncode != 0:
-            said = " ".join(done.stderr.split())
+            message = " ".join(done.stderr.split())
             raise TrimtabError(
-                f"emulate: links: `{tool} {' '.join(arguments)}` failed: {said}"
+                f"emulate: links: `{tool} {' '.join(arguments)}` failed: {message}"
                 + (f" ({hint})" if hint else "")
                 + f"; or {_UNSHAPED}"
             )
@@ -123,12 +122,12 @@ class Links:
 def queues(link: Link) -> list[tuple[list[str], str]]:
     """Arguments of `tc qdisc add dev DEVICE` for one end of a link, with the kernel module each needs."""
     rate = link.gbit_per_s * 1e9
-    # Large enough that timers do not cost bandwidth, small enough that short messages feel the rate.
+    # Large enough not to lose bandwidth to timers, small enough that short messages are limited too.
     burst = max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_S))
     token_bucket = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
-    found = [(["root", "handle", "1:", *token_bucket], "tbf")]
+    queues = [(["root", "handle", "1:", *token_bucket], "tbf")]
     if link.latency_us:
-        # A packet passes two shaped ends, its sender's and its receiver's: half the delay at each.
+        # A packet passes two shaped ends, the sender's and the receiver's: half the delay at each.
         delay = ["netem", "delay", f"{link.latency_us / 2:.1f}us", "limit", "100000"]
-        found.append((["parent", "1:1", "handle", "10:", *delay], "netem"))
-    return found
+        queues.append((["parent", "1:1", "handle", "10:", *delay], "netem"))
+    return queues

@@ -1,10 +1,10 @@
-"""Memory of a rank: a control group's limit on the host, a part of the card on a GPU."""
+"""The memory limit of a CPU rank, by a control group."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.emulate.throttling.cgroups import Group, make_group
+from trimtab.emulate.throttling.cgroups import Group, create_group
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -15,10 +15,10 @@ _GIB = 1 << 30
 
 
 def limit_memory(job: Job, placement: Placement) -> Group:
-    """Make the group that holds the rank to its `memory_gib`; past it the kernel kills the rank."""
+    """Create a group with the rank's `memory_gib`; the kernel kills a rank that exceeds it."""
     assert placement.memory_gib is not None
     try:
-        group = make_group(job, "memory", f"rank-{placement.rank}")
+        group = create_group(job, "memory", f"rank-{placement.rank}")
     except TrimtabError as error:
         raise TrimtabError(
             f"{error}, or remove memory_gib from device class {placement.device!r} to run without a limit"
@@ -36,7 +36,7 @@ def limit_memory(job: Job, placement: Placement) -> Group:
 
 
 def kills(group: Group) -> int:
-    """How often the kernel killed a process of the group for want of memory."""
+    """How many processes of the group the kernel killed for lack of memory."""
     events = group.read("memory.events" if group.version == 2 else "memory.oom_control")
     counts = dict(line.split() for line in events.splitlines())
     return int(counts.get("oom_kill", 0))

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU as several unequal ones: the Multi-Process Service gives each rank a part of it."""
+"""One NVIDIA GPU as several unequal ones: the Multi-Process Service (MPS) gives each rank a part of it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from trimtab.emulate.placement import Placement
 
 PROCESSES = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
-_GIB = 1024  # in the MiB that nvidia-smi speaks
+_MIB_PER_GIB = 1024
 
 PARTS = tuple(count / 132 for count in (132, 128, 124, 120, 66, 64, 62, 34, 32, 30, 22, 18, 16, 14))
 """The parts of a GPU that a rank may have.
 
-On other parts of an H200 (132 multiprocessors) cuBLAS leaves out tiles of its bf16 products, silently; fp32
-training went wrong there too. `check_products` finds it out.
+On other parts of an H200 (132 multiprocessors) cuBLAS silently skips tiles of bf16 products; fp32 training went wrong
+there too. `check_products` detects this.
 """
 
 
@@ -40,12 +40,12 @@ class Share:
     memory_fraction: float | None
 
 
-_NEAR = log(1.07)
-"""Speeds this near to those asked are as good as any: larger parts measure better."""
+_TOLERANCE = log(1.07)
+"""Among speeds this close to the requested ones larger parts are preferred, because they measure more accurately."""
 
 
 def require() -> None:
-    """Refuse if GPUs cannot be shared here, saying what is missing."""
+    """Raise if GPUs cannot be shared on this machine."""
     for tool in ("nvidia-smi", "nvidia-cuda-mps-control"):
         if shutil.which(tool) is None:
             raise TrimtabError(
@@ -55,39 +55,39 @@ def require() -> None:
 
 
 def share_out(placements: Sequence[Placement], gpus: Sequence[tuple[str, float]]) -> dict[int, Share]:
-    """Divide the GPUs, given by id and GiB, among the CUDA ranks: parts as near as `PARTS` has them to the speeds.
+    """Divide the GPUs, given by id and GiB, among the CUDA ranks, with the parts from `PARTS` closest to their speeds.
 
-    Ranks take the GPUs in turn; speeds keep their proportion from one GPU to another.
+    Ranks are assigned to GPUs cyclically; speeds keep their ratio across GPUs.
     """
-    takers = [placement for placement in placements if placement.kind == "cuda"]
-    placed = {placement.rank: index % len(gpus) for index, placement in enumerate(takers)}
+    cuda_ranks = [placement for placement in placements if placement.kind == "cuda"]
+    placed = {placement.rank: index % len(gpus) for index, placement in enumerate(cuda_ranks)}
     memory = [0.0] * len(gpus)
-    for placement in takers:
+    for placement in cuda_ranks:
         memory[placed[placement.rank]] += placement.memory_gib or 0.0
-    for (gpu, size), asked in zip(gpus, memory, strict=True):
-        if asked > size:
+    for (gpu, size), requested in zip(gpus, memory, strict=True):
+        if requested > size:
             raise TrimtabError(
-                f"emulate: the ranks on GPU {gpu} ask for {asked:g} GiB in all and it has {size:.1f}; "
-                "lower memory_gib or take fewer ranks"
+                f"emulate: the ranks on GPU {gpu} need {requested:g} GiB and it has {size:.1f}; "
+                "lower memory_gib or use fewer ranks"
             )
     parts = _parts(
-        [placement.speed for placement in takers], [placed[placement.rank] for placement in takers]
+        [placement.speed for placement in cuda_ranks], [placed[placement.rank] for placement in cuda_ranks]
     )
     return {
         placement.rank: Share(
             gpu=gpus[placed[placement.rank]][0],
-            # A little more than the part: the service rounds down to whole pairs of multiprocessors.
+            # A little more than the part, because MPS rounds down to pairs of multiprocessors.
             percentage=min(100.0, 100 * part + 0.4),
             memory_fraction=None
             if placement.memory_gib is None
             else placement.memory_gib / gpus[placed[placement.rank]][1],
         )
-        for placement, part in zip(takers, parts, strict=True)
+        for placement, part in zip(cuda_ranks, parts, strict=True)
     }
 
 
 def _parts(speeds: Sequence[float], placed: Sequence[int]) -> list[float]:
-    """A part for each speed, no GPU given away more than once: the largest that are near in proportion."""
+    """A part for each speed, at most all of each GPU: the largest parts whose ratios are close to the speeds'."""
     fastest = max(speeds)
     best: tuple[float, float, list[float]] | None = None
     for largest in PARTS:
@@ -95,27 +95,26 @@ def _parts(speeds: Sequence[float], placed: Sequence[int]) -> list[float]:
         parts = [min(PARTS, key=lambda part, want=want: abs(log(part / want))) for want in wanted]  # type: ignore[misc]
         if max(sum(p for p, gpu in zip(parts, placed, strict=True) if gpu == one) for one in placed) > 1:
             continue
-        off = max(abs(log(part / want)) for part, want in zip(parts, wanted, strict=True))
-        rank = max(off, _NEAR), -sum(parts)
-        if best is None or rank < best[:2]:
-            best = *rank, parts
+        error = max(abs(log(part / want)) for part, want in zip(parts, wanted, strict=True))
+        score = max(error, _TOLERANCE), -sum(parts)
+        if best is None or score < best[:2]:
+            best = *score, parts
     if best is None:
         raise TrimtabError(
-            f"emulate: speeds {', '.join(f'{speed:g}' for speed in speeds)} do not fit on this machine's GPUs: "
-            f"a rank needs at least {min(PARTS):.0%} of one; take fewer ranks or less uneven speeds"
+            f"emulate: speeds {', '.join(f'{speed:g}' for speed in speeds)} do not fit on the GPUs of this machine: "
+            f"a rank needs at least {min(PARTS):.0%} of one; use fewer ranks or less uneven speeds"
         )
-    if best[0] > _NEAR:
-        given = ", ".join(f"{part / max(best[2]):.2f}" for part in best[2])
+    if best[0] > _TOLERANCE:
+        speeds_used = ", ".join(f"{part / max(best[2]):.2f}" for part in best[2])
         environment.logger().warning(
-            "emulate: parts of a GPU cannot have any size (see docs/emulate.md): speeds %s, relative to the fastest, "
-            "stand for those asked",
-            given,
+            "emulate: parts of a GPU come in fixed sizes (see docs/emulate.md); using relative speeds %s",
+            speeds_used,
         )
     return best[2]
 
 
 def check_products() -> None:
-    """Refuse to go on where the part of the GPU that this process has multiplies wrongly."""
+    """Raise if this process's part of the GPU computes wrong products."""
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -125,12 +124,17 @@ def check_products() -> None:
             torch.randint(-2, 3, shape, generator=generator, device=device).float()
             for shape in ((rows, inner), (inner, columns))
         )
-        # Small whole numbers: every type has the same sums, and each row of ones gives the sum of a column.
+        # With small integers the sums are exact in every dtype; the check compares the sum of each column.
         total = a.double().sum(0) @ b.double()
         for dtype in (torch.bfloat16, torch.float32):
-            for left, right, want in ((a, b, total), (b.t(), a.t(), (b.double().sum(1) @ a.double().t()))):
-                made = (left.to(dtype).contiguous() @ right.to(dtype).contiguous()).double()
-                if not torch.allclose(made.sum(0), want, rtol=0.05, atol=float(want.abs().max()) * 0.05):
+            for left, right, expected in (
+                (a, b, total),
+                (b.t(), a.t(), (b.double().sum(1) @ a.double().t())),
+            ):
+                product = (left.to(dtype).contiguous() @ right.to(dtype).contiguous()).double()
+                if not torch.allclose(
+                    product.sum(0), expected, rtol=0.05, atol=float(expected.abs().max()) * 0.05
+                ):
                     count = torch.cuda.get_device_properties(device).multi_processor_count
                     raise TrimtabError(
                         f"emulate: on this part of the GPU ({count} multiprocessors) the product of "
@@ -140,41 +144,41 @@ def check_products() -> None:
 
 
 def visible_gpus() -> list[tuple[str, float]]:
-    """Id and GiB of each GPU this process may use."""
-    asked = subprocess.run(
+    """Id and GiB of each GPU that this process may use."""
+    query = subprocess.run(
         ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if asked.returncode != 0 or not asked.stdout.strip():
-        said = " ".join((asked.stderr or asked.stdout).split())
-        raise TrimtabError(f"emulate: a device of kind cuda needs an NVIDIA GPU; nvidia-smi says: {said}")
-    rows = [[field.strip() for field in line.split(",")] for line in asked.stdout.strip().splitlines()]
+    if query.returncode != 0 or not query.stdout.strip():
+        message = " ".join((query.stderr or query.stdout).split())
+        raise TrimtabError(f"emulate: a device of kind cuda needs an NVIDIA GPU; nvidia-smi says: {message}")
+    rows = [[field.strip() for field in line.split(",")] for line in query.stdout.strip().splitlines()]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if allowed is None else [name.strip() for name in allowed.split(",") if name.strip()]
-    found = [
-        (uuid, float(size) / _GIB)
+    gpus = [
+        (uuid, float(size) / _MIB_PER_GIB)
         for index, uuid, size in rows
         if chosen is None or index in chosen or any(uuid.startswith(name) for name in chosen)
     ]
-    if not found:
+    if not gpus:
         raise TrimtabError(f"emulate: CUDA_VISIBLE_DEVICES={allowed!r} leaves no GPU; unset it")
-    return found
+    return gpus
 
 
 def start(job: Job) -> dict[str, str]:
-    """Start the service for this job alone; returns the environment of its clients."""
+    """Start an MPS daemon for this job; returns the environment of its clients."""
     home = job.path / "mps"
     env = _environment(home)
     for folder in env.values():
         os.makedirs(folder)  # noqa: PTH103 - the value is the environment's text
     job.record("mps", home)
-    bare = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
             [PROCESSES[0], "-d"],
-            env={**bare, **env, **job.marked},
+            env={**inherited, **env, **job.marked},
             capture_output=True,
             timeout=30,
             check=False,
@@ -182,13 +186,13 @@ def start(job: Job) -> dict[str, str]:
     except subprocess.TimeoutExpired:
         raise TrimtabError("emulate: nvidia-cuda-mps-control did not start in 30 s; see nvidia-smi") from None
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
-        raise TrimtabError(f"emulate: nvidia-cuda-mps-control did not start: {said}")
+        message = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
+        raise TrimtabError(f"emulate: nvidia-cuda-mps-control did not start: {message}")
     return env
 
 
 def stop(home: Path) -> None:
-    """Ask the service of a job to quit; nothing happens if it runs no more."""
+    """Stop the MPS daemon of a job, if it is running."""
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             [PROCESSES[0]],
@@ -201,7 +205,7 @@ def stop(home: Path) -> None:
 
 
 def client_environment(share: Share, rank: int, interface: str) -> dict[str, str]:
-    """What makes a rank see its part of the GPU, and NCCL take it for a host of its own."""
+    """The environment with which a rank sees its part of the GPU, and NCCL treats it as a host of its own."""
     return {
         "CUDA_VISIBLE_DEVICES": share.gpu,
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share.percentage:.1f}",

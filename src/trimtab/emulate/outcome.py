@@ -1,4 +1,4 @@
-"""How a run ended, and which rank it was that failed first."""
+"""The outcome of a run, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Failure:
     """Why a run failed."""
 
     rank: int | None
-    """The rank that failed first; None when the launch itself did."""
+    """The rank that failed first; None if the launch failed."""
 
     host: str | None
     status: int
-    """Exit status of that rank; negative for a signal, as `subprocess` has it."""
+    """Exit status of that rank; negative for a signal, as in `subprocess`."""
 
     text: str
-    """Its own traceback, or one line that says how it ended."""
+    """Its traceback, or a line that says how it ended."""
 
     def __str__(self) -> str:
         where = "the launch" if self.rank is None else f"rank {self.rank} (host {self.host})"
@@ -35,53 +35,55 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: int
-    """0, or the failed rank's exit status (128 + number for a signal), as a shell has it."""
+    """0, or the exit status of the failed rank (128 + number for a signal), as in a shell."""
 
     failure: Failure | None = None
     stdout: str = ""
-    """What rank 0 wrote to its standard output, where it was captured."""
+    """Standard output of rank 0, if it was captured."""
 
     steps: tuple[int, ...] = ()
-    """Optimizer steps each rank had done."""
+    """Number of optimizer steps of each rank."""
 
 
 def error_path(run: Path, rank: int) -> Path:
-    """Where a rank leaves its own account of its failure: time, exit status, text."""
+    """File in which a rank reports its failure: time, exit status, text."""
     return run / f"error-{rank}.json"
 
 
-def any_account(run: Path) -> bool:
-    """Whether a rank has already said that it failed."""
+def any_report(run: Path) -> bool:
+    """Whether a rank has reported a failure."""
     return any(run.glob("error-*.json"))
 
 
-def report_path(run: Path, node: int) -> Path:
-    """Where an agent leaves the exit status of each of its ranks that failed."""
-    return run / f"report-{node}.json"
+def exit_codes_path(run: Path, node: int) -> Path:
+    """File in which an agent reports the exit codes of its failed ranks."""
+    return run / f"exit-codes-{node}.json"
 
 
 def first_failure(run: Path, placements: Sequence[Placement]) -> Failure | None:
-    """The failure that brought the others about.
+    """The failure that caused the others.
 
-    A rank that dies of a signal cannot say so itself, and those left waiting for it do: so
-    signals come first, and then the earliest account.
+    A rank killed by a signal cannot report it, but the ranks waiting for it report errors: so signals come first,
+    then the earliest report.
     """
     codes: dict[int, int] = {}
-    for path in run.glob("report-*.json"):
+    for path in run.glob("exit-codes-*.json"):
         codes.update({int(rank): code for rank, code in json.loads(path.read_text()).items()})
     for rank, code in sorted(codes.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGPIPE):
-            return _failure(placements[rank], code, f"ended by signal {-code} ({signal.Signals(-code).name})")
-    accounts = []
+            return _failure(
+                placements[rank], code, f"killed by signal {-code} ({signal.Signals(-code).name})"
+            )
+    reports = []
     for placement in placements:
         if error_path(run, placement.rank).exists():
-            account = json.loads(error_path(run, placement.rank).read_text())
-            accounts.append((account["time"], placement, account["status"], account["text"]))
-    if accounts:
-        _, placement, status, text = min(accounts, key=lambda account: account[0])
+            report = json.loads(error_path(run, placement.rank).read_text())
+            reports.append((report["time"], placement, report["status"], report["text"]))
+    if reports:
+        _, placement, status, text = min(reports, key=lambda report: report[0])
         return _failure(placement, status, text)
     for rank, code in sorted(codes.items()):
         return _failure(placements[rank], code, f"exited with status {code}")

@@ -1,4 +1,4 @@
-"""Where each rank of the cluster runs on this machine: cores, GPU, speed, and torchrun node."""
+"""Where each rank of a cluster runs on this machine: cores, speed, and torchrun node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One rank's place on this machine."""
+    """Where one rank runs on this machine."""
 
     rank: int
     host: str
@@ -23,32 +23,27 @@ class Placement:
 
     kind: str
     speed: float
-    """As a part of the speed of the fastest class of its kind."""
+    """Relative to the fastest device class of its kind."""
 
     memory_gib: float | None
     cores: tuple[int, ...]
     slot: int
-    """Which of `sharing` turns on its core is this rank's, where ranks outnumber cores."""
+    """Index of this rank among those that share its core, if there are more ranks than cores."""
 
     sharing: int
-    """How many ranks take turns on its core."""
-
-    @property
-    def called(self) -> str:
-        """What messages call this rank."""
-        return f"rank {self.rank} (host {self.host})"
+    """Number of ranks that share its core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What one torchrun agent starts: the ranks of a host, or one rank that has a GPU's share to itself."""
+    """The ranks that one torchrun agent starts: those of a host, or a single rank with its share of a GPU."""
 
     host: str
     placements: tuple[Placement, ...]
 
 
 def place_ranks(cluster: Cluster, cores: Sequence[int]) -> list[Placement]:
-    """Give each rank its cores, in turn where there are more ranks than cores."""
+    """Assign cores to each rank, cyclically if there are more ranks than cores."""
     fastest = {
         kind: max(device.speed for device in cluster.devices.values() if device.kind == kind)
         for kind in {device.kind for device in cluster.devices.values()}
@@ -78,14 +73,14 @@ def place_ranks(cluster: Cluster, cores: Sequence[int]) -> list[Placement]:
 def nodes(placements: Sequence[Placement]) -> list[Node]:
     """One node for each host; one for each rank where a host has CUDA devices.
 
-    Ranks that share a GPU must look to NCCL like hosts of their own, and a script must find
-    its device as `cuda:LOCAL_RANK`: so torchrun too is told that they are nodes.
+    NCCL must see ranks that share a GPU as separate hosts, and a script must find its device as `cuda:LOCAL_RANK`, so
+    they are separate nodes for torchrun too.
     """
-    found = []
+    result = []
     for host, group in groupby(placements, key=lambda placement: placement.host):
         members = tuple(group)
         if any(placement.kind == "cuda" for placement in members):
-            found += [Node(host=host, placements=(placement,)) for placement in members]
+            result += [Node(host=host, placements=(placement,)) for placement in members]
         else:
-            found.append(Node(host=host, placements=members))
-    return found
+            result.append(Node(host=host, placements=members))
+    return result

@@ -1,7 +1,7 @@
-"""What the ranks write, brought to the launcher through named pipes.
+"""The output of the ranks, forwarded to the launcher through named pipes.
 
-Rank 0 passes through as it is, so that a run prints what the script prints; the lines of
-other ranks carry a `[host:rank]` in front.
+The output of rank 0 is unchanged, so that a run prints what the script prints; the lines of other ranks are prefixed
+with `[host:rank]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pipe_path(run: Path, rank: int, stream: str) -> Path:
 
 
 class RankOutput:
-    """Reads the ranks' pipes on a thread of its own, from construction to `finish`."""
+    """Reads the ranks' pipes in a thread, from construction to `finish`."""
 
     def __init__(self, run: Path, placements: Sequence[Placement], *, capture: bool) -> None:
         self._capture = capture
@@ -38,12 +38,12 @@ class RankOutput:
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         self._partial: dict[int, str] = {}
         self.broken = False
-        """Whether our own output was closed, as by `| head`."""
+        """Whether the output of this process was closed, as by `| head`."""
         for placement in placements:
             for stream in STREAMS:
                 path = pipe_path(run, placement.rank, stream)
                 os.mkfifo(path)
-                # Open for writing too: then it does not end before the rank has opened it.
+                # Opened for writing too, so that reading does not end before the rank has opened it.
                 source = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 self._sources[source] = (placement, stream)
                 self._decoders[source] = codecs.getincrementaldecoder("utf-8")("replace")
@@ -53,7 +53,7 @@ class RankOutput:
         self._thread.start()
 
     def finish(self) -> str:
-        """Pass on what is left once the ranks have ended; returns what was captured."""
+        """Forward the remaining output after the ranks have ended; returns the captured output."""
         os.close(self._stop)
         self._thread.join()
         for source in [*self._sources, self._wake]:
@@ -61,21 +61,21 @@ class RankOutput:
         return self._captured.decode(errors="replace")
 
     def _read(self) -> None:
-        waiting = select.poll()
+        poll = select.poll()
         for source in [*self._sources, self._wake]:
-            waiting.register(source, select.POLLIN | select.POLLHUP)
+            poll.register(source, select.POLLIN | select.POLLHUP)
         running = True
         while running:
-            ready = [source for source, _ in waiting.poll()]
+            ready = [source for source, _ in poll.poll()]
             running = self._wake not in ready
             for source in list(self._sources) if not running else ready:
                 while chunk := _available(source):
-                    self._pass_on(source, chunk)
+                    self._forward(source, chunk)
         for source, rest in self._partial.items():
             if rest:
-                self._pass_on(source, b"\n")
+                self._forward(source, b"\n")
 
-    def _pass_on(self, source: int, chunk: bytes) -> None:
+    def _forward(self, source: int, chunk: bytes) -> None:
         placement, stream = self._sources[source]
         if placement.rank == 0 and stream == "stdout" and self._capture:
             self._captured += chunk

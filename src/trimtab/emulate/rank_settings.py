@@ -1,4 +1,4 @@
-"""What the launcher tells a rank about itself, as a file."""
+"""The settings that the launcher passes to a rank in a file."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trimtab.emulate.throttling.schedule import Contention
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """One rank's part in a run."""
+    """The settings of one rank in a run."""
 
     kind: str
     cores: tuple[int, ...]
     sharing: int
     speed: float
-    """What the throttle is to make of it when there is no contention."""
+    """The speed that the throttle enforces without contention."""
 
     throttle: str | None
     schedule: tuple[Contention, ...]
     quota: Group | None
     memory: Group | None
     memory_fraction: float | None
-    """Part of the GPU's memory the rank may use."""
+    """The fraction of the GPU's memory that the rank may use."""
 
     def save(self, run: Path, rank: int) -> None:
-        (run / f"spec-{rank}.json").write_text(json.dumps(asdict(self), default=str))
+        (run / f"settings-{rank}.json").write_text(json.dumps(asdict(self), default=str))
 
     @classmethod
     def load(cls, run: Path, rank: int) -> RankSettings:
-        tree = json.loads((run / f"spec-{rank}.json").read_text())
+        tree = json.loads((run / f"settings-{rank}.json").read_text())
         tree["cores"] = tuple(tree["cores"])
         tree["schedule"] = tuple(Contention(**contention) for contention in tree["schedule"])
         for name in ("quota", "memory"):

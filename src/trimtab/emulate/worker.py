@@ -1,7 +1,7 @@
-"""What torchrun starts for each rank: takes the rank's place, then runs the user's script.
+"""The process that torchrun starts for each rank: applies the rank's limits, then runs the user's script.
 
-Runs as ``python -m trimtab.emulate.worker SCRIPT ARGS`` or ``... -m MODULE ARGS``. The script
-is run as it would be by Python itself, and needs to know nothing of this.
+Runs as ``python -m trimtab.emulate.worker SCRIPT ARGS`` or ``... -m MODULE ARGS``. The script runs as it would under
+Python and needs no changes.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 def main() -> None:
     run, rank = Path(os.environ[EMULATION_RUN]), int(os.environ["RANK"])
     _redirect_output(run, rank)
-    spec, state = RankSettings.load(run, rank), RankState(state_path(run, rank))
-    _kept = _take_place(spec, state, state_path(run, rank))
+    settings, state = RankSettings.load(run, rank), RankState(state_path(run, rank))
+    _throttle = _apply_limits(settings, state, state_path(run, rank))
     status = 0
     try:
         _run_script(sys.argv[1:])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status != 0:
-            said = end.code if isinstance(end.code, str) else f"exited with status {status}"
-            _account(run, rank, status, said)
+            text = end.code if isinstance(end.code, str) else f"exited with status {status}"
+            _report_failure(run, rank, status, text)
     except BaseException as error:
         status = 1
         trace = _without_ours(error.__traceback__)
-        _account(run, rank, status, "".join(traceback.format_exception(type(error), error, trace)))
+        _report_failure(run, rank, status, "".join(traceback.format_exception(type(error), error, trace)))
     _leave(status)
 
 
 def _leave(status: int) -> None:
-    """End the process as Python does, but without taking the interpreter down.
+    """End the process as Python does, but without finalizing the interpreter.
 
-    Gloo's threads may outlive the script, even one that destroyed its groups, and if they
-    ask for the interpreter while it goes down the process aborts at the end of a good run.
+    Gloo's threads may outlive the script, even if it destroyed its groups. If they need the interpreter while it is
+    being finalized, the process aborts at the end of a successful run.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -71,57 +71,57 @@ def _redirect_output(run: Path, rank: int) -> None:
         pipe = os.open(pipe_path(run, rank, name), os.O_WRONLY)
         os.dup2(pipe, number)
         os.close(pipe)
-    # torchrun asks for no buffering at all, which would mix the halves of one rank's line with another's.
+    # torchrun disables buffering, which would interleave parts of lines of different ranks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _take_place(spec: RankSettings, state: RankState, path: Path) -> object:
-    """Apply memory limit, cores and speed; returns what must be kept for as long as they shall hold."""
-    if spec.memory is not None:
-        spec.memory.join()
-    os.sched_setaffinity(0, spec.cores)
-    # Loading torch is no part of what is emulated, so it happens at full speed.
+def _apply_limits(settings: RankSettings, state: RankState, path: Path) -> object:
+    """Apply memory limit, cores and speed; the returned object must be kept alive for as long as they apply."""
+    if settings.memory is not None:
+        settings.memory.join()
+    os.sched_setaffinity(0, settings.cores)
+    # Importing torch is not part of the emulation, so it happens at full speed.
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-    if spec.memory_fraction is not None:
+    if settings.memory_fraction is not None:
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(spec.memory_fraction)
-    kept: object = None
-    if spec.quota is not None:
-        spec.quota.join()
-    elif spec.throttle == "competitor":
+        torch.cuda.set_per_process_memory_fraction(settings.memory_fraction)
+    throttle: object = None
+    if settings.quota is not None:
+        settings.quota.join()
+    elif settings.throttle == "competitor":
         from trimtab.emulate.throttling.competitor import start_competitors
 
-        start_competitors(path, spec.cores)
-    elif spec.throttle == "gemm":
+        start_competitors(path, settings.cores)
+    elif settings.throttle == "gemm":
         from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
-        kept = RepeatedProducts(state, spec.kind)
+        throttle = RepeatedProducts(state, settings.kind)
 
     counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         counts[optimizer] = counts.get(optimizer, 0) + 1
-        # A script with several optimizers makes one step with each of them.
+        # A script with several optimizers takes one step with each of them.
         if counts[optimizer] > state.steps:
             state.steps = counts[optimizer]
-            _set_speed(spec, state)
+            _set_speed(settings, state)
 
     register_optimizer_step_post_hook(count)
     state.pid = os.getpid()
-    return kept
+    return throttle
 
 
-def _set_speed(spec: RankSettings, state: RankState) -> None:
-    """Follow the schedule: called after each step, in time for the next."""
-    speed = spec.speed * speed_left(spec.schedule, state.steps)
+def _set_speed(settings: RankSettings, state: RankState) -> None:
+    """Follow the schedule: called after each step, before the next."""
+    speed = settings.speed * speed_left(settings.schedule, state.steps)
     if speed != state.speed:
         state.speed = speed
-        if spec.quota is not None:
-            set_quota(spec.quota, cpus(speed, len(spec.cores), spec.sharing), len(spec.cores))
+        if settings.quota is not None:
+            set_quota(settings.quota, cpus(speed, len(settings.cores), settings.sharing), len(settings.cores))
 
 
 def _run_script(argv: list[str]) -> None:
@@ -135,18 +135,18 @@ def _run_script(argv: list[str]) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on."""
+    """The traceback, starting at the script's first frame."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
 
-def _account(run: Path, rank: int, status: int, text: str) -> None:
-    """Leave word of a failure, for the launcher to show."""
+def _report_failure(run: Path, rank: int, status: int, text: str) -> None:
+    """Write a failure to a file, for the launcher to show."""
     path = error_path(run, rank)
-    account = {"time": time.monotonic(), "status": status, "text": text}
-    path.with_suffix(".tmp").write_text(json.dumps(account))
+    report = {"time": time.monotonic(), "status": status, "text": text}
+    path.with_suffix(".tmp").write_text(json.dumps(report))
     path.with_suffix(".tmp").rename(path)
 
 

@@ -51,7 +51,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_refuses_hosts_that_are_not_there_and_overlaps() -> None:
-    with pytest.raises(TrimtabError, match="no host 'z' in this cluster; there are a, b"):
+    with pytest.raises(TrimtabError, match="no host 'z' in this cluster; its hosts are a, b"):
         Emulation(pair(), schedule=[parse_contention("z=0.5@1:2")])
     overlapping = [parse_contention("b=0.5@1:"), parse_contention("b=0.2@7:9")]
     with pytest.raises(TrimtabError, match="b has two speeds at step 7"):

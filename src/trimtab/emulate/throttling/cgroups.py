@@ -1,4 +1,4 @@
-"""Control groups, version 1 or 2, whichever is mounted with the wanted controller."""
+"""Control groups, version 1 or 2, whichever is mounted with the required controller."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Group:
         self.write("cgroup.procs", os.getpid())
 
 
-def make_group(job: Job, controller: str, name: str) -> Group:
-    """Make a group for one rank of the job.
+def create_group(job: Job, controller: str, name: str) -> Group:
+    """Create a group for one rank of the job.
 
     Raises:
-        TrimtabError: saying why this process cannot have groups of that controller.
+        TrimtabError: this process cannot create groups of that controller.
     """
     if os.geteuid() != 0:
         raise TrimtabError(f"emulate: {controller} control groups need root: run as root")
@@ -46,26 +46,24 @@ def make_group(job: Job, controller: str, name: str) -> Group:
         if not own.exists():
             job.record("cgroup", own)
             own.mkdir()
-            if version == 2:
-                (own / "cgroup.subtree_control").write_text(f"+{controller}")
-        elif version == 2:
+        if version == 2:
             (own / "cgroup.subtree_control").write_text(f"+{controller}")
         group.mkdir(exist_ok=True)
     except OSError as error:
         raise TrimtabError(
-            f"emulate: cannot make the {controller} control group {group}: {error.strerror}; "
+            f"emulate: cannot create the {controller} control group {group}: {error.strerror}; "
             "mount the cgroup filesystem writable (in a container: run it privileged)"
         ) from None
     return Group(path=group, version=version)
 
 
 def _parent(controller: str) -> tuple[Path, int]:
-    """The directory under which groups of the controller may be made, and the version."""
+    """The directory in which groups of the controller can be created, and its version."""
     unified = None
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, kind, options, *_ = line.split()
         if kind == "cgroup" and controller in options.split(","):
-            # Under our own group, so that limits which hold for us hold for the ranks too.
+            # Inside our own group, so that its limits apply to the ranks too.
             own = Path(mount + _own_group(controller))
             return (own if own.is_dir() else Path(mount)), 1
         if kind == "cgroup2":
@@ -74,7 +72,7 @@ def _parent(controller: str) -> tuple[Path, int]:
         raise TrimtabError(
             f"emulate: no cgroup filesystem with the {controller} controller is mounted; mount it at /sys/fs/cgroup"
         )
-    # Version 2 lets no group have both processes and controlled children, and ours has us in it: so at the top.
+    # In version 2 a group with processes, such as ours, cannot have controlled children: so at the top.
     control = unified / "cgroup.subtree_control"
     try:
         if controller not in control.read_text().split():

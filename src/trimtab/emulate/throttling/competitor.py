@@ -1,8 +1,7 @@
-"""Speed by competition: busy processes on the rank's own cores take the rest of their time.
+"""Speed by competition: busy processes on the rank's cores take the rest of their time.
 
-Runs as ``python -m trimtab.emulate.throttling.competitor STATE CORE ...``, started by the rank itself:
-the kernel shares out a core between sessions and control groups first, so a competitor
-has to be in the rank's own.
+Runs as ``python -m trimtab.emulate.throttling.competitor STATE CORE ...``, started by the rank itself: the kernel
+divides a core between sessions and control groups first, so a competitor must be in those of the rank.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pathlib import Path
 
 from trimtab.emulate.throttling.rank_state import RankState
 
-_LOOK_S = 0.005
-_NICE_STEP = 1.25  # what one step of niceness costs against a process of the next lower one
+_POLL_S = 0.005
+_NICE_STEP = 1.25  # ratio of CPU time between neighboring levels of niceness
 _MAX_NICE = 19
 
 
 def start_competitors(state: Path, cores: tuple[int, ...]) -> None:
-    """Start, from inside a rank, the process that keeps its competitors; it ends with the rank."""
+    """Start, from inside a rank, the process that manages its competitors; it ends with the rank."""
     subprocess.Popen(
         [sys.executable, "-m", "trimtab.emulate.throttling.competitor", str(state), *map(str, cores)],
         stdin=subprocess.DEVNULL,
@@ -32,7 +31,7 @@ def start_competitors(state: Path, cores: tuple[int, ...]) -> None:
 
 
 def niceness(speed: float) -> list[int]:
-    """The competitors that leave a process of niceness 0 that part of a core, by their niceness."""
+    """The niceness of each competitor that together leave a process of niceness 0 that part of a core."""
     whole, rest = divmod(1 / speed - 1, 1)
     levels = [0] * int(whole)
     if rest > _NICE_STEP ** -(_MAX_NICE + 0.5):
@@ -40,11 +39,11 @@ def niceness(speed: float) -> list[int]:
     return levels
 
 
-def _compete(core: int, nice: int, keeper: int) -> None:
-    """Be busy on a core until the keeper is gone."""
+def _compete(core: int, nice: int, manager: int) -> None:
+    """Keep a core busy until the manager is gone."""
     os.sched_setaffinity(0, [core])
     os.nice(nice)
-    while os.getppid() == keeper:
+    while os.getppid() == manager:
         for _ in range(100_000):
             pass
 
@@ -68,7 +67,7 @@ def main() -> None:
                         _compete(core, nice, me)
                         os._exit(0)
                     busy.append(pid)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     for pid in busy:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

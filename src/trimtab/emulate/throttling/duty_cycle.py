@@ -1,4 +1,4 @@
-"""Speed by duty cycle: stop and continue a rank many times a second. Needs no root.
+"""Speed by duty cycle: stop and continue a rank many times a second. Does not need root.
 
 Runs as ``python -m trimtab.emulate.throttling.duty_cycle STATE:SLOT:SHARING ...`` beside the ranks, and
 reads each rank's process id and speed from its state file.
@@ -29,7 +29,7 @@ _MIN_RUN_S = 0.001
 def start_duty_cycle(
     states: Sequence[tuple[Path, Placement]], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the process that slows down the ranks of those states."""
+    """Start the process that slows down these ranks."""
     targets = [f"{path}:{placement.slot}:{placement.sharing}" for path, placement in states]
     return subprocess.Popen(
         [sys.executable, "-m", "trimtab.emulate.throttling.duty_cycle", *targets],
@@ -44,7 +44,7 @@ def _cycle(state: RankState, slot: int, sharing: int) -> None:
     while not (pid := state.pid):
         time.sleep(_MIN_RUN_S)
     try:
-        rank = os.pidfd_open(pid)  # a number could come to mean another process
+        rank = os.pidfd_open(pid)  # a process id could be reused
         while True:
             part = state.speed / sharing
             if part >= 1:
@@ -52,7 +52,7 @@ def _cycle(state: RankState, slot: int, sharing: int) -> None:
                 time.sleep(_PERIOD_S)
                 continue
             period = max(_PERIOD_S, _MIN_RUN_S / part)
-            # Ranks on one core have the same clock and other slots, so their turns do not overlap.
+            # Ranks on one core share the clock and have different slots, so their turns do not overlap.
             now, offset = time.monotonic(), slot / sharing
             start = (int(now / period - offset) + 1 + offset) * period
             time.sleep(start - now)

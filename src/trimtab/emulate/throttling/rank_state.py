@@ -1,7 +1,7 @@
-"""A few numbers that one rank shares with the processes around it, in a mapped file.
+"""Numbers that a rank shares with other processes of the emulation, in a memory-mapped file.
 
-The rank writes its process id and its count of optimizer steps; it also writes the speed
-it should run at (it knows the schedule), which whoever slows it down reads.
+The rank writes its process id, its number of optimizer steps, and the speed at which it should run according to the
+schedule; the process that slows it down reads them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Eight-byte fields on eight-byte boundaries: written and read whole on every machine we know.
+# Aligned eight-byte fields, which every supported machine reads and writes atomically.
 _FIELDS = struct.Struct("=qqd")
 
 
 class RankState:
-    """The shared numbers of one rank; each is read and written through to the others."""
+    """The shared numbers of one rank."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FIELDS.size)
-        # A typed view writes a field in one store; pack_into may write it byte by byte.
+        # A typed view writes a field in one store; pack_into may write byte by byte.
         self._integers = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
 
@@ -34,7 +34,7 @@ class RankState:
 
     @property
     def pid(self) -> int:
-        """Process id of the rank once it may be slowed down; 0 before."""
+        """Process id of the rank, from the moment it may be slowed down; 0 before."""
         return self._integers[0]
 
     @pid.setter
@@ -43,7 +43,7 @@ class RankState:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps so far."""
         return self._integers[1]
 
     @steps.setter
@@ -52,7 +52,7 @@ class RankState:
 
     @property
     def speed(self) -> float:
-        """Speed it should run at, as a part of the fastest rank's."""
+        """Speed at which it should run, relative to the fastest rank."""
         return self._floats[2]
 
     @speed.setter

@@ -1,8 +1,7 @@
 """Speed by repetition: every matrix product of a rank is computed several times.
 
-Slows compute exactly where a slower device would, however short the step and whatever
-happens between steps; so it is right for tensor parallelism. What is not a matrix
-product keeps its speed.
+This slows down compute where a slower device would, however short the step and whatever happens between steps, as
+tensor parallelism needs. Operators other than matrix products keep their speed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ _OPERATORS = {
 
 
 class RepeatedProducts:
-    """Replaces the kernels of matrix products in this process by ones that repeat them.
+    """Replaces the kernels of matrix products in this process by kernels that repeat them.
 
-    A speed of 0.4 means 2.5 times the work: two and three computations in turn. The
-    results are those of the last one, and are the same as without.
+    A speed of 0.4 means 2.5 times the work: two and three computations alternately. Results do not change.
     """
 
     def __init__(self, state: RankState, kind: str) -> None:
@@ -54,7 +52,7 @@ class RepeatedProducts:
         kernel = torch.library.get_kernel(f"aten::{name}", key)
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            # A kernel may be made of others of these: only the outermost repeats.
+            # A kernel may call other kernels of these: only the outermost repeats.
             if getattr(self._thread, "inside", False):
                 return kernel.call_boxed(keys, *args, **kwargs)
             self._thread.inside = True
@@ -68,7 +66,7 @@ class RepeatedProducts:
         return run
 
     def _extra(self) -> int:
-        """How many more times to compute the next product; fractions carry over."""
+        """Number of extra computations of the next product; fractions carry over."""
         self._owed += 1 / self._state.speed - 1
         extra = int(self._owed)
         self._owed -= extra

@@ -1,4 +1,4 @@
-"""Contention by schedule: a host loses part of its speed for some steps of the training."""
+"""Scheduled contention: a host loses part of its speed for some steps of the training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Contention:
 
     host: str
     speed: float
-    """What is left to the host, as a part of the speed it has otherwise: above 0, at most 1."""
+    """The fraction of its normal speed that the host keeps: above 0, at most 1."""
 
     from_step: int
     to_step: int | None = None
-    """First step at which the host is free again; never when None."""
+    """First step at which the host is back at full speed; None for never."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed <= 1:
@@ -43,12 +43,12 @@ class Contention:
             )
 
     def covers(self, step: int) -> bool:
-        """Whether it weighs on the step that follows `step` finished ones."""
+        """Whether it applies to the step after `step` finished ones."""
         return self.from_step <= step and (self.to_step is None or step < self.to_step)
 
 
 def parse_contention(text: str) -> Contention:
-    """Read ``HOST=SPEED@FROM:TO``; without ``TO`` it lasts to the end."""
+    """Parse ``HOST=SPEED@FROM:TO``; without ``TO`` it lasts to the end."""
     match = _PATTERN.fullmatch(text.strip())
     try:
         if match is None:
@@ -63,12 +63,12 @@ def parse_contention(text: str) -> Contention:
 
 
 def check_schedule(schedule: Sequence[Contention], cluster: Cluster) -> None:
-    """Refuse hosts that are not there, and two contentions of one host at the same step."""
+    """Raise for unknown hosts, and for overlapping contentions of one host."""
     hosts = [name for name, _ in cluster.machines()]
     for contention in schedule:
         if contention.host not in hosts:
             raise TrimtabError(
-                f"schedule: no host {contention.host!r} in this cluster; there are {', '.join(hosts)}"
+                f"schedule: no host {contention.host!r} in this cluster; its hosts are {', '.join(hosts)}"
             )
     ordered = sorted(schedule, key=lambda c: (c.host, c.from_step))
     for first, second in pairwise(ordered):
@@ -79,5 +79,5 @@ def check_schedule(schedule: Sequence[Contention], cluster: Cluster) -> None:
 
 
 def speed_left(schedule: Sequence[Contention], step: int) -> float:
-    """What one host's schedule leaves it in the step that follows `step` finished ones."""
+    """The fraction of its speed that a host keeps in the step after `step` finished ones."""
     return next((c.speed for c in schedule if c.covers(step)), 1.0)

@@ -1,10 +1,10 @@
-"""Which mechanism slows the CPU ranks down, and what it needs."""
+"""The mechanism that slows down CPU ranks, and what it needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.emulate.throttling.quota import make_quota
+from trimtab.emulate.throttling.quota import create_quota
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
@@ -20,45 +20,45 @@ THROTTLES = ("auto", "quota", "duty", "competitor", "gemm")
 
 
 class Throttle:
-    """The mechanism chosen for one job, with what it had to make."""
+    """The mechanism of one job, with the control groups it created."""
 
     def __init__(
-        self, job: Job, asked: str, placements: Sequence[Placement], schedule: Sequence[Contention]
+        self, job: Job, option: str, placements: Sequence[Placement], schedule: Sequence[Contention]
     ) -> None:
         self._contended = {contention.host for contention in schedule}
         self.groups: dict[int, Group] = {}
         slowed = [placement for placement in placements if self.slows(placement)]
-        self.name = asked if slowed else None
+        self.name = option if slowed else None
         if not slowed:
             return
-        if asked in ("auto", "quota"):
+        if option in ("auto", "quota"):
             try:
-                self.groups = {placement.rank: make_quota(job, placement) for placement in slowed}
+                self.groups = {placement.rank: create_quota(job, placement) for placement in slowed}
                 self.name = "quota"
             except TrimtabError as error:
-                if asked == "quota":
+                if option == "quota":
                     raise TrimtabError(f"{error}, or use throttle duty, which needs no root") from None
-                logger().info("speeds by duty cycle, since there is no quota here (%s)", error)
+                logger().info("falls back to duty cycles: quotas are not available (%s)", error)
                 self.name = "duty"
-        elif asked == "competitor" and slowed[0].sharing > 1:
+        elif option == "competitor" and slowed[0].sharing > 1:
             raise TrimtabError(
                 f"emulate: throttle competitor needs a core for each of the {len(placements)} ranks; "
                 "use fewer ranks, or throttle quota or duty"
             )
 
     def slows(self, placement: Placement) -> bool:
-        """Whether the rank is ever to run slower than its cores do; a GPU's part is not given by a throttle."""
+        """Whether the rank ever runs slower than its cores; the part of a GPU is not set by a throttle."""
         own = placement.kind == "cpu" and (placement.speed < 1 or placement.sharing > 1)
         return own or placement.host in self._contended
 
 
-def check_throttle(asked: str, placements: Sequence[Placement], schedule: Sequence[Contention]) -> None:
-    """Refuse names that are not there, and contention of GPUs by what does not slow GPUs."""
-    if asked not in THROTTLES:
-        raise TrimtabError(f"emulate: there is no throttle {asked!r}; there are {', '.join(THROTTLES)}")
+def check_throttle(option: str, placements: Sequence[Placement], schedule: Sequence[Contention]) -> None:
+    """Raise for unknown names, and for contention of GPUs with a throttle that cannot slow GPUs."""
+    if option not in THROTTLES:
+        raise TrimtabError(f"emulate: there is no throttle {option!r}; choose from {', '.join(THROTTLES)}")
     contended = {contention.host for contention in schedule}
     for placement in placements:
-        if placement.kind == "cuda" and placement.host in contended and asked != "gemm":
+        if placement.kind == "cuda" and placement.host in contended and option != "gemm":
             raise TrimtabError(
                 f"schedule: host {placement.host} has CUDA devices, whose part of the GPU is fixed at the start; "
                 "use throttle gemm"
