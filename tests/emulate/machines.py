@@ -45,10 +45,12 @@ def jobs_of(launcher: int) -> list[Path]:
 
 def traces(job: Path, resources: list[tuple[str, str]]) -> list[str]:
     """What still stands of a job that once held those resources."""
-    found = [f"process {pid}" for pid in marked(job)]
-    found += [f"namespace {value}" for kind, value in resources if kind == "netns" and _is_namespace(value)]
-    found += [f"group {value}" for kind, value in resources if kind == "cgroup" and Path(value).exists()]
-    return found + ([f"directory {job}"] if job.exists() else [])
+    leftovers = [f"process {pid}" for pid in marked(job)]
+    leftovers += [
+        f"namespace {value}" for kind, value in resources if kind == "netns" and _is_namespace(value)
+    ]
+    leftovers += [f"group {value}" for kind, value in resources if kind == "cgroup" and Path(value).exists()]
+    return leftovers + ([f"directory {job}"] if job.exists() else [])
 
 
 def resources_of(job: Path) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ distributed.init_process_group("gloo")
 weight = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([weight], lr=1.0)
 matrix = torch.randn(256, 256)
-found = []
+rows = []
 for _ in range(windows):
     distributed.barrier()
     start, busy, count = time.perf_counter(), time.process_time(), 0
@@ -29,9 +29,9 @@ for _ in range(windows):
     row = torch.zeros(distributed.get_world_size(), 2)
     row[distributed.get_rank()] = torch.tensor([count / seconds, share])
     distributed.all_reduce(row)
-    found.append(row.tolist())
+    rows.append(row.tolist())
     weight.grad = torch.ones(1)
     optimizer.step()
 if distributed.get_rank() == 0:
-    print(json.dumps(found))
+    print(json.dumps(rows))
 distributed.destroy_process_group()

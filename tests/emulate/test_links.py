@@ -1,4 +1,4 @@
-"""Links carry what was asked, measured by a real transfer between two hosts."""
+"""Links have the requested rate, measured by a real transfer between two hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks run at the speed that was asked, and change it by schedule, measured against a free rank in one run."""
+"""Ranks run at the requested speed and follow the schedule, measured against a free rank in one run."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from tests.emulate.machines import pair
 from trimtab.emulate import Emulation
 from trimtab.errors import TrimtabError
 
-def refused(**asked):
-    throttle = asked.pop("throttle", "auto")
+def refused(**options):
+    throttle = options.pop("throttle", "auto")
     try:
-        with Emulation(pair(**asked), throttle=throttle):
+        with Emulation(pair(**options), throttle=throttle):
             print("not refused")
     except TrimtabError as error:
         print(error)
@@ -59,7 +59,7 @@ def test_without_root() -> None:
     )
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[b:1]")]
     assert len(lines) == 5, done.stderr
-    link, memory, quota, throttle, status = said
+    link, memory, quota, throttle, status = lines
     assert "links need root" in link
     assert "remove `link` from the hosts" in link
     assert "memory control groups need root" in memory

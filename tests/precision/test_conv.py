@@ -46,11 +46,11 @@ def test_forward_and_gradients_are_close_to_fp64(name: str, case: int) -> None:
     exact = results(model, x, g)
     model.float()
     set_precision(model, {"0": name})
-    found = results(model, x.detach().float().requires_grad_(), g)
-    for got, true in zip(found, exact, strict=True):
-        assert got.shape == true.shape
-        assert got.dtype == torch.float32
-        assert float((got - true).norm() / true.norm()) < LARGEST[name]
+    outputs = results(model, x.detach().float().requires_grad_(), g)
+    for actual, true in zip(outputs, exact, strict=True):
+        assert actual.shape == true.shape
+        assert actual.dtype == torch.float32
+        assert float((actual - true).norm() / true.norm()) < LARGEST[name]
 
 
 @pytest.mark.skipif("int8" not in ALL, reason="this CPU has no int8")
@@ -108,14 +108,14 @@ def test_places_of_the_kernel_that_see_nothing_but_padding_have_no_gradient(name
 def test_which_places_those_are() -> None:
     from trimtab.precision.conv import Geometry, has_position_on_padding_only
 
-    def found(size: int, stride: int, padding: int, dilation: int, kernel: int = 3) -> bool:
+    def affected(size: int, stride: int, padding: int, dilation: int, kernel: int = 3) -> bool:
         geometry = Geometry((stride, stride), (padding, padding), (dilation, dilation), 1)
         return has_position_on_padding_only(
             geometry, torch.Size((1, 1, size, size)), torch.Size((1, 1, kernel, kernel))
         )
 
-    assert found(1, 1, 1, 1)
-    assert found(2, 4, 1, 1)  # one put: its first place is outside
-    assert not found(2, 1, 1, 1)
-    assert found(2, 1, 2, 2)
-    assert not found(9, 2, 1, 1)
+    assert affected(1, 1, 1, 1)
+    assert affected(2, 4, 1, 1)  # one put: its first place is outside
+    assert not affected(2, 1, 1, 1)
+    assert affected(2, 1, 2, 2)
+    assert not affected(9, 2, 1, 1)

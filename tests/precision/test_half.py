@@ -41,9 +41,9 @@ def test_attention_is_close_and_its_linear_layer_untouched(name: str, scale: flo
     exact = [model(x), *torch.autograd.grad(model(x), [x, *model.parameters()], g)]
     set_precision(model, {"0/attention": name})
     y = model(x)
-    found = [y, *torch.autograd.grad(y, [x, *model.parameters()], g)]
-    for got, true in zip(found, exact, strict=True):
-        error = float((got - true).detach().norm() / true.detach().norm())
+    outputs = [y, *torch.autograd.grad(y, [x, *model.parameters()], g)]
+    for actual, true in zip(outputs, exact, strict=True):
+        error = float((actual - true).detach().norm() / true.detach().norm())
         assert error < LARGEST[name]
         assert error > 0 or name == "fp32"
     assert model[0].seen == [torch.float32] * 3
@@ -53,7 +53,7 @@ def test_fp32_attention_withstands_autocast() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(Attention()))
     q = torch.randn(2, 8, 16)
-    wanted = F.scaled_dot_product_attention(q, q, q)
+    expected = F.scaled_dot_product_attention(q, q, q)
 
     class Plain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_fp32_attention_withstands_autocast() -> None:
         set_precision(model, {"0.0/attention": "fp32"})
         kept = model(q)
     assert kept.dtype == lowered.dtype == torch.bfloat16
-    assert torch.equal(kept, wanted.bfloat16())
+    assert torch.equal(kept, expected.bfloat16())
     assert not torch.equal(lowered, kept)
 
 

@@ -37,8 +37,8 @@ def run(
     g: torch.Tensor, transposed: bool = False, base: int = 3,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     y = linear(x, weight, bias, Precision.of(precision), base=base, calls=calls(), transposed=transposed)
-    wanted = [t for t in (x, weight, bias) if t is not None]
-    return (y, *torch.autograd.grad(y, wanted, g))
+    expected = [t for t in (x, weight, bias) if t is not None]
+    return (y, *torch.autograd.grad(y, expected, g))
 
 
 def bounds(name: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -77,11 +77,11 @@ def test_products_are_within_the_bound_of_their_rounding(
     w64 = w64.t() if transposed else w64
     gw = gw.t() if transposed else gw
     exact = (x64 @ w64.t(), g64 @ w64, g64.t() @ x64)
-    found = (y.detach() - bias.detach(), gx, gw)
+    outputs = (y.detach() - bias.detach(), gx, gw)
     slack = bias.detach().double().abs() * RELATIVE.get(name, 2.0**-23) * 4 + y.detach().abs() * 2.0**-22
     of_y, *of_gradients = bounds(name, x64, w64, g64)
-    for got, true, bound in zip(found, exact, (of_y + slack, *of_gradients), strict=True):
-        assert bool(((got.double() - true).abs() <= bound).all())
+    for actual, true, bound in zip(outputs, exact, (of_y + slack, *of_gradients), strict=True):
+        assert bool(((actual.double() - true).abs() <= bound).all())
     torch.testing.assert_close(gb, g.sum(0))
     assert (gw.dtype, gx.dtype, y.dtype) == (torch.float32,) * 3
 
@@ -107,14 +107,14 @@ def test_int8_noise_is_what_the_planner_expects() -> None:
     x, weight = torch.randn(64, 128), torch.randn(96, 128)
     precision = Precision(forward="int8", grad_input="int8", grad_weight="int8", scales="tensor")
     exact = x.double() @ weight.double().t()
-    found = [
+    errors = [
         linear(x, weight, None, precision, base=seed, calls=calls()).double() - exact for seed in range(40)
     ]
-    measured = float(torch.stack(found).square().sum((1, 2)).mean())
+    measured = float(torch.stack(errors).square().sum((1, 2)).mean())
     variance = [float(t.abs().max() / 127) ** 2 * t.numel() / 6 for t in (x, weight)]
     # ‖w‖² σ²(x) + ‖x‖² σ²(w), with σ² spread evenly over the elements of a row that are summed.
-    wanted = float(weight.square().sum()) * variance[0] / 128 + float(x.square().sum()) * variance[1] / 128
-    assert measured == pytest.approx(wanted, rel=0.1)
+    expected = float(weight.square().sum()) * variance[0] / 128 + float(x.square().sum()) * variance[1] / 128
+    assert measured == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("which", ["forward", "grad_input", "grad_weight"])

@@ -55,9 +55,9 @@ def test_native_gives_the_references_bits(
     }
     codes, scales = reference.quantize(x, axis, **arguments)  # type: ignore[arg-type]
     for name in SETS:
-        got, got_scales = native.quantize(x, axis, **arguments, instruction_set=name)  # type: ignore[arg-type]
-        assert torch.equal(got, codes), name
-        assert same(got_scales, scales), name
+        actual, actual_scales = native.quantize(x, axis, **arguments, instruction_set=name)  # type: ignore[arg-type]
+        assert torch.equal(actual, codes), name
+        assert same(actual_scales, scales), name
 
 
 @pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -72,11 +72,11 @@ def test_dequantize_and_threads_give_the_references_bits(threads: int) -> None:
         for name, (a, b, c) in itertools.product(
             SETS, itertools.product((row, None), (column, None), (column, None))
         ):
-            got = native.dequantize(sums.clone(), a, b, c, instruction_set=name)
-            assert torch.equal(got, reference.dequantize(sums, a, b, c))
+            actual = native.dequantize(sums.clone(), a, b, c, instruction_set=name)
+            assert torch.equal(actual, reference.dequantize(sums, a, b, c))
         for axis in AXES:
-            got_codes, _ = native.quantize(x, axis, key=9, stochastic=True)
-            assert torch.equal(got_codes, reference.quantize(x, axis, key=9, stochastic=True)[0])
+            actual_codes, _ = native.quantize(x, axis, key=9, stochastic=True)
+            assert torch.equal(actual_codes, reference.quantize(x, axis, key=9, stochastic=True)[0])
     finally:
         torch.set_num_threads(before)
 

@@ -23,7 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def kernel_faults() -> list[str]:
-    found = []
+    faults = []
     for rows, columns, spoil in (
         (37, 53, ""),
         (16, 64, "nan"),
@@ -44,26 +44,26 @@ def kernel_faults() -> list[str]:
             key = draw.key(Operand.INPUT)
             name = f"{rows}x{columns} {spoil} {'stochastic' if stochastic else 'nearest'}"
             codes, scales = quantize_by_row(x, torch.int8, draw, Operand.INPUT, column_factor=factor)
-            wanted = reference.quantize(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
-            found += differing(f"rows {name}", codes, scales, wanted)
+            expected = reference.quantize(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
+            faults += differing(f"rows {name}", codes, scales, expected)
             if columns < 1000:
                 codes, transposed, scale = quantize_whole(x, torch.int8, draw, Operand.INPUT)
-                wanted = reference.quantize(x, "whole", key=key, stochastic=stochastic)
-                found += differing(f"whole {name}", codes, scale.reshape(1), wanted)
+                expected = reference.quantize(x, "whole", key=key, stochastic=stochastic)
+                faults += differing(f"whole {name}", codes, scale.reshape(1), expected)
                 if not torch.equal(codes.t(), transposed):
-                    found.append(f"transposed {name}")
+                    faults.append(f"transposed {name}")
                 if not spoil:
-                    found += fp8_faults(x, draw, name)
-    return found
+                    faults += fp8_faults(x, draw, name)
+    return faults
 
 
 def differing(
-    name: str, codes: torch.Tensor, scales: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]
+    name: str, codes: torch.Tensor, scales: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]
 ) -> list[str]:
-    rows, columns = wanted[0].shape
-    inside = torch.equal(codes[:rows, :columns], wanted[0])
+    rows, columns = expected[0].shape
+    inside = torch.equal(codes[:rows, :columns], expected[0])
     padding = int(codes[rows:].abs().sum()) + int(codes[:, columns:].abs().sum())
-    same = torch.equal(scales.nan_to_num(-1), wanted[1].nan_to_num(-1))
+    same = torch.equal(scales.nan_to_num(-1), expected[1].nan_to_num(-1))
     return (
         []
         if inside and same and padding == 0
@@ -72,28 +72,28 @@ def differing(
 
 
 def fp8_faults(x: torch.Tensor, draw: Draw, name: str) -> list[str]:
-    found = []
+    faults = []
     for dtype, (top, mantissa, least) in reference.FP8.items():
         codes, transposed, scale = quantize_whole(x, dtype, draw, Operand.INPUT)
         key = draw.key(Operand.INPUT)
-        wanted, wanted_scale = reference.quantize_fp8(x, dtype, key=key, stochastic=draw.stochastic)
+        expected, expected_scale = reference.quantize_fp8(x, dtype, key=key, stochastic=draw.stochastic)
         values = codes[: len(x), : x.shape[1]]
-        if not torch.equal(values.view(torch.int8), wanted.view(torch.int8)):
-            found.append(f"{dtype} {name}: codes")
+        if not torch.equal(values.view(torch.int8), expected.view(torch.int8)):
+            faults.append(f"{dtype} {name}: codes")
         scaled = x * (torch.tensor(top) / x.abs().max())
         step = 2.0 ** (scaled.abs().clamp_min(2.0**least).log2().floor() - mantissa)
         if not bool(((values.float() - scaled).abs() <= step * 1.001).all()):
-            found.append(f"{dtype} {name}: further than a step")
+            faults.append(f"{dtype} {name}: further than a step")
         if not torch.equal(transposed.float(), codes.float().t()):
-            found.append(f"{dtype} {name}: transposed")
-        if not torch.equal(scale, wanted_scale):
-            found.append(f"{dtype} {name}: scale")
-    return found
+            faults.append(f"{dtype} {name}: transposed")
+        if not torch.equal(scale, expected_scale):
+            faults.append(f"{dtype} {name}: scale")
+    return faults
 
 
 def bias_faults() -> list[str]:
     x = torch.linspace(0.01, 1.0, 512).reshape(8, 64)
-    found = []
+    faults = []
     for dtype in (torch.int8, E4M3, E5M2):
         draws = []
         for seed in range(100):
@@ -104,12 +104,12 @@ def bias_faults() -> list[str]:
         values = torch.stack(draws).double()
         deviation = values.std(0).mean() / 10 / 512**0.5
         if abs(float((values.mean(0) - x).mean())) > 5 * float(deviation):
-            found.append(f"{dtype} is biased")
-    return found
+            faults.append(f"{dtype} is biased")
+    return faults
 
 
 def product_faults() -> list[str]:
-    found = []
+    faults = []
     kinds: list[tuple[str, Products, float]] = [
         ("fp8", Fp8(rounding="stochastic"), 0.12),
         ("int8", Int8Cuda(), 0.03),
@@ -132,17 +132,17 @@ def product_faults() -> list[str]:
                 if [(t.shape, t.dtype) for t in like] != [
                     (t.shape, t.dtype) for t in products.saved(x_operands)
                 ]:
-                    found.append(f"{name} {sizes}: saves other tensors than it says")
-                for got, true in ((y, x @ w.t() + bias), (gx, g @ w), (gw, g.t() @ x)):
-                    error = float((got - true).norm() / true.norm())
-                    if got.shape != true.shape or error > largest:
-                        found.append(f"{name} {sizes} transposed {transposed}: {error}")
+                    faults.append(f"{name} {sizes}: saves other tensors than it says")
+                for actual, true in ((y, x @ w.t() + bias), (gx, g @ w), (gw, g.t() @ x)):
+                    error = float((actual - true).norm() / true.norm())
+                    if actual.shape != true.shape or error > largest:
+                        faults.append(f"{name} {sizes} transposed {transposed}: {error}")
     sums = torch.randint(-1000, 1000, (5, 1040), dtype=torch.int32)
     row, column, bias = torch.rand(5), torch.rand(1030), torch.rand(1030)
-    got = dequantize(sums, 5, 1030, torch.float32, row_scale=row, column_scale=column, bias=bias)
-    if not torch.equal(got, reference.dequantize(sums[:, :1030], row, column, bias)):
-        found.append("dequantize")
-    return found
+    actual = dequantize(sums, 5, 1030, torch.float32, row_scale=row, column_scale=column, bias=bias)
+    if not torch.equal(actual, reference.dequantize(sums[:, :1030], row, column, bias)):
+        faults.append("dequantize")
+    return faults
 
 
 if __name__ == "__main__":

@@ -71,18 +71,18 @@ def difference(alone: nn.Module, spread: nn.Module, of: Callable[[nn.Parameter],
     assert whole.keys() == dict(spread.named_parameters()).keys()
     worst = 0.0
     for name, parameter in spread.named_parameters():
-        wanted, got = of(whole[name]), of(parameter)
-        assert wanted is not None
-        assert got is not None
+        expected, actual = of(whole[name]), of(parameter)
+        assert expected is not None
+        assert actual is not None
         if name in places:
             block, tensor = places[name]
-            wanted = tensor.axis.select(wanted, torch.tensor(block.owned, dtype=torch.int64))
-            padding = got[wanted.shape[0] :]
+            expected = tensor.axis.select(expected, torch.tensor(block.owned, dtype=torch.int64))
+            padding = actual[expected.shape[0] :]
             assert not padding.any(), f"{name}: what is no unit is not zero"
-            got = got[: wanted.shape[0]]
-        assert got.shape == wanted.shape, name
-        if got.numel():
-            worst = max(worst, float((got - wanted).abs().max()))
+            actual = actual[: expected.shape[0]]
+        assert actual.shape == expected.shape, name
+        if actual.numel():
+            worst = max(worst, float((actual - expected).abs().max()))
     return worst
 
 

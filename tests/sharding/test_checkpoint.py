@@ -56,21 +56,21 @@ def _step(kind: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, s
     ("kind", "p"), [("gpt", 0.0), ("gpt2", 0.0), ("llama", 0.0), ("vit", 0.2), ("gpt2", 0.3)]
 )
 def test_goes_on_with_other_ranks_and_shares(ranks: Pool, tmp_path: Path, kind: str, p: float) -> None:
-    wanted = ranks(2, train_move_save, kind, tmp_path / "c", p)[0]
+    expected = ranks(2, train_move_save, kind, tmp_path / "c", p)[0]
     for world, shares in ((3, [3, 1, 2]), (1, None)):
         for losses in ranks(world, resume, kind, tmp_path / "c", p, shares):
-            assert losses == pytest.approx(wanted, abs=1e-10), (world, shares)
+            assert losses == pytest.approx(expected, abs=1e-10), (world, shares)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "gpt2", "llama"])
 def test_plain_torch_reads_it_on_one_device(ranks: Pool, tmp_path: Path, kind: str) -> None:
-    wanted = ranks(2, train_move_save, kind, tmp_path / "c", 0.0)[0]
+    expected = ranks(2, train_move_save, kind, tmp_path / "c", 0.0)[0]
     model = make(kind, seed=9)
     optimizer = adamw(model)
     state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     load({"app": state}, checkpoint_id=tmp_path / "c", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert [_step(kind, model, optimizer, step) for step in (2, 3)] == pytest.approx(wanted, abs=1e-10)
+    assert [_step(kind, model, optimizer, step) for step in (2, 3)] == pytest.approx(expected, abs=1e-10)
 
 
 def test_a_checkpoint_of_one_device_is_read(ranks: Pool, tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_checkpoint_of_one_device_is_read(ranks: Pool, tmp_path: Path) -> None
         _step("gpt2", model, optimizer, step)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     save({"app": state}, checkpoint_id=tmp_path / "c", no_dist=True)
-    wanted = [_step("gpt2", model, optimizer, step) for step in (2, 3)]
-    assert ranks(2, resume, "gpt2", tmp_path / "c", 0.0, [1, 3])[0] == pytest.approx(wanted, abs=1e-10)
+    expected = [_step("gpt2", model, optimizer, step) for step in (2, 3)]
+    assert ranks(2, resume, "gpt2", tmp_path / "c", 0.0, [1, 3])[0] == pytest.approx(expected, abs=1e-10)
 
 
 def save_and_go_on(path: Path) -> float:

@@ -22,16 +22,16 @@ def clip(kind: str, norm_type: float, max_norm: float) -> tuple[float, float, fl
     spread = convert(copy.deepcopy(alone), shares=[1, 2, 3], headroom=0.4)
     for model in (alone, spread):
         loss_of(kind, model, 0).backward()
-    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
-    got = clip_grad_norm_(spread, max_norm, norm_type)
-    return float(wanted), float(got), difference(alone, spread, lambda p: p.grad)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
+    actual = clip_grad_norm_(spread, max_norm, norm_type)
+    return float(expected), float(actual), difference(alone, spread, lambda p: p.grad)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_equals_a_single_device(ranks: Pool, norm_type: float, max_norm: float) -> None:
-    for wanted, got, worst in ranks(3, clip, "gpt2", norm_type, max_norm):
-        assert got == pytest.approx(wanted, rel=1e-12)
+    for expected, actual, worst in ranks(3, clip, "gpt2", norm_type, max_norm):
+        assert actual == pytest.approx(expected, rel=1e-12)
         assert worst < 1e-12
 
 
@@ -50,6 +50,6 @@ def not_finite() -> tuple[bool, str]:
 
 
 def test_one_ranks_nan_is_seen_by_all(ranks: Pool) -> None:
-    for is_nan, said in ranks(2, not_finite):
+    for is_nan, message in ranks(2, not_finite):
         assert is_nan
-        assert "cannot be clipped" in said
+        assert "cannot be clipped" in message

@@ -20,8 +20,8 @@ def compiled() -> float:
     model: Any = torch.compile(pair.spread, backend="aot_eager", fullgraph=True)
     worst = 0.0
     for counts in ([48, 48], [40, 56], [30, 66]):  # the last is more than there is room for
-        wanted = assignment_for(pair.spread, {"blocks.0.mlp": counts, "blocks.0.attention": [3, 3]})
-        move(pair.spread, pair.spread_optimizer, wanted)
+        expected = assignment_for(pair.spread, {"blocks.0.mlp": counts, "blocks.0.attention": [3, 3]})
+        move(pair.spread, pair.spread_optimizer, expected)
         for alone, optimizer in ((pair.alone, pair.alone_optimizer), (model, pair.spread_optimizer)):
             optimizer.zero_grad()
             loss_of("shallow", alone, 0).backward()

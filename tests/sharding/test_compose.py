@@ -96,5 +96,5 @@ def new_sizes() -> str:
 
 
 def test_a_move_that_ddp_cannot_follow_is_refused(ranks: Pool) -> None:
-    for said in ranks(4, new_sizes, allow_groups=True):
-        assert "transformer.h.0.mlp would have 40 units on rank 0, which has room for 48" in said
+    for message in ranks(4, new_sizes, allow_groups=True):
+        assert "transformer.h.0.mlp would have 40 units on rank 0, which has room for 48" in message

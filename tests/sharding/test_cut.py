@@ -30,7 +30,7 @@ SLOW = 1
 
 def left_out(model: nn.Module) -> dict[str, Tensor]:
     """By parameter: a mask of what is left out."""
-    found = {}
+    masks = {}
     for block, tensor in sharded_model(model, "test").tensors():
         if block.cut is not None:
             mask = torch.zeros(tensor.parameter.shape, dtype=torch.bool)
@@ -38,8 +38,8 @@ def left_out(model: nn.Module) -> dict[str, Tensor]:
             if frozen is not None:
                 view, dim, index = frozen
                 view.index_fill_(dim, index, True)
-                found[tensor.name] = mask
-    return found
+                masks[tensor.name] = mask
+    return masks
 
 
 def zeroed_like(model: nn.Module, kind: str, p: float = 0.0, **options: Any) -> nn.Module:
@@ -57,13 +57,13 @@ def worst_gradient(model: nn.Module, twin: nn.Module) -> float:
     """The largest difference of gradients; those of what is left out must be zero in `model`."""
     frozen, worst = left_out(model), 0.0
     for name, parameter in model.named_parameters():
-        got, wanted = parameter.grad, twin.get_parameter(name).grad
-        assert got is not None
-        assert wanted is not None
+        actual, expected = parameter.grad, twin.get_parameter(name).grad
+        assert actual is not None
+        assert expected is not None
         if name in frozen:
-            assert not got[frozen[name]].any(), name
-            wanted = wanted.masked_fill(frozen[name], 0)
-        worst = max(worst, float((got - wanted).abs().max()))
+            assert not actual[frozen[name]].any(), name
+            expected = expected.masked_fill(frozen[name], 0)
+        worst = max(worst, float((actual - expected).abs().max()))
     return worst
 
 
@@ -81,10 +81,10 @@ def against_zeroed(kind: str, form: Any, p: float, how: str) -> tuple[float, flo
     loss = loss_of(kind, model, 0)
     loss.backward()
     twin = zeroed_like(model, kind, p, **options)
-    wanted = loss_of(kind, twin, 0)
-    wanted.backward()
-    off = float((loss - wanted).detach().abs())
-    return off, worst_gradient(model, twin), resized(model), float(wanted.detach())
+    expected = loss_of(kind, twin, 0)
+    expected.backward()
+    off = float((loss - expected).detach().abs())
+    return off, worst_gradient(model, twin), resized(model), float(expected.detach())
 
 
 @pytest.mark.parametrize("form", ["unit", "column"])
@@ -209,9 +209,9 @@ def compiled() -> tuple[float, int]:
 
 
 def test_a_compiled_model_leaves_out_too(ranks: Pool) -> None:
-    found = ranks(2, compiled, timeout=150)
-    assert max(worst for worst, _ in found) < 1e-12
-    assert [graphs for _, graphs in found] == [1, 2], "one for all choices of a size"
+    results = ranks(2, compiled, timeout=150)
+    assert max(worst for worst, _ in results) < 1e-12
+    assert [graphs for _, graphs in results] == [1, 2], "one for all choices of a size"
 
 
 KEPT, LEFT = torch.tensor([0, 2, 3]), torch.tensor([1, 4])
@@ -261,16 +261,16 @@ def test_units_by_the_book(impute: Any) -> None:
     gathered = cut.weight(leaf, 3, 2, into=True)
     assert torch.equal(gathered, weight[[0, 1, 4, 5, 6, 7]])
     gathered.backward(toward)
-    wanted = torch.zeros_like(weight)
-    wanted[[0, 1, 4, 5, 6, 7]] = toward
+    expected = torch.zeros_like(weight)
+    expected[[0, 1, 4, 5, 6, 7]] = toward
     for place, unit in enumerate(LEFT.tolist()):
         for row in (0, 1):
             if impute == "average":
-                wanted[2 * unit + row] = toward[[row, 2 + row, 4 + row]].mean(0)
+                expected[2 * unit + row] = toward[[row, 2 + row, 4 + row]].mean(0)
             if impute == "same":
-                wanted[2 * unit + row] = toward[2 * place + row]
+                expected[2 * unit + row] = toward[2 * place + row]
     assert leaf.grad is not None
-    assert torch.allclose(leaf.grad, wanted, atol=1e-12)
+    assert torch.allclose(leaf.grad, expected, atol=1e-12)
 
 
 def after_a_move() -> None:

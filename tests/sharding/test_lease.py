@@ -96,9 +96,9 @@ def accumulate_and_clip() -> tuple[float, float]:
         for model in (pair.alone, pair.spread):
             loss_of("gpt", model, step).backward()
     worst = difference(pair.alone, pair.spread, lambda p: p.grad)
-    wanted = torch.nn.utils.clip_grad_norm_(pair.alone.parameters(), 0.1)
+    expected = torch.nn.utils.clip_grad_norm_(pair.alone.parameters(), 0.1)
     norm = clip_grad_norm_(pair.spread, 0.1)
-    return max(worst, difference(pair.alone, pair.spread, lambda p: p.grad)), float((norm - wanted).abs())
+    return max(worst, difference(pair.alone, pair.spread, lambda p: p.grad)), float((norm - expected).abs())
 
 
 def test_gradients_are_complete_when_backward_ends_and_count_once(ranks: Pool) -> None:
@@ -232,10 +232,10 @@ def test_a_checkpoint_holds_each_unit_once_from_its_owner(ranks: Pool, tmp_path:
         optimizer.zero_grad()
         loss_of("gpt", alone, step).backward()
         optimizer.step()
-    found = {name: torch.empty_like(value) for name, value in alone.state_dict().items()}
-    load({"app": {"model": found}}, checkpoint_id=tmp_path / "last", no_dist=True)
+    loaded = {name: torch.empty_like(value) for name, value in alone.state_dict().items()}
+    load({"app": {"model": loaded}}, checkpoint_id=tmp_path / "last", no_dist=True)
     for name, value in alone.state_dict().items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-9), name
+        assert torch.allclose(loaded[name], value, rtol=0, atol=1e-9), name
 
 
 def random_life(sequences: int) -> float:
@@ -320,6 +320,6 @@ def test_a_rank_that_dies_while_leasing_ends_the_job(ranks: Pool, tmp_path: Path
         ranks(2, die_while_leasing, tmp_path, timeout=20, faults=[Die(1, str(tmp_path / "now"))])
     assert "rank 1 of 2 died with exit code -9" in str(error.value)
     assert "not done in time" not in str(error.value), "nobody may wait for ever"
-    found = {name: torch.empty_like(value) for name, value in make("gpt").state_dict().items()}
-    load({"app": {"model": found}}, checkpoint_id=tmp_path / "last", no_dist=True)
-    assert all(value.isfinite().all() for value in found.values())
+    loaded = {name: torch.empty_like(value) for name, value in make("gpt").state_dict().items()}
+    load({"app": {"model": loaded}}, checkpoint_id=tmp_path / "last", no_dist=True)
+    assert all(value.isfinite().all() for value in loaded.values())

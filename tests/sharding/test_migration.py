@@ -41,10 +41,10 @@ def move_and_train(kind: str, optimizer: str, headroom: float) -> float:
     worst = 0.0
     for _ in range(6):
         worst = max(worst, pair.step())
-        wanted = random_assignment(pair.spread, source)
-        move(pair.spread, pair.spread_optimizer, wanted)
+        expected = random_assignment(pair.spread, source)
+        move(pair.spread, pair.spread_optimizer, expected)
         now = assignment(pair.spread)
-        assert all([sorted(units) for units in now[name]] == lists for name, lists in wanted.items())
+        assert all([sorted(units) for units in now[name]] == lists for name, lists in expected.items())
         worst = max(worst, difference(pair.alone, pair.spread, lambda p: p.data))
     assert list(map(id, pair.spread.parameters())) == objects, "the optimizer would update other tensors"
     return worst
@@ -71,8 +71,8 @@ def traffic(steps: int) -> tuple[int, int, int, int]:
     pair = Pair.make("gpt")
     for _ in range(steps):
         pair.step()
-    wanted = assignment_for(pair.spread, {"blocks.0.mlp": [38, 58], "blocks.1.attention": [1, 5]})
-    moved = move(pair.spread, pair.spread_optimizer, wanted)
+    expected = assignment_for(pair.spread, {"blocks.0.mlp": [38, 58], "blocks.1.attention": [1, 5]})
+    moved = move(pair.spread, pair.spread_optimizer, expected)
     width, head = 24, 4
     mlp_unit = 8 * (width + 1 + width)
     attention_unit = 8 * (3 * head * (width + 1) + head * width)
@@ -211,7 +211,7 @@ def test_a_rank_that_dies_in_a_move_ends_the_job_and_the_checkpoint_is_whole(
     optimizer = adamw(alone)
     loss_of("gpt", alone, 0).backward()
     optimizer.step()
-    found = {name: torch.empty_like(value) for name, value in alone.state_dict().items()}
-    load({"app": {"model": found}}, checkpoint_id=tmp_path / "last", no_dist=True)
+    loaded = {name: torch.empty_like(value) for name, value in alone.state_dict().items()}
+    load({"app": {"model": loaded}}, checkpoint_id=tmp_path / "last", no_dist=True)
     for name, value in alone.state_dict().items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name
+        assert torch.allclose(loaded[name], value, rtol=0, atol=1e-10), name

@@ -37,13 +37,13 @@ def test_moves_keep_every_unit_and_disturb_only_what_moves(case: tuple[int, list
 
 
 @given(st.lists(st.integers(0, 12), min_size=3, max_size=3), st.permutations([3, 4, 5]))
-def test_counts_move_as_few_units_as_possible(start: list[int], wanted: list[int]) -> None:
+def test_counts_move_as_few_units_as_possible(start: list[int], expected: list[int]) -> None:
     table = UnitTable.consecutive([4, 4, 4])
     if sum(start) == 12:
         table = table.with_counts(start)
-    new = table.with_counts(wanted)
-    assert new.counts == tuple(wanted)
-    fewest = sum(max(0, want - have) for want, have in zip(wanted, table.counts, strict=True))
+    new = table.with_counts(expected)
+    assert new.counts == tuple(expected)
+    fewest = sum(max(0, want - have) for want, have in zip(expected, table.counts, strict=True))
     assert (new.owners() != table.owners()).sum() == fewest
 
 

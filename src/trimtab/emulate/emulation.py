@@ -81,7 +81,7 @@ class Emulation:
     def __enter__(self) -> Emulation:
         for name in sweep():
             logger().info("removed the leftovers of emulation %s, which was killed", name)
-        if links.wanted(self.cluster):
+        if links.needs_links(self.cluster):
             links.require()
         elif self._port is not None:
             require_free(self._port)
@@ -97,7 +97,7 @@ class Emulation:
                 if placement.kind == "cpu" and placement.memory_gib is not None
             }
             self._throttle = Throttle(self._job, self._throttle_option, self._placements, self._schedule)
-            if links.wanted(self.cluster):
+            if links.needs_links(self.cluster):
                 self._links = links.Links(self._job, self.cluster)
             if any(share.percentage < 100 for share in self._shares.values()):
                 self._mps = mps.start(self._job)

@@ -28,7 +28,7 @@ _QUEUE_MS = 50
 _UNSHAPED = "remove `link` from the hosts to run without shaped links"
 
 
-def wanted(cluster: Cluster) -> bool:
+def needs_links(cluster: Cluster) -> bool:
     """Whether any host has a link."""
     return any(host.link is not None for host in cluster.hosts)
 

@@ -91,11 +91,11 @@ def _parts(speeds: Sequence[float], placed: Sequence[int]) -> list[float]:
     fastest = max(speeds)
     best: tuple[float, float, list[float]] | None = None
     for largest in PARTS:
-        wanted = [largest * speed / fastest for speed in speeds]
-        parts = [min(PARTS, key=lambda part, want=want: abs(log(part / want))) for want in wanted]  # type: ignore[misc]
+        targets = [largest * speed / fastest for speed in speeds]
+        parts = [min(PARTS, key=lambda part, target=target: abs(log(part / target))) for target in targets]  # type: ignore[misc]
         if max(sum(p for p, gpu in zip(parts, placed, strict=True) if gpu == one) for one in placed) > 1:
             continue
-        error = max(abs(log(part / want)) for part, want in zip(parts, wanted, strict=True))
+        error = max(abs(log(part / target)) for part, target in zip(parts, targets, strict=True))
         score = max(error, _TOLERANCE), -sum(parts)
         if best is None or score < best[:2]:
             best = *score, parts

@@ -69,9 +69,9 @@ def convert(
     return sharded
 
 
-def _sizes(found: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
+def _sizes(found_block: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     """Number of units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
-    parent, kind = found.parent, found.kind
+    parent, kind = found_block.parent, found_block.kind
     if isinstance(kind, Mlp):
         units = features(parent.get_submodule(kind.out))[0]
         return units, 0, dict.fromkeys((*kind.ins, kind.out), (1,))
@@ -88,25 +88,25 @@ def _sizes(found: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     return units, heads_per_unit, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
 
 
-def _parameter_bytes(found: FoundBlock, projections: Iterable[str]) -> int:
-    return sum(found.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
+def _parameter_bytes(found_block: FoundBlock, projections: Iterable[str]) -> int:
+    return sum(found_block.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
 
 
 def _shard(
-    found: FoundBlock,
+    found_block: FoundBlock,
     units: int,
     heads: int,
     widths: dict[str, tuple[int, ...]],
     table: UnitTable,
     sharded: ShardedModel,
 ) -> UnitBlock:
-    kind, group = found.kind, sharded.group
+    kind, group = found_block.kind, sharded.group
     attribute = None if isinstance(kind, Mlp) else kind.local_width
     block = UnitBlock(
-        name=found.name,
+        name=found_block.name,
         units=units,
         heads_per_unit=heads,
-        parent=found.parent,
+        parent=found_block.parent,
         local_widths={attribute: widths[kind.out][0]} if attribute else {},
         group=group,
         sharded=sharded,
@@ -115,7 +115,7 @@ def _shard(
     )
     owned = torch.as_tensor(table.slots[group.rank])
     for name, parts in widths.items():
-        full = found.parent.get_submodule(name)
+        full = found_block.parent.get_submodule(name)
         into = name != kind.out
         outputs_axis = 1 if is_transposed(full) else 0
         weight_axis = UnitAxis(units=units, axis=outputs_axis if into else 1 - outputs_axis, parts=parts)
@@ -132,7 +132,7 @@ def _shard(
             else OutProjection(block, stored, bias, sum(parts))
         )
         new.train(full.training)
-        path = f"{found.path}.{name}".lstrip(".")
+        path = f"{found_block.path}.{name}".lstrip(".")
         shape = tuple(weight.shape)
         block.tensors.append(
             UnitTensor(
@@ -150,7 +150,7 @@ def _shard(
                 )
             )
         holder, _, leaf = name.rpartition(".")
-        setattr(found.parent.get_submodule(holder), leaf, new)
+        setattr(found_block.parent.get_submodule(holder), leaf, new)
     block.adopt(table)
     return block
 

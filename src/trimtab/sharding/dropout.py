@@ -120,14 +120,14 @@ class _DropUnits(TorchFunctionMode):
         return weights @ value
 
 
-def key_dropout(model: nn.Module, sharded: ShardedModel, found: Mapping[str, FoundBlock]) -> None:
+def key_dropout(model: nn.Module, sharded: ShardedModel, found_blocks: Mapping[str, FoundBlock]) -> None:
     """Make every dropout of a model keyed by unit, in place."""
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Dropout):
                 keyed = KeyedDropout(child.p, f"{path}.{name}", sharded).train(child.training)
                 setattr(module, name, keyed)
-    for name, each in found.items():
+    for name, each in found_blocks.items():
         if isinstance(each.kind, Attention) and each.kind.dropout:
             kind = type(each.parent)
             sharded.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0

@@ -179,7 +179,7 @@ def _require(module: nn.Module, kind: UnitKind) -> None:
         )
 
 
-def _refuse_unknown(model: nn.Module, covered: set[nn.Module], found: bool) -> None:
+def _refuse_unknown(model: nn.Module, covered: set[nn.Module], any_block: bool) -> None:
     """Outside the repeated layers everything is replicated; inside, only norms, embeddings and buffers."""
     unknown: dict[str, str] = {}
     for path, container in model.named_modules():
@@ -197,7 +197,7 @@ def _refuse_unknown(model: nn.Module, covered: set[nn.Module], found: bool) -> N
             f"tensor_parallel: modules of unknown type: {named}; declare their units with "
             "kinds={Type: Mlp(...) or Attention(...)}, or replicate them with replicate=['PATTERN']"
         )
-    if not found:
+    if not any_block:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise TrimtabError(
             f"tensor_parallel: no MLP or attention of a known kind in this {type(model).__name__}, "

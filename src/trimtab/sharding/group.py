@@ -50,9 +50,9 @@ class TensorGroup:
         """The first rank whose digest is not that of rank 0, on every rank; None if all agree. One all-gather."""
         if self.size == 1:
             return None
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-        digests = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(digests, mine, group=self.process_group)
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        digests = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(digests, own, group=self.process_group)
         return next((rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])), None)
 
 

@@ -34,12 +34,12 @@ class Contention:
         if not 0 < self.speed <= 1:
             raise TrimtabError(
                 f"schedule: {self.host}: speed {self.speed:g} is not above 0 and at most 1; "
-                "it is the part of the host's speed that is left"
+                "it is the fraction of its speed that the host keeps"
             )
         if self.from_step < 0 or (self.to_step is not None and self.to_step <= self.from_step):
             raise TrimtabError(
-                f"schedule: {self.host}: no step lies from {self.from_step} to {self.to_step}; "
-                "the first is at least 0 and the second larger"
+                f"schedule: {self.host}: steps {self.from_step} to {self.to_step} are empty; "
+                "FROM must be at least 0 and TO larger"
             )
 
     def covers(self, step: int) -> bool:
