@@ -1,4 +1,4 @@
-"""A thread of low priority on each rank: on rank 0 it decides and publishes, elsewhere it fetches."""
+"""A low-priority thread on each rank: on rank 0 it makes decisions and publishes them, elsewhere it fetches them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FAILED = "failed"
-"""The key of a decision that could not be made; its value says why."""
+"""The key of a decision that failed; its value is the error."""
 
 POLL_S = 0.02
-"""Between two looks whether a decision is there: it takes effect some steps later."""
+"""Seconds between polls for a decision, which takes effect some steps later."""
 
 NICENESS = 10
-"""Added to the thread's: it takes what the training leaves."""
+"""Added to the thread's niceness, so that training comes first."""
 
 
 class Background:
     """Decisions by key, the same on every rank, through the job's own store.
 
-    The store is the one the ranks met at; keys carry a name that no other decisions have, agreed on when this is
-    made, on every rank at the same point. Nothing after that is a collective.
+    The store is that of the rendezvous; keys have a unique prefix, on which the ranks agree in the constructor.
+    Only the constructor is collective.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # A connection of its own: waiting for a key must not hold up others who use the store.
+        # A connection of its own: waiting for a key must not block other users of the store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"{shared_name(group)}/decisions", store.clone())
         self._timeout_s = timeout_of(group).total_seconds()
@@ -51,9 +51,9 @@ class Background:
         self.cpu_seconds = 0.0
 
     def decide(self, key: str, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-        """Run `function` and publish what it gives, which must be JSON's; if it raises, what it raised, as `FAILED`.
+        """Run `function` and publish its result, which must be JSON; if it raises, publish the error as `FAILED`.
 
-        A decision that cannot be made must never end a training that could go on without it.
+        A failed decision must never end a training that could continue without it.
         """
 
         def run() -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Background:
             except Exception as error:
                 text = json.dumps({FAILED: f"{type(error).__name__}: {error}"})
             self._store.set(key, text)
-            # Everyone has read the one before last: it was in effect before this one was begun.
+            # Every rank has read the one before last: it took effect before this one was started.
             self._published.append(key)
             if len(self._published) > 2:
                 self._store.delete_key(self._published.pop(0))
@@ -71,11 +71,11 @@ class Background:
         return self._submit(run)
 
     def fetch(self, key: str) -> Future[dict[str, Any]]:
-        """What the deciding rank publishes under the key."""
+        """What rank 0 publishes under the key."""
 
         def run() -> dict[str, Any]:
             deadline = time.monotonic() + self._timeout_s
-            while not self._store.check([key]):  # a thread inside `get` could not be told to leave
+            while not self._store.check([key]):  # a thread inside `get` could not be stopped
                 if self._closing.wait(POLL_S):
                     raise RuntimeError(f"closed before rank 0 decided {key!r}")
                 if time.monotonic() > deadline:
@@ -88,13 +88,13 @@ class Background:
 
     @staticmethod
     def done(value: dict[str, Any]) -> Future[dict[str, Any]]:
-        """A decision that is known already."""
+        """A decision that is already known."""
         future: Future[dict[str, Any]] = Future()
         future.set_result(value)
         return future
 
     def close(self, timeout: float | None = 5.0) -> None:
-        """End the thread when it has done what it was given; a key that never comes is not waited for."""
+        """Stop the thread after its current work; it does not wait for a key that never comes."""
         self._closing.set()
         if self._thread is not None:
             self._queue.put(None)
@@ -110,7 +110,7 @@ class Background:
         return future
 
     def _serve(self) -> None:
-        if sys.platform == "linux":  # elsewhere this would set the whole process's
+        if sys.platform == "linux":  # elsewhere this would change the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (item := self._queue.get()) is not None:
             function, future = item

@@ -1,4 +1,4 @@
-"""Where the steps of a training loop begin and end, seen from a model and its optimisers: the loop needs no line."""
+"""Detect where training steps begin and end from a model and its optimizers; the loop needs no extra line."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Follower(Protocol):
-    """What is told of the steps."""
+class StepListener(Protocol):
+    """Is notified of steps."""
 
     def between(self, model: nn.Module) -> None:
-        """A step is over and the next forward pass of training is about to begin."""
+        """A step has ended and the next forward pass of training is about to begin."""
 
     def begins(self) -> None:
         """A step begins."""
 
     def ends(self) -> None:
-        """It ends here, or at the next call, where a script has several optimisers."""
+        """The step ends here, or at the next call if the script has several optimizers."""
 
 
 class TrainingSteps:
-    """Tells a follower of the steps of a model, for as long as the model lives.
+    """Notifies a listener of the steps of a model, as long as the model lives.
 
-    A step is one or more forward passes in training and then a step of each optimiser that has its parameters.
-    Passes without gradients, and repetitions by activation checkpointing, are none.
+    A step is one or more forward passes in training mode and then a step of each optimizer that has the model's
+    parameters. Passes without gradients, and recomputation by activation checkpointing, do not count.
     """
 
-    def __init__(self, model: nn.Module, parameters: set[int], follower: Follower) -> None:
-        self._parameters, self._follower = parameters, weakref.ref(follower)
+    def __init__(self, model: nn.Module, parameters: set[int], listener: StepListener) -> None:
+        self._parameters, self._listener = parameters, weakref.ref(listener)
         self._known: list[weakref.ref[Optimizer]] = []
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = self._stepped = False
-        # A compiled model calls it between its graphs: what it does is not for tracing.
+        # A compiled model calls the hook between its graphs; it must not be traced.
         model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
         alive = weakref.ref(self)
 
@@ -52,20 +52,20 @@ class TrainingSteps:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those seen so far, in the order of their first steps: the same on every rank."""
+        """The optimizers so far, in the order of their first steps: the same on every rank."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        follower = self._follower()
+        listener = self._listener()
         repeated = torch._C._current_graph_task_id() != -1
-        if follower is None or repeated or not module.training or not torch.is_grad_enabled():
+        if listener is None or repeated or not module.training or not torch.is_grad_enabled():
             return
         if self._stepped:
             self._stepped = False
-            follower.between(module)
+            listener.between(module)
         if not self._open:
             self._open = True
-            follower.begins()
+            listener.begins()
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         if not any(known() is optimizer for known in self._known):
@@ -73,9 +73,9 @@ class TrainingSteps:
                 self._foreign.add(optimizer)
                 return
             self._known.append(weakref.ref(optimizer))
-        follower = self._follower()
-        if follower is not None:
-            follower.ends()
+        listener = self._listener()
+        if listener is not None:
+            listener.ends()
         self._stepped, self._open = True, False
 
     def _updates(self, optimizer: Optimizer) -> bool:

@@ -1,15 +1,15 @@
-"""What a rank's own work takes in a data-parallel step, apart from waiting for the others.
+"""Time a rank's own work in a data-parallel step, without waiting for other ranks.
 
 The wall time of a step is the same on every rank, because averaging the gradients makes them wait for
-each other; CPU time does not see a quota, nor a GPU. So two moments are taken in every backward pass:
+each other; CPU time reflects neither a quota nor a GPU. So two timestamps are taken in every backward pass:
 when this rank has computed its last gradient, before DDP waits for the averages, and when that wait is
-over. Between the second of one pass and the first of the next lies all that is the rank's own: optimizer,
+over. From the second of one pass to the first of the next, the rank does its own work: optimizer,
 data, forward, backward.
 
-Both moments are callbacks of the autograd engine, which runs them in the order in which they were queued
-once the last gradient is there. The first is queued when the pass begins, before DDP queues its own; the
-second is queued by the first, after it. On a GPU they are events on the stream, which the host never
-waits for.
+Both timestamps are taken in callbacks of the autograd engine, which runs them in the order in which they were
+queued, after the last gradient. The first is queued when the pass begins, before DDP queues its own; the
+second is queued by the first, after DDP's. On a GPU they are events on the stream, which the host does not
+wait for.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class LocalClock:
-    """Counts a rank's own time, step by step."""
+    """Measures a rank's own time per step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._since: Any = None
-        """Since when the rank works on its own; none while it waits, and before the first average."""
+        """Start of the current interval of own work; None while waiting, and before the first average."""
         self._paused = False
         self._worked: list[tuple[Any, Any]] = []
-        """The intervals of own work in the present step."""
+        """The intervals of own work in the current step."""
         self._steps: list[list[tuple[Any, Any]]] = []
 
     def follow(self, loss: torch.Tensor) -> None:
-        """Take the two moments in the backward pass of this loss."""
+        """Take the two timestamps in the backward pass of this loss."""
         if loss.requires_grad:
             loss.register_hook(self._backward_begins)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out what happens inside: a collective, or something else that is no part of a step."""
+        """Do not count what happens inside: a collective, or something else that is not part of a step."""
         self.pause()
         try:
             yield
@@ -66,7 +66,7 @@ class LocalClock:
             self._since, self._paused = self._now(), False
 
     def end_step(self, *, keep: bool = True) -> None:
-        """Count what was worked until the last backward pass as one step; what follows belongs to the next."""
+        """Count the work up to the last backward pass as one step; what follows belongs to the next."""
         if keep and self._worked:
             self._steps.append(self._worked)
         self._worked = []
@@ -76,10 +76,10 @@ class LocalClock:
         self._steps = []
 
     def read(self) -> float:
-        """Median seconds of the steps since the last reading; not a number when there are none."""
+        """Median seconds of the steps since the last reading; NaN if there are none."""
         steps, self._steps = self._steps, []
         if self._cuda:
-            # Only what the GPU has already done: waiting for the newest step would let it run dry.
+            # Only finished steps: waiting for the newest one would leave the GPU without work.
             while len(steps) > 1 and not steps[-1][-1][1].query():
                 self._steps.insert(0, steps.pop())
             if steps:
@@ -96,7 +96,7 @@ class LocalClock:
         engine.queue_callback(self._averages_are_there)
 
     def _averages_are_there(self) -> None:
-        # Also the first time, when there is nothing to resume: a clock starts with a whole step.
+        # Also the first time, when nothing was paused: the clock starts with a whole step.
         self._since, self._paused = self._now(), False
 
     def _now(self) -> Any:
@@ -113,7 +113,7 @@ class LocalClock:
 
 
 def leave_out(module: torch.nn.Module, clock: Callable[[], LocalClock | None]) -> None:
-    """Do not count a module that waits for other ranks inside, nor the backward pass of its last operation."""
+    """Do not time a module that waits for other ranks, nor the backward pass of its last operation."""
 
     def pause(*_: Any) -> None:
         if (running := clock()) is not None:
@@ -125,7 +125,7 @@ def leave_out(module: torch.nn.Module, clock: Callable[[], LocalClock | None]) -
 
     def forward_ends(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         resume()
-        # Hooks of the operation, not of the module: those would forbid a ReLU in place after it.
+        # Hooks of the operation, not of the module, which would forbid an in-place ReLU after it.
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             output.grad_fn.register_prehook(pause)
             output.grad_fn.register_hook(resume)

@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank's own work takes, step by step, without ever waiting for a GPU's newest work."""
+"""Time a tensor-parallel rank's own work per step, without waiting for a GPU's newest work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class UnitClock(Clock):
-    """Counts like `Clock`, and knows where steps begin and end; events of a GPU are used again."""
+    """A `Clock` that knows where steps begin and end; CUDA events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -25,25 +25,25 @@ class UnitClock(Clock):
         self._free: list[Any] = []
 
     def begin(self) -> None:
-        """A step begins here; what was counted before, outside a step, is dropped."""
+        """A step begins here; times from before, outside a step, are dropped."""
         self._close()
         self._started, self._compute, self._collectives = None, [], []
         self._start = self._now()
 
     def end(self) -> None:
-        """It ends here, unless it ends again later: scripts may have several optimisers."""
+        """The step ends here, or at a later call: scripts may have several optimizers."""
         if self._start is not None:
             self._end = self._now()
 
     def forget(self) -> None:
-        """Drop the steps counted so far."""
+        """Drop the steps so far."""
         self._start = self._end = None
         self._steps = []
 
     def samples(self) -> list[tuple[float, float]]:
-        """For each step since the last call: seconds in blocks, and seconds besides that were not waits.
+        """For each step since the last call: seconds in units, and other seconds without waits.
 
-        On a GPU the last step may stay for the next call: waiting for it would let the GPU run dry.
+        On a GPU the last step may be left for the next call: waiting for it would leave the GPU without work.
         """
         self._close()
         steps, self._steps = self._steps, []

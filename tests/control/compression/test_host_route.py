@@ -31,7 +31,7 @@ def chosen(agents: list[str]) -> tuple[bool, str | None, str]:
 
 def test_a_slow_link_between_hosts_of_several_ranks_is_found_and_spared(ranks: Pool) -> None:
     # Groups made from the default one are as slow; shared memory is not.
-    answers = ranks(4, chosen, ["0", "0", "1", "1"], faults=[Throttle(2e7)], allow_groups=True)
+    answers = ranks(4, chosen, ["0", "0", "1", "1"], faults=[Throttle(4e6)], allow_groups=True)
     hierarchical, method, reason = answers[0]
     assert answers == [answers[0]] * 4, "measured figures are agreed on"
     assert hierarchical

@@ -1,10 +1,10 @@
-"""Bits that change while training runs: when to look, who decides, and how all ranks switch together.
+"""Bits that change while training runs: when to check, who decides, and how all ranks switch together.
 
-Every `look` steps rank 0 looks at its statistics (they are of reduced gradients, so any rank's would be
-the same), asks the guard and, when one is due, makes a new plan. It publishes the outcome in the job's
-store; every rank takes it up at the same later step, known beforehand. No collective is involved, and
-the work is done by a thread of low priority. What is decided depends on the training alone, never on a
-clock, so the same run makes the same decisions, also when it was interrupted and resumed.
+Every `look` steps rank 0 reads its statistics (they are of reduced gradients, so those of any rank would be
+the same), asks the guard and, when one is due, makes a new plan. It publishes the decision in the job's
+store; every rank applies it at the same later step, known beforehand. No collective is involved, and
+a low-priority thread does the work. A decision depends on the training alone, never on a
+clock, so the same run makes the same decisions, also after it was interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.family_codec import family_codec
-from trimtab.control.compression.optimizer_kind import OptimiserWatch
+from trimtab.control.compression.optimizer_kind import OptimizerKind
 from trimtab.control.compression.statistics import Statistics
 from trimtab.environment import logger
 from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
@@ -38,37 +38,37 @@ SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
 """Steps between two gradients that go into the averages, after the warm-up and during it."""
 
 SAMPLED = 1024
-"""Neighbouring values that are sampled together: whole blocks of every family."""
+"""Adjacent values that are sampled together: whole blocks of every family."""
 
 MOST_DELAY = 5
-"""Steps from a look to the switch, or half of those between looks if that is less."""
+"""Steps from a look to the switch; half the steps between looks if that is less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """Choose the bits of every layer, and choose again, while training runs. The defaults suit any job."""
+    """Choose the bits of every layer repeatedly while training runs. The defaults suit any job."""
 
     family: str | None = None
-    """A name in `trimtab.planning.compression.family.FAMILIES`; None takes the family predicted fastest on this
+    """A name in `trimtab.planning.compression.family.FAMILIES`; None chooses the fastest on this
     link among those that suit the optimizer."""
 
     policy: str = "dynamic"
     """How bits are chosen: a name in `trimtab.planning.compression.policies.POLICIES`."""
 
     start_bits: int = 4
-    """For every layer, until the first plan."""
+    """Bits of every layer until the first plan."""
 
     warmup: int = 20
     """Steps before the first plan."""
 
     period: int = 100
-    """Steps between plans; drifting gradients bring the next one forward."""
+    """Steps between plans; when gradients drift, the next plan is made earlier."""
 
     look: int = 20
     """Steps between two looks of the guard; plans are made at looks."""
 
     guard: bool = True
-    """Raise the bits of layers that show trouble."""
+    """Raise the bits of layers whose error grows or whose loss rises."""
 
     def __post_init__(self) -> None:
         if self.look < 2:
@@ -90,7 +90,7 @@ class Adaptive:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """New bits for some layers from one step on, and why."""
+    """New bits of some layers from a step on, and why."""
 
     step: int
     bits: dict[str, int]
@@ -98,7 +98,7 @@ class Change:
 
 
 class Controller:
-    """Watches one compression and changes its bits; the same calls on every rank."""
+    """Changes the bits of one compression; every rank makes the same calls."""
 
     def __init__(
         self,
@@ -116,33 +116,33 @@ class Controller:
             if piece[1] and name not in compression.fixed
         }
         self.first = {name: bits for name, (_, bits, _) in layers.items()}
-        """Bits at the start, of every layer whose bits are chosen here."""
+        """Initial bits of every layer whose bits are chosen here."""
         self.history: list[Change] = []
         self.planned_at: int | None = None
-        """The step from which the last plan is in effect, also one that changed nothing."""
+        """The step at which the last plan took effect, even if it changed nothing."""
         sizes = {name: (numel, SAMPLED) for name, (numel, _, _) in layers.items()}
         self._statistics = Statistics(sizes, compression.device) if self._rank == 0 else None
         self._family = settings.name
-        """In force; the planner's own may be ahead of it by a few steps."""
+        """The current family; the planner's may be ahead of it by a few steps."""
         self.planner = BitPlanner(config.policy, settings, guard=config.guard, seed=compression.seed)
         self._losses: list[Any] = []
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
-        self._optimiser = OptimiserWatch(compression.parameter_ids) if self._rank == 0 else None
+        self._optimizer_kind = OptimizerKind(compression.parameter_ids) if self._rank == 0 else None
         self._background = Background(group)
         self._failed = False
-        """Whether a decision could not be made, which is said once."""
+        """Whether a decision failed, which is logged once."""
         self._own_cpu = 0.0
         self._began_at: tuple[int, float] | None = None
         self._last_at: tuple[int, float] | None = None
 
     @property
     def steps(self) -> int:
-        """Steps made so far."""
+        """Steps so far."""
         return self._compression.step
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of everything here so far: sampling, looking, planning."""
+        """CPU time of sampling, checking and planning so far."""
         return self._own_cpu + self._background.cpu_seconds
 
     @property
@@ -157,7 +157,7 @@ class Controller:
         self._last_at = (step, time.perf_counter())
         self._began_at = self._began_at or self._last_at
         if self._pending is not None and self._pending[0] == step:
-            self._take_up(step)
+            self._apply(step)
         if step and step % self._config.look == 0:
             start = time.thread_time()
             self._pending = (step + self._config.delay, self._look(step))
@@ -179,17 +179,17 @@ class Controller:
             self._own_cpu += time.thread_time() - start
 
     def observe_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the loss of this rank's step; rank 0's is looked at."""
+        """Record the loss of this rank's step; only that of rank 0 is used."""
         if self._rank == 0:
             self._losses.append(loss if isinstance(loss, int | float) else loss.detach())
 
     def close(self) -> None:
         self._background.close()
-        if self._optimiser is not None:
-            self._optimiser.close()
+        if self._optimizer_kind is not None:
+            self._optimizer_kind.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Waits for a decision under way, which takes a few steps at most."""
+        """Waits for a pending decision."""
         pending = None
         if self._pending is not None:
             pending = {"at_step": self._pending[0], "decision": self._pending[1].result()}
@@ -201,15 +201,15 @@ class Controller:
             "history": [vars(change).copy() for change in self.history],
             "pending": pending,
             "losses": [float(loss) for loss in self._losses],
-            "optimiser": None if self._optimiser is None else self._optimiser.kind,
+            "optimiser": None if self._optimizer_kind is None else self._optimizer_kind.kind,
             "planner": self.planner.state_dict(),
             "statistics": None if self._statistics is None else self._statistics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the saved run would have: also with its schedule and its family."""
+        """Continue as the saved run would have, with its schedule and its family."""
         self._config = Adaptive(**state["config"])
-        self._turn(PlannerSettings(**state["settings"]))
+        self._switch_family(PlannerSettings(**state["settings"]))
         self.first = dict(state["first"])
         self.planned_at = state["planned_at"]
         self.history = [Change(**change) for change in state["history"]]
@@ -217,8 +217,8 @@ class Controller:
         if state["pending"] is not None:
             self._pending = state["pending"]["at_step"], self._background.done(state["pending"]["decision"])
         self._losses = list(state["losses"])
-        if self._optimiser is not None:
-            self._optimiser.kind = state["optimiser"]
+        if self._optimizer_kind is not None:
+            self._optimizer_kind.kind = state["optimiser"]
         self.planner.load_state_dict(state["planner"])
         if self._statistics is not None and state["statistics"] is not None:
             self._statistics.load_state_dict(state["statistics"])
@@ -231,31 +231,30 @@ class Controller:
         losses, self._losses = self._losses, []
         current = {name: self._compression.pieces[name][1] for name in self.first}
         warm = step >= self._config.warmup
-        watch = self._optimiser
-        optimiser = watch.kind if watch is not None and watch.kind is not None else ADAMW
+        optimizer = self._optimizer_kind.kind if self._optimizer_kind is not None else None
 
         def decide() -> dict[str, Any]:
-            told = [float(loss) for loss in losses]
+            values = [float(loss) for loss in losses]
             return self.planner.decide(
                 step,
                 snapshot.layers(),
                 current,
-                loss=math.fsum(told) / len(told) if told else None,
+                loss=math.fsum(values) / len(values) if values else None,
                 may_plan=warm,
                 period=self._config.period,
-                optimizer=optimiser,
+                optimizer=optimizer or ADAMW,
             )
 
         return self._background.decide(key, decide)
 
-    def _turn(self, settings: PlannerSettings) -> None:
-        """Go on in another family; what error feedback owed is let go."""
+    def _switch_family(self, settings: PlannerSettings) -> None:
+        """Switch to another family; the error feedback of the previous one is dropped."""
         self.planner.settings, self._family = settings, settings.name
         family = settings.family
         codec = family_codec(family, self._config.start_bits)
         self._compression.become(codec, error_feedback=family.error_feedback)
 
-    def _take_up(self, step: int) -> None:
+    def _apply(self, step: int) -> None:
         assert self._pending is not None
         decision = self._pending[1].result()
         self._pending = None
@@ -269,7 +268,7 @@ class Controller:
         if decision["planned"]:
             self.planned_at = step
         if decision["family"] != self._family:
-            self._turn(replace(self.planner.settings, name=decision["family"]))
+            self._switch_family(replace(self.planner.settings, name=decision["family"]))
         if decision["bits"]:
             self._compression.set_bits(decision["bits"], at_step=step)
         if decision["reasons"]:

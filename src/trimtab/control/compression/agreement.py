@@ -1,4 +1,4 @@
-"""Before anything is measured or sent: every rank is there, wants the same, and can do its part."""
+"""Before anything is measured or sent: every rank is there, has the same arguments, and can do its part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFUSED = "refused: "
 
 
 def compression_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that compress a model's gradients together; None where there is one rank, or no such model."""
+    """The ranks that compress a model's gradients together; None if there is one rank, or the model is not wrapped."""
     if isinstance(model, DistributedDataParallel):
         group: dist.ProcessGroup | None = model.process_group
     elif is_fsdp(model):
@@ -45,10 +45,10 @@ def agree_to_compress(
     overrides: Mapping[str, Codec | None] | None,
     log: str | Path | None,
 ) -> list[int]:
-    """Check this rank's arguments and hear the others; gives the ranks on which trimtab is disabled.
+    """Check this rank's arguments and wait for the other ranks; returns the ranks on which trimtab is disabled.
 
     Raises:
-        TrimtabError: on every rank, if one of them cannot go on.
+        TrimtabError: on every rank, if one of them cannot continue.
     """
     try:
         _check_codecs(codec, overrides or {})

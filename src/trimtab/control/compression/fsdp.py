@@ -1,4 +1,4 @@
-"""`trimtab.compress` on models of `fully_shard` modules (FSDP2)."""
+"""Compressing the gradients and weights of a model of `fully_shard` modules (FSDP2)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def is_fsdp(model: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was called on the model or on modules of it; refuses FSDP1 by name."""
+    """Whether `fully_shard` was called on the model or its modules; raises for FSDP1."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # not imported, so nobody can have used it; importing it takes a while
+    if fsdp is None:  # not imported, so it was not used; importing it takes a while
         return False
     modules = list(model.modules())
     if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
         raise TrimtabError(
-            "compress: FullyShardedDataParallel (FSDP1) lets nobody replace its collectives; shard the model with "
+            "compress: the collectives of FullyShardedDataParallel (FSDP1) cannot be replaced; shard the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     return any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def fsdp_compression_of(model: torch.nn.Module) -> FsdpCompression | None:
-    """The compression at work on a model of `fully_shard` modules, if there is one."""
+    """The compression of a model of `fully_shard` modules, if there is one."""
     compression: FsdpCompression | None = state_of(model).fsdp_compression
     return compression
 
@@ -49,9 +49,9 @@ def compress_fsdp(
     seed: int,
     weight_bits: int | None,
 ) -> str:
-    """Attach the compression that `trimtab.compress` was requested for; gives the explanation.
+    """As `trimtab.compress`, for FSDP2; returns what was decided, and why. Collective.
 
-    Without a codec, each axis of the mesh is measured by itself: with HSDP the shards often lie inside a
+    Without a codec, each axis of the mesh is measured separately: with HSDP the shards are often inside a
     host and the replicas across the slow link.
     """
     from trimtab.doors.fsdp import FsdpCompression, process_groups
@@ -80,11 +80,11 @@ def compress_fsdp(
         codec = Block()
         for axis, group in groups.items():
             chosen[axis], reasons[axis] = _judge(codec, group, model)
-    said = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
+    explanation = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
     if weight_bits is not None and "shard" in groups:
-        said += f"; weights are gathered in {weight_bits} bits"
+        explanation += f"; weights are gathered in {weight_bits} bits"
     elif not any(chosen.values()):
-        return said
+        return explanation
     compression = FsdpCompression(
         model,
         codec,
@@ -97,13 +97,13 @@ def compress_fsdp(
     attach_state(model).fsdp_compression = compression
     kept = sum(numel for numel, bits, _ in compression.pieces.values() if bits == 0)
     share = kept / sum(numel for numel, _, _ in compression.pieces.values())
-    return f"{said}; small or excluded parameters ({share:.1%} of the values) are sent exactly"
+    return f"{explanation}; small or excluded parameters ({share:.1%} of the values) are sent exactly"
 
 
 def choose_pieces(
     sizes: Mapping[str, tuple[int, int]], codec: Block, overrides: Mapping[str, Codec | None], min_numel: int
 ) -> dict[str, tuple[int, int, int]]:
-    """By name: numel, bits (0: exact) and block, given each parameter's (numel, number of axes)."""
+    """By name: numel, bits (0: exact) and block size, from each parameter's (numel, number of axes)."""
     unused = set(overrides)
     pieces = {}
     for name, (numel, axes) in sizes.items():
@@ -115,7 +115,7 @@ def choose_pieces(
                 break
         if own is not None and (not isinstance(own, Block) or own.stochastic != codec.stochastic):
             raise TrimtabError(
-                f"{name}: {own} cannot ride with {codec}; one family and one rounding serve a job"
+                f"{name}: {own} cannot be combined with {codec}; a job has one family and one rounding"
             )
         pieces[name] = numel, *((own.bits, own.block) if own is not None else (0, codec.block))
     if unused:

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 class LayerLog:
     """Writes a JSON line per layer every `every` steps: step, name, bits, bytes, relative error.
 
-    The error is ‖decoded - value‖ / ‖value‖ of this rank's own encoding, made with the job's
-    real codec and random stream. Encoding a layer once more costs about as much as sending it
-    did, which is why it is done only now and then.
+    The error is ‖decoded - value‖ / ‖value‖ of this rank's own encoding, with the job's codec and random
+    stream. Encoding a layer once more costs about as much as sending it, so it is done only now and then.
     """
 
     def __init__(
         self, path: str | Path, codec: Callable[[], Codec], *, every: int, seed: int, rank: int
     ) -> None:
-        """`codec` gives the one in force, which may change while a job runs."""
+        """`codec` returns the current codec, which may change while a job runs."""
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}")
         self._codec, self._every, self._seed, self._rank = codec, every, seed, rank

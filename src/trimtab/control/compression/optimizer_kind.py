@@ -1,4 +1,4 @@
-"""What kind of optimiser a job has: one that takes gradients as they come, or one that scales values by their size."""
+"""Which kind of optimizer a job has: one that uses gradients directly, or one that scales each value by its size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 
-class OptimiserWatch:
-    """Sees which optimisers update some parameters, from their first steps; scripts need not name them."""
+class OptimizerKind:
+    """Detects the optimizers of some parameters when they first step; the script need not name them."""
 
     def __init__(self, parameters: Collection[int]) -> None:
-        """`parameters` are ids."""
+        """`parameters` are their ids."""
         self._parameters = parameters
         self.kind: str | None = None
-        """`SGD` or `ADAMW`; None until an optimiser has stepped. Of several, the one that asks for more counts."""
+        """`SGD` or `ADAMW`; None until an optimizer has stepped. Of several kinds, the stricter one: `ADAMW`."""
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
@@ -37,5 +37,5 @@ class OptimiserWatch:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """`SGD` for torch's own, with or without momentum; any other is taken to care for small values as Adam does."""
+    """`SGD` for torch's SGD, with or without momentum; any other is assumed to need small values, as Adam does."""
     return SGD if isinstance(optimizer, torch.optim.SGD) else ADAMW

@@ -1,4 +1,4 @@
-"""Whether an earlier run of the same job compressed: near the limit, a run decides as the one before it did."""
+"""Whether an earlier run of the same job compressed: in a close case, a run decides as the previous one did."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _MOST = 200
-"""Jobs that are remembered."""
+"""Jobs that are kept."""
 
 
 class PastDecision:
-    """Rank 0's memory of one job, known by the size of its gradients, its ranks and its device; kept in a file.
+    """The last decision of a job, identified by its gradient bytes, world size and device; rank 0 keeps it in a file.
 
-    A file that cannot be read or written is as good as none.
+    A file that cannot be read or written is ignored.
     """
 
     def __init__(self, gradient_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -30,14 +30,14 @@ class PastDecision:
         self._path = cache_folder().parent / "decisions.json"
 
     def recall(self) -> bool | None:
-        """What was decided last; None if nothing was. Every rank of the group calls it."""
+        """The last decision; None if there is none. Every rank of the group calls it."""
         before = self._read().get(self._key) if self._group.rank() == 0 else None
         (first, *_) = roll_call(self._group, "past decision", json.dumps(before))
         known = json.loads(first)
         return known if isinstance(known, bool) else None
 
     def remember(self, compress: bool) -> None:
-        """For the next run; rank 0 writes."""
+        """Store the decision for the next run; rank 0 writes."""
         if self._group.rank() != 0:
             return
         jobs = self._read()

@@ -1,8 +1,8 @@
-"""What adaptive compression knows of every layer: running averages of its reduced gradient, and error tables.
+"""Statistics of every layer for adaptive compression: running averages of its reduced gradient, and errors.
 
 Memory is bounded: of a layer with more than `MOST_VALUES` values, whole codec blocks spread evenly over it
-are looked at, and no more than `MOST_IN_ALL` values of a model. So much is kept twice, of the averages and
-of one step's own gradient, and once more while a look is under way. Everything here is one rank's.
+are sampled, and at most `MOST_IN_ALL` values of a model. These are kept twice, for the averages and
+for one step's own gradient, and once more while a look is pending. Everything here is local to a rank.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ MOST_IN_ALL = 1 << 21
 """Values kept of a whole model, 8 MiB of fp32: with very many layers each gets fewer."""
 
 MEMORY = 0.1
-"""Weight of the newest of many gradients in the running average; the first few weigh alike."""
+"""Weight of the newest gradient in the running average; the first few have equal weights."""
 
 _MOST_STRAIN = 8.0
 _MEASURED = 0x7AB1E
-"""Stands for the step in the random streams of error tables, which no gradient's encoding uses."""
+"""Replaces the step in the random streams of measured errors; no gradient's encoding uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Which values of a layer are looked at: `blocks` whole blocks, one in every `gap` values."""
+    """Which values of a layer are sampled: `blocks` whole blocks, one in every `gap` values."""
 
     numel: int
     block: int
@@ -53,16 +53,16 @@ class Sample:
 
     @property
     def share(self) -> float:
-        """Values looked at over values there are."""
+        """Sampled values over all values."""
         return math.prod(self.shape) / self.numel
 
     def of(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """The values, a view of (blocks, block), of a layer that starts at `offset` of a flat buffer."""
+        """The sampled values, as a view of (blocks, block), of a layer that starts at `offset` of a flat buffer."""
         return flat.as_strided(self.shape, (self.gap, 1), flat.storage_offset() + offset)
 
 
 def sample_of(numel: int, block: int, most: int = MOST_VALUES) -> Sample:
-    """At most `most` values, or one block if that is longer; a last block that is not whole is left out."""
+    """A sample of at most `most` values, or one block if that is longer; an incomplete last block is skipped."""
     whole = max(numel // block, 1)
     blocks = min(whole, max(most // block, 1))
     return Sample(numel=numel, block=block, blocks=blocks, gap=whole // blocks * block)
@@ -70,7 +70,7 @@ def sample_of(numel: int, block: int, most: int = MOST_VALUES) -> Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as it is at one moment, on the host."""
+    """The statistics of a layer at one moment, on the host."""
 
     name: str
     sample: Sample
@@ -78,16 +78,16 @@ class Layer:
     """Running average of the sampled values, 1-D fp32."""
 
     norm: float
-    """Of the whole layer in a typical step: the root of the running mean of squared norms."""
+    """Norm of the whole layer in a typical step: the root of the running mean of squared norms."""
 
     latest: float
-    """Norm of the whole layer when last looked at; NaN or Inf if it was."""
+    """Norm of the whole layer at the last sample, possibly NaN or Inf."""
 
     own: torch.Tensor
-    """The sampled values of this rank's own gradient in the step before the look, 1-D fp32; maybe empty."""
+    """The sampled values of this rank's own gradient in the step before the look, 1-D fp32; may be empty."""
 
     owed: float = 0.0
-    """Norm of what this rank's error feedback holds back for the whole layer."""
+    """Norm of this rank's error feedback for the whole layer."""
 
     @property
     def numel(self) -> int:
@@ -103,11 +103,11 @@ class Layer:
         block: int | None = None,
         own: bool = False,
     ) -> dict[int, float]:
-        """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, made with the real codec.
+        """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, measured with the real codec.
 
-        With `own` it is that of this rank's own gradient in one step: what compression really does there.
-        Never of one step's *reduced* gradient: that has been through the codec already, and encoding it
-        once more at the same bits would find almost nothing to lose.
+        With `own` it is the error of this rank's own gradient in one step: what compression really does there.
+        It is never that of one step's *reduced* gradient: that was already encoded, and encoding it
+        again with the same bits would lose almost nothing.
         """
         values = self.own if own else self.average
         norm = float(values.norm())
@@ -124,24 +124,22 @@ class Layer:
             packing = Packing(segments=(segment,), dtype=values.dtype)
             payload = torch.empty(packing.nbytes, dtype=torch.uint8)
             kernels.encode(values, packing, payload, stream=key, stochastic=stochastic)
-            # One pass for the difference: what was decoded is added onto the negated values.
+            # The difference in one pass: the decoded values are added to the negated ones.
             difference = values.neg()
             kernels.decode(payload, packing, difference, add=True)
             errors[b] = float(difference.norm()) / norm
         return errors
 
     def strain(self, block: int | None = None) -> float:
-        """Bits that the layer needs beyond a normal distribution's for its typical values to come through as well.
+        """Bits that the layer needs, beyond those for a normal distribution, to represent its typical values as well.
 
-        A block's range follows its largest values. Where most are far smaller (an embedding's rows, a fused
-        projection's parts), they drown in the rounding although the error is small against the norm, and an
-        optimizer that scales every value by its own size, as Adam does, turns that into noise. Half of the
-        blocks that are not flat have at least this strain.
+        A block's range follows its largest values. If most values are far smaller (the rows of an embedding, the
+        parts of a fused projection), they are lost in rounding although the error is small relative to the norm, and
+        an optimizer that scales every value by its own size, as Adam does, turns that into noise. Half of the
+        blocks that are not constant have at least this strain.
         """
         blocks = self.average.view(self.sample.shape)
-        if (
-            block is not None and blocks.shape[1] % block == 0
-        ):  # shorter ones lie inside those that were sampled
+        if block is not None and blocks.shape[1] % block == 0:  # shorter blocks lie inside the sampled ones
             blocks = blocks.view(-1, block)
         span = blocks.amax(1) - blocks.amin(1)
         typical = blocks.abs().median(1).values
@@ -158,7 +156,7 @@ class Statistics:
     """Running averages by layer name, on the gradients' own device."""
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], device: torch.device) -> None:
-        """`layers` gives the numel and codec block of each layer to look at."""
+        """`layers` has the numel and codec block size of each layer."""
         most = min(MOST_VALUES, MOST_IN_ALL // max(len(layers), 1))
         self.samples = {name: sample_of(numel, block, most) for name, (numel, block) in layers.items()}
         self.averages = {
@@ -173,13 +171,13 @@ class Statistics:
         self._scale = shares.rsqrt().to(device)
 
     def add(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Take a reduced bucket into the averages. Layers that are not finite there are not taken in."""
+        """Add a reduced bucket to the averages. Layers with non-finite values are skipped."""
         mine = [piece for piece in pieces if piece.name in self.samples]
         if not mine:
             return
         values = [self.samples[piece.name].of(flat, piece.offset).float() for piece in mine]
         places = self._places([piece.name for piece in mine])
-        weight = max(1 / (self.counts[mine[0].name] + 1), MEMORY)  # layers of a bucket come together
+        weight = max(1 / (self.counts[mine[0].name] + 1), MEMORY)  # layers of a bucket always come together
         norms = torch.stack(torch._foreach_norm(values)) * self._scale[places]
         finite = torch.isfinite(norms)
         before = self._squares[places]
@@ -190,20 +188,20 @@ class Statistics:
         for piece, new, good in zip(mine, values, sound, strict=True):
             self.counts[piece.name] += 1
             average = self.averages[piece.name]
-            if not on_host:  # asking would make the host wait for the device
+            if not on_host:  # a branch would make the host wait for the device
                 average.lerp_(torch.where(good, new, average), weight)
             elif good:
                 average.lerp_(new, weight)
 
     def keep(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Remember this rank's own values of a bucket until the next snapshot."""
+        """Keep this rank's own values of a bucket until the next snapshot."""
         for piece in pieces:
             if piece.name in self.samples:
                 values = self.samples[piece.name].of(flat, piece.offset)
                 self._own[piece.name] = values.to(torch.float32, copy=True).view(-1)
 
     def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
-        """All there is, and what the memory holds back, on its way to the host; own values are given away."""
+        """Start copying everything to the host, with norms of the error feedback; own values are handed over."""
         names = [name for name, count in self.counts.items() if count]
         places = self._places(names)
         owed = torch.zeros(len(names), device=self._latest.device)
@@ -219,7 +217,7 @@ class Statistics:
         return Snapshot(kept, [name in own for name in names], joined)
 
     def _places(self, names: Sequence[str]) -> torch.Tensor:
-        """Where the numbers of these layers are, as an index on the device."""
+        """The indices of these layers, on the device."""
         key = tuple(names)
         if key not in self._known:
             places = torch.tensor([self._names[name] for name in names], dtype=torch.int64)
@@ -245,7 +243,7 @@ class Statistics:
 
 
 class Snapshot:
-    """A copy of the averages that the training no longer touches."""
+    """A copy of the statistics that the training no longer changes."""
 
     def __init__(self, samples: dict[str, Sample], own: list[bool], values: torch.Tensor) -> None:
         self._samples, self._own, self._values = samples, own, values
@@ -258,7 +256,7 @@ class Snapshot:
             self._ready.record(torch.cuda.current_stream(values.device))
 
     def layers(self) -> list[Layer]:
-        """Waits for the copy where it comes from a device."""
+        """The statistics of all layers; waits for the copy from a device."""
         if self._ready is not None:
             self._ready.synchronize()
         count = len(self._samples)

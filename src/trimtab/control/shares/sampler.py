@@ -1,4 +1,4 @@
-"""Which samples each rank takes: uneven parts of the same global batches, whatever the number of ranks."""
+"""Which samples each rank gets: uneven parts of the same global batches, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What one batch of this rank is in the step it belongs to."""
+    """The place of one of this rank's batches in its step."""
 
     epoch: int
     start: int
@@ -34,20 +34,20 @@ class Cut:
     """Samples of the step for each rank."""
 
     own: int
-    """Samples in this batch; 0 when it holds one only so that this rank takes part, and counts for nothing."""
+    """Samples in this batch; 0 if it has one sample of weight 0, only so that this rank takes part in collectives."""
 
     last: bool
-    """Whether it is the step's last on this rank: the one after which gradients are averaged."""
+    """Whether it is the step's last batch on this rank, after which gradients are averaged."""
 
 
 class ShareSampler(Sampler[list[int]]):
     """Gives a data loader, as its `batch_sampler`, this rank's part of every global batch.
 
-    An epoch is one order of all samples, a function of (seed, epoch) alone, cut into global batches; each
-    is divided among the ranks by their shares. So every sample is seen exactly once, and a step holds the
+    An epoch is a permutation of all samples, a function of (seed, epoch) alone, cut into global batches; each
+    is divided among the ranks by their shares. So every sample is used exactly once, and a step has the
     same samples on any number of ranks.
 
-    The data loader must take batches in order; each leaves a `Cut` in `issued`.
+    The data loader must take batches in order; each appends a `Cut` to `issued`.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class ShareSampler(Sampler[list[int]]):
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        """`batch_size` is that of a step: of all ranks, and of all `accumulate` batches of each together."""
+        """`batch_size` is that of a step: over all ranks and all `accumulate` batches of each."""
         assert sum(shares) == batch_size
         if length < 1 or (drop_last and length < batch_size):
             raise TrimtabError(
-                f"loader: {length} samples give no step of {batch_size}; take more data, a smaller batch_size, "
-                "or leave drop_last out"
+                f"loader: {length} samples are too few for a step of {batch_size}; use more data, a smaller "
+                "batch_size, or no drop_last"
             )
         self.length, self.batch_size, self.accumulate, self.seed = length, batch_size, accumulate, seed
         self.epoch = 0
         self.consumed = 0
-        """Samples of this epoch that went into finished steps, on all ranks."""
+        """Samples of this epoch in finished steps, over all ranks."""
         self.issued: deque[Cut] = deque()
         self.shuffle, self.drop_last = shuffle, drop_last
         self._rank = rank
@@ -80,11 +80,11 @@ class ShareSampler(Sampler[list[int]]):
         self._later: tuple[tuple[int, int], tuple[int, ...]] | None = None
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
+        """This rank's batches in a whole epoch."""
         return -(-self._end // self.batch_size) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Batches from where the epoch stands to its end."""
+        """Batches from the current position to the end of the epoch."""
         self.issued.clear()
         epoch, order = self.epoch, self._order()
         for start in range(self.consumed, self._end, self.batch_size):
@@ -109,19 +109,19 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of a whole step for each rank, as they will be in the next step that is cut."""
+        """Samples of each rank in a whole step, as of the next step to be cut."""
         return self._shares if self._later is None else self._later[1]
 
     @property
     def changing(self) -> bool:
-        """Whether other shares are on their way, and no step has been cut by them yet."""
+        """Whether a change of shares is pending: no step has been cut by them yet."""
         return self._later is not None
 
     def change(self, shares: Sequence[int], *, after_steps: int = 0) -> None:
-        """Other shares, from so many steps after the one that comes next; all ranks must say the same."""
+        """Change the shares, this many steps after the next one; all ranks must make the same call."""
         assert sum(shares) == self.batch_size
         assert len(shares) == len(self._shares)
-        assert self._later is None, "the change before has not taken effect"
+        assert self._later is None, "the previous change has not taken effect"
         self._later = (self.epoch, self.consumed + after_steps * self.batch_size), tuple(shares)
 
     def finish_epoch(self) -> None:
@@ -139,15 +139,15 @@ class ShareSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, on any number of ranks; shares are kept if they still fit."""
+        """Resume from `state_dict`, on any number of ranks; shares are kept if they still fit."""
         if state.get("version") != STATE_VERSION:
             raise TrimtabError(
-                f"loader: the state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
+                f"loader: version mismatch of the state: found {state.get('version')!r}, expected {STATE_VERSION}"
             )
         if state["length"] != self.length:
             raise TrimtabError(
-                f"loader: the state is of a dataset of {state['length']} samples, and this one has {self.length}; "
-                "resume with the data the run began with, or start a new epoch without loading the state"
+                f"loader: the state is for a dataset of {state['length']} samples, and this one has {self.length}; "
+                "resume with the same data, or start a new epoch without loading the state"
             )
         self.seed, self.epoch, self.consumed = state["seed"], state["epoch"], state["consumed"]
         self._later = None
@@ -163,7 +163,7 @@ class ShareSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Seed 1 of epoch 2 must not repeat seed 2 of epoch 1; and torch's generator looks at 32 bits only.
+        # Seed 1 of epoch 2 must not repeat seed 2 of epoch 1, and torch's generator uses only 32 bits.
         key = blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()

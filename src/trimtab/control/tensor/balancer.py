@@ -1,13 +1,13 @@
-"""The controller: watches the ranks of a tensor-parallel job and moves or prunes work when one is slow.
+"""Balance a tensor-parallel job while it runs: time its ranks, and move or prune work when one is slow.
 
-It hooks itself between the training's steps, so a script needs no line for it:
+It hooks in between training steps, so a script needs no extra line:
 
-1. Every step: the rank's own time in units and besides is counted (`UnitClock`).
-2. Every window: the medians go to all ranks, in one all-gather that is read one step later, so that a GPU never
-   waits for it.
-3. When the ranks were uneven for some windows, every rank makes the same decision
-   (`trimtab.planning.tensor.rebalance`) from the same numbers, and applies its part, before the next forward pass.
-4. The next window measures what the decision did; both are kept in `decisions`.
+1. In every step each rank measures its own time in units and elsewhere (`UnitClock`).
+2. After every window the ranks exchange their medians in one all-gather, which is read one step later so that a GPU
+   never waits for it.
+3. If the ranks were uneven for some windows, every rank makes the same decision
+   (`trimtab.planning.tensor.rebalance`) from the same numbers and applies its part before the next forward pass.
+4. The next window measures the effect of the decision; both are kept in `decisions`.
 """
 
 from __future__ import annotations
@@ -49,50 +49,50 @@ if TYPE_CHECKING:
     from torch import nn
 
 _COPIES = 3
-"""Of a unit's parameters that travel when it moves for good: itself and two states, until the optimiser is known."""
+"""Tensors sent per parameter when a unit moves permanently: itself and two optimizer states."""
 _SAMPLE_EVERY = {"cpu": 1, "cuda": 2}
-"""Of how many steps one is timed: events cost a GPU's host some microseconds each."""
+"""One in so many steps is timed: each CUDA event costs the host some microseconds."""
 _FREE_FOR_UNITS = 0.5
-"""Part of the free memory that more units may take."""
-_NEARLY_NOTHING = 1e-3
-"""Share of a rank that has no unit, so that its time for one can be spoken of."""
+"""Fraction of the free memory that more units may take."""
+_SMALLEST_SHARE = 1e-3
+"""Share of a rank that has no unit, so that its time per share is defined."""
 _BYTES_IN_TRAINING = 4
-_AGREE = 1.25
-"""Two windows whose times differ by less show the same speed."""
+_SAME_SPEED = 1.25
+"""Two windows whose times differ by less than this factor show the same speed."""
 _SAME_PART = 0.02
-"""Parts left out that differ by less are taken as the same."""
+"""Pruned fractions that differ by less count as the same."""
 _NUMBERS = 5
-"""What a rank tells the others after a window."""
+"""Numbers that a rank sends to the others after a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One decision, and what came of it."""
+    """One decision, and its effect."""
 
     step: int
-    """Optimiser steps before it."""
+    """Optimizer steps before it."""
 
     times: tuple[float, ...]
     """Seconds of each rank's own work in a step before it."""
 
     decision: Decision
     took: float = 0.0
-    """Seconds that applying it took."""
+    """Seconds to apply it."""
 
     measured: float | None = None
-    """Seconds of the slowest rank's own work in the window after it; None until that is over."""
+    """Seconds of the slowest rank's own work in the window after it; None until then."""
 
 
 def balance(model: nn.Module, rules: Rules | None = None, *, clock: UnitClock | None = None) -> None:
-    """Let a converted model keep its ranks even from now on; every rank calls it, before training begins."""
+    """Keep the ranks of a converted model balanced from now on; every rank calls it, before training starts."""
     rules = Rules() if rules is None else rules
     if not 0 <= rules.gamma_max < 1:
         raise TrimtabError(
-            f"balance: gamma_max={rules.gamma_max:g} is not at least 0 and below 1; it is the part of a rank's work "
-            "that may be left out"
+            f"balance: gamma_max must be at least 0 and below 1, got {rules.gamma_max:g}; it is the fraction of a "
+            "rank's work that may be pruned"
         )
     if state_of(model).balancer is not None:
-        raise TrimtabError("balance: this model is balanced already; ask for it once")
+        raise TrimtabError("balance: this model is already balanced; call it once")
     attach_state(model).balancer = Balancer(model, rules, clock)
 
 
@@ -107,7 +107,7 @@ def balancer_of(model: nn.Module) -> Balancer:
 
 
 def decisions(model: nn.Module) -> list[Record]:
-    """What was decided so far, with predicted and measured times: the same on every rank."""
+    """The decisions so far, with predicted and measured times: the same on every rank."""
     return list(balancer_of(model).records)
 
 
@@ -121,7 +121,7 @@ class Balancer:
         self.rules = rules
         self.records: list[Record] = []
         self.spent = 0.0
-        """Seconds of CPU time between steps, decisions applied left out: what watching costs besides the clock."""
+        """CPU seconds between steps, without applying decisions: the cost of balancing besides the clock."""
         self._alone = dist.get_world_size() == self._group.size
         self._weights = _weights(self._sharded)
         self._bytes = sum(
@@ -137,13 +137,13 @@ class Balancer:
         self._gathered: tuple[Any, torch.Tensor] | None = None
         self._windows: list[list[float]] = []
         self._before: list[list[float]] | None = None
-        """What the ranks told in the window before, under the same assignment."""
+        """The ranks' numbers of the previous window, under the same assignment."""
         self._skewed_since: int | None = None
         self._past: list[int] = []
         self._moved = (0.0, 0.0)
-        """Predicted and measured seconds of the last move here."""
-        self._dearer = 1.0
-        """How many times its prediction a move took."""
+        """Predicted and measured seconds of the last move."""
+        self._move_cost_ratio = 1.0
+        """Measured over predicted time of a move."""
         if rules.gamma_max > 0:
             watch_resize(self._sharded)
         if self._group.size > 1:
@@ -151,20 +151,20 @@ class Balancer:
             self._steps = TrainingSteps(model, units, self)
 
     def begins(self) -> None:
-        """Time the step that begins, if it is its turn."""
+        """Time the step that begins, if it is one of those that are timed."""
         self._timed = self._step % self.every == 0
         if self._timed:
             self._group.clock = self._clock
             self._clock.begin()
 
     def ends(self) -> None:
-        """What follows, such as evaluation, belongs to no step."""
+        """What follows, such as evaluation, does not belong to a step."""
         self._group.clock = None
         if self._timed:
             self._clock.end()
 
     def fresh_clock(self) -> UnitClock:
-        """One like that at work, to see what it costs."""
+        """A new clock of the same kind, to measure its cost."""
         return UnitClock(self._device)
 
     def between(self, model: nn.Module) -> None:
@@ -181,16 +181,16 @@ class Balancer:
         self.spent += time.thread_time() - start - applied
 
     def _gather(self) -> None:
-        """Start telling the other ranks what this one measured."""
+        """Start sending this rank's measurements to the other ranks."""
         samples = self._clock.samples()
-        mine = [
+        own = [
             median(blocks for blocks, _ in samples) if samples else 0.0,
             median(rest for _, rest in samples) if samples else 0.0,
             self._most(),
             resized(self._sharded),
             self._moved[1] / self._moved[0] if self._moved[0] else 0.0,
         ]
-        sent = torch.tensor(mine, dtype=torch.float64).to(self._device, non_blocking=True)
+        sent = torch.tensor(own, dtype=torch.float64).to(self._device, non_blocking=True)
         every = torch.empty(self._group.size * _NUMBERS, dtype=torch.float64, device=self._device)
         try:
             if self._device.type != "cuda":
@@ -210,20 +210,20 @@ class Balancer:
         self._gathered = (copied, host)
 
     def _conclude(self, model: nn.Module) -> float:
-        """Read what all ranks measured and decide; gives the CPU seconds that applying a decision took."""
+        """Read the measurements of all ranks and decide; returns the CPU seconds of applying the decision."""
         assert self._gathered is not None
         (handle, every), self._gathered = self._gathered, None
         try:
             handle.synchronize() if self._device.type == "cuda" else handle.wait()
         except RuntimeError as error:
             raise TrimtabError(_LOST) from error
-        told: list[list[float]] = every.view(self._group.size, -1).tolist()
-        if not all(blocks > 0 for blocks, *_ in told):
+        by_rank: list[list[float]] = every.view(self._group.size, -1).tolist()
+        if not all(blocks > 0 for blocks, *_ in by_rank):
             return 0.0  # a rank had no step to measure
-        self._dearer = max(ratio for *_, ratio in told) or 1.0
-        ranks = self._ranks([_blended(*pair) for pair in zip(self._before or told, told, strict=True)])
-        self._before = told
-        times = [blocks + rest for blocks, rest, *_ in told]
+        self._move_cost_ratio = max(ratio for *_, ratio in by_rank) or 1.0
+        ranks = self._ranks([_blended(*pair) for pair in zip(self._before or by_rank, by_rank, strict=True)])
+        self._before = by_rank
+        times = [blocks + rest for blocks, rest, *_ in by_rank]
         self._note(times, ranks)
         self._windows.append(times)
         held = any(rank.pruned or rank.share != rank.owned for rank in ranks)
@@ -246,14 +246,14 @@ class Balancer:
         return time.thread_time() - start
 
     def _note(self, times: Sequence[float], ranks: Sequence[Rank]) -> None:
-        """Complete the last record, and keep account of how long the ranks' speeds have been uneven."""
+        """Complete the last record, and track how long the ranks' speeds have been uneven."""
         if self.records and self.records[-1].measured is None:
             record = replace(self.records[-1], measured=max(times))
             self.records[-1] = record
             if self._group.rank == 0:
                 environment.logger().info(
-                    f"balance: after step {record.step} the slowest rank was predicted to take "
-                    f"{record.decision.predicted * 1e3:.1f} ms and takes {max(times) * 1e3:.1f}"
+                    f"balance: after step {record.step} the slowest rank takes {max(times) * 1e3:.1f} ms; "
+                    f"{record.decision.predicted * 1e3:.1f} ms were predicted"
                 )
         wholes = [rank.whole for rank in ranks]
         skewed = max(wholes) / min(wholes) > self.rules.threshold
@@ -276,8 +276,8 @@ class Balancer:
             Rank(
                 blocks=numbers[rank][0],
                 rest=numbers[rank][1],
-                share=max(_NEARLY_NOTHING, computed[rank]),
-                home=max(_NEARLY_NOTHING, owned[rank]),
+                share=max(_SMALLEST_SHARE, computed[rank]),
+                home=max(_SMALLEST_SHARE, owned[rank]),
                 most=numbers[rank][2],
                 pruned=numbers[rank][3],
             )
@@ -285,9 +285,9 @@ class Balancer:
         ]
 
     def _is_new(self, decision: Decision) -> bool:
-        """Whether it asks for other units or other parts left out than before: heads can be shared only so finely."""
-        asked = self.records[-1].decision.pruned if self.records else (0.0,) * self._group.size
-        if any(abs(a - b) > _SAME_PART for a, b in zip(decision.pruned, asked, strict=True)):
+        """Whether it changes units or pruned fractions; heads cannot be divided finely, so it may not."""
+        previous = self.records[-1].decision.pruned if self.records else (0.0,) * self._group.size
+        if any(abs(a - b) > _SAME_PART for a, b in zip(decision.pruned, previous, strict=True)):
             return True
         counts, blocks = self._counts(decision), self._sharded.blocks.values()
         if decision.mode == "lease":
@@ -308,7 +308,9 @@ class Balancer:
         movable = self._alone and model is not None and can_move(model, self._steps.optimizers)
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
         if own is not None:
-            own = replace(own, fixed=own.fixed * self._dearer, slope=own.slope * self._dearer)
+            own = replace(
+                own, fixed=own.fixed * self._move_cost_ratio, slope=own.slope * self._move_cost_ratio
+            )
         return Costs(own=own, lease=self.transfer.lease(self._bytes, blocks))
 
     def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:
@@ -329,25 +331,25 @@ class Balancer:
             torch.cuda.current_stream().synchronize()
         took = time.perf_counter() - start
         if decision.mode == "own" and decision.once > 0:
-            self._moved = (decision.once / (2 if self._past else 1) / self._dearer, took)
+            self._moved = (decision.once / (2 if self._past else 1) / self._move_cost_ratio, took)
         self.records.append(Record(step=self._step, times=tuple(times), decision=decision, took=took))
         self._clock.forget()
         self._windows, self._counted, self._before = [], 0, None
         if self._group.rank == 0:
-            said = ", ".join(
+            actions = ", ".join(
                 f"rank {rank} {action}"
                 for rank, action in enumerate(decision.actions)
                 if action not in ("nothing", "helps")
             )
             environment.logger().info(
-                f"balance: step {self._step}: {said or 'each rank computes its own'}; ranks took "
+                f"balance: step {self._step}: {actions or 'each rank computes its own units'}; ranks took "
                 f"{'/'.join(f'{own * 1e3:.1f}' for own in times)} ms, "
                 f"{decision.predicted * 1e3:.1f} predicted with shares "
                 f"{'/'.join(f'{share:.2f}' for share in decision.shares)} (took {took * 1e3:.0f} ms)"
             )
 
     def _most(self) -> float:
-        """The largest part of all work that this rank has memory to own."""
+        """The largest fraction of all work that fits into this rank's memory."""
         if self._device.type != "cuda":
             return 1.0
         free = torch.cuda.mem_get_info(self._device)[0]
@@ -359,17 +361,17 @@ class Balancer:
 
 
 def _blended(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    """A rank's times over two windows, where they agree: half the noise; where its speed changed, the last alone."""
-    if not 1 / _AGREE < now[0] / before[0] < _AGREE:
+    """A rank's mean times over two windows, for less noise; if its speed changed, those of the last window."""
+    if not 1 / _SAME_SPEED < now[0] / before[0] < _SAME_SPEED:
         return list(now)
     return [(before[0] + now[0]) / 2, (before[1] + now[1]) / 2, *now[2:]]
 
 
-_LOST = "balance: a rank was lost; every unit is with its owner. Resume the job from its last checkpoint"
+_LOST = "balance: a rank was lost; every unit is still on its owner. Resume the job from its last checkpoint"
 
 
 def _weights(sharded: Any) -> dict[str, float]:
-    """Each block's part of all work: products cost as much as their matrices are large."""
+    """Each block's fraction of all work, in proportion to the size of its matrices."""
     sizes = {
         block.name: sum(t.parameter[:1].numel() * t.axis.length for t in block.tensors)
         for block in sharded.blocks.values()

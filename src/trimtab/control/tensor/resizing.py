@@ -1,7 +1,7 @@
-"""ZERO-resizing: a slow rank leaves part of its own units or columns out of the products for a while.
+"""ZERO-resizing: a slow rank prunes part of its own units or columns for a while.
 
-Nothing moves and no collective changes, so only the slow rank calls `set_resize`. Which part is left out is chosen
-anew every window of steps, by `trimtab.planning.tensor.resizing`; how it is left out is `trimtab.sharding.cut`.
+Nothing moves and no collective changes, so only the slow rank calls `set_resize`. What is pruned is chosen again in
+every window of steps by `trimtab.planning.tensor.resizing`; `trimtab.sharding.cut` prunes it.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Selection = Literal["random", "priority", "priority-per-layer", "activation"]
 Form = Literal["unit", "column"]
 
 WINDOW = 8
-"""Optimiser steps between two choices."""
+"""Optimizer steps between two choices."""
 
 _AXES: dict[str, tuple[str, ...]] = {"unit": ("units",), "column": ("ins", "outs")}
 _ALL = ("units", "ins", "outs")
 
 
 def watch_resize(model: nn.Module | ShardedModel, *, window: int = WINDOW, returns: int = RETURN) -> None:
-    """Keep the statistics that choices need, window by window, also while nothing is left out; call on every rank.
+    """Collect the statistics for choices in every window, also while nothing is pruned; call it on every rank.
 
-    Costs a copy of the rank's units, and about two passes over it each window. `set_resize` does it where it was
-    not done, and then the first window is chosen at random.
+    Costs a copy of the rank's units, and about two passes over it per window. Without it, `set_resize` starts
+    collecting and chooses at random in the first window.
 
     Args:
-        window: optimiser steps between two choices.
-        returns: windows after which at the latest what was left out comes back.
+        window: optimizer steps between two choices.
+        returns: windows after which a pruned slice is computed again at the latest.
     """
     sharded = _sharded(model, "watch_resize")
     if window < 1 or returns < 1:
         raise TrimtabError(
-            f"watch_resize: window={window} and returns={returns} are numbers of at least 1, of steps and of windows"
+            f"watch_resize: window (in steps) and returns (in windows) must be at least 1, got {window} and {returns}"
         )
-    watching = _find(sharded)
-    if watching is None:
+    resizing = _find(sharded)
+    if resizing is None:
         sharded.listeners.append(_Resizing(sharded, window, returns))
     else:
-        watching.window, watching.returns = window, returns
+        resizing.window, resizing.returns = window, returns
 
 
 def set_resize(
@@ -73,21 +73,21 @@ def set_resize(
     impute: Impute = "zero",
     seed: int = 0,
 ) -> None:
-    """Leave a part of this rank's products out, from the next forward pass on; call it between two steps.
+    """Prune a fraction of this rank's work, from the next forward pass on; call it between two steps.
 
-    Only the rank that is to do less calls it; collectives keep their number, order and shape on all. Only training
-    passes are cut (those of `model.train()`); evaluation is always in full. With data parallelism around it, every copy
-    of the rank calls it alike, and not by activations, since the copies see other data.
+    Only the rank that should do less calls it; collectives keep their number, order and shape on all ranks. Only
+    training passes are pruned (`model.train()`), never evaluation. With data parallelism around it, every replica of
+    the rank makes the same call, and not with ``"activation"``, because replicas see different data.
 
     Args:
-        ratio: the part to leave out, at least 0 and below 1; every block keeps at least one unit or column.
-        selection: what is left out: ``"random"``; ``"priority"``, what changed least when it was last in;
-            ``"priority-per-layer"``, likewise over all layers, so that some lose more than others; ``"activation"``,
-            what bounds the error of the products, ‖X‖‖W‖.
-        form: ``"unit"``, hidden units and heads as a whole; ``"column"``, entries over which each product sums.
-        impute: gradients of what is left out: ``"zero"``, and it is frozen; ``"average"`` of what is in;
-            ``"same"`` as when it was last in.
-        seed: of the random choices.
+        ratio: the fraction to prune, at least 0 and below 1; every block keeps at least one unit or column.
+        selection: what is pruned: ``"random"``; ``"priority"``: what changed least when it was last computed;
+            ``"priority-per-layer"``: the same over all layers, so that some lose more than others; ``"activation"``:
+            the smallest ‖X‖‖W‖, which bounds the error of the products.
+        form: ``"unit"``: whole hidden units and heads; ``"column"``: columns over which each product sums.
+        impute: gradients of pruned parameters: ``"zero"``, which freezes them; ``"average"`` of those computed;
+            ``"same"`` as when they were last computed.
+        seed: seed of the random choices.
     """
     sharded = _sharded(model, "set_resize")
     sharded.check()
@@ -103,24 +103,24 @@ def set_resize(
             )
     if _find(sharded) is None:
         watch_resize(sharded)
-    watching = _find(sharded)
-    assert watching is not None
+    resizing = _find(sharded)
+    assert resizing is not None
     setting = _Setting(ratio=ratio, selection=selection, form=form, impute=impute, seed=seed)
-    if setting != watching.setting:
-        watching.setting = setting
-        watching.turn()
+    if setting != resizing.setting:
+        resizing.setting = setting
+        resizing.next_window()
 
 
 def clear_resize(model: nn.Module | ShardedModel) -> None:
-    """Compute everything again, from the next forward pass on; the statistics are kept up."""
-    watching = _find(_sharded(model, "clear_resize"))
-    if watching is not None and watching.setting is not None:
-        watching.setting = None
-        watching.turn()
+    """Compute everything again, from the next forward pass on; statistics are still collected."""
+    resizing = _find(_sharded(model, "clear_resize"))
+    if resizing is not None and resizing.setting is not None:
+        resizing.setting = None
+        resizing.next_window()
 
 
 def resized(model: nn.Module | ShardedModel) -> float:
-    """The part of what this rank would compute of its blocks that is left out now, after rounding; 0 if nothing is."""
+    """The fraction of this rank's work that is pruned now, after rounding to whole units or columns."""
     left = whole = 0.0
     for block in _sharded(model, "resized").blocks.values():
         for axis in _ALL:
@@ -141,7 +141,7 @@ class _Setting:
 
 @dataclass(kw_only=True, eq=False)
 class _Known:
-    """What is known of every slice along one axis of a block, by global number; NaN: nothing yet."""
+    """Statistics of every slice along one axis of a block, by global index; NaN if unknown."""
 
     changed: NDArray[np.float64]
     active: NDArray[np.float64]
@@ -155,19 +155,19 @@ class _Known:
 
 @dataclass(eq=False)
 class _Resizing:
-    """What one rank leaves out, and what it knows for the next choice."""
+    """What one rank prunes, and its statistics for the next choice."""
 
     sharded: ShardedModel
     window: int
     returns: int
     setting: _Setting | None = None
     _steps: int = 0
-    """Optimiser steps of this window so far."""
+    """Optimizer steps of this window so far."""
     _windows: int = 0
     _known: dict[tuple[str, str], _Known] = field(default_factory=dict)
     _changes: dict[str, WeightChanges] = field(default_factory=dict)
     _looked: dict[str, int] = field(default_factory=dict)
-    """At which step of this window the changes of a block are counted from."""
+    """The step of this window from which a block's changes are counted."""
 
     def __post_init__(self) -> None:
         for block in self.sharded.blocks.values():
@@ -178,12 +178,12 @@ class _Resizing:
         self._hooks = OptimizerHooks(self.sharded, self._stepped)
 
     def __call__(self, block: UnitBlock) -> None:
-        """The block computes other units now."""
+        """Called when the block's units have changed."""
         self._look(block)
         self._choose([block])
 
-    def turn(self) -> None:
-        """End a window: learn from it and choose for the next."""
+    def next_window(self) -> None:
+        """End a window: update the statistics and choose for the next one."""
         blocks = [b for b in self.sharded.blocks.values() if self._steps > self._looked[b.name]]
         sizes = [self._changes[block.name].since() for block in blocks]
         for block, changed in zip(blocks, _fetched(sizes), strict=True):
@@ -198,17 +198,17 @@ class _Resizing:
         if self._steps == 1:
             self._measure()
         if self._steps >= self.window:
-            self.turn()
+            self.next_window()
 
     def _learn(self, block: UnitBlock, changed: _Numbers) -> None:
-        """How much everything changed in this window; what was frozen keeps what was known of it."""
+        """Record how much each slice changed in this window; frozen slices keep their earlier values."""
         for axis, known, numbers in self._axes(block):
             moved = np.ones(len(numbers), dtype=np.bool_)
             if block.cut is not None and block.cut.impute == "zero":
                 slices = getattr(block.cut, axis)
                 moved[slice(None) if slices is None else slices.left.tolist()] = False
             values = changed[axis][moved]
-            # In proportion to the others: what was measured while the learning rate was another must compare.
+            # Relative to the others, so that values from different learning rates can be compared.
             known.changed[numbers[moved]] = values / (values.mean() if values.any() else 1.0)
         self._look(block)
 
@@ -217,14 +217,14 @@ class _Resizing:
         self._looked[block.name] = self._steps
 
     def _measure(self) -> None:
-        """Take up the activations of the window's first step."""
-        seen = []
+        """Record the activation norms of the window's first step."""
+        measured = []
         for block in self.sharded.blocks.values():
             bounds = None if block.activation_norms is None else block.activation_norms.bounds()
             block.activation_norms = None
             if bounds is not None:
-                seen.append((block, bounds))
-        for (block, _), values in zip(seen, _fetched([bounds for _, bounds in seen]), strict=True):
+                measured.append((block, bounds))
+        for (block, _), values in zip(measured, _fetched([bounds for _, bounds in measured]), strict=True):
             for axis, known, numbers in self._axes(block):
                 computed = ~np.isnan(values[axis])
                 known.active[numbers[computed]] = values[axis][computed]
@@ -264,7 +264,7 @@ class _Resizing:
                 block.activation_norms = ActivationNorms(block)
 
     def _pool(self, block: UnitBlock, axis: str, setting: _Setting) -> Pool:
-        """What may be left out: not what is computed for or by others."""
+        """What may be pruned: not what is computed for or by other ranks."""
         known = self._known[block.name, axis]
         numbers = _numbers(block, axis)
         if axis != "ins":
@@ -308,7 +308,7 @@ def _total(block: UnitBlock, axis: str) -> int:
 
 
 def _numbers(block: UnitBlock, axis: str) -> NDArray[np.int64]:
-    """The global number of every slice that is here, by slot."""
+    """The global index of every slice on this rank, by slot."""
     if axis == "ins":
         return np.arange(_total(block, axis))
     units = block.table.slots[block.group.rank]
@@ -317,7 +317,7 @@ def _numbers(block: UnitBlock, axis: str) -> NDArray[np.int64]:
 
 
 def _cost(block: UnitBlock, axis: str) -> float:
-    """Weights that one slice multiplies with."""
+    """Weights that one slice is multiplied with."""
     cost = 0
     for tensor in block.tensors:
         if tensor.attribute == "weight":
@@ -340,7 +340,7 @@ def _find(sharded: ShardedModel) -> _Resizing | None:
 
 
 def _fetched(sizes: list[SliceScores]) -> list[_Numbers]:
-    """As arrays, by axis; all of them in one copy from the device."""
+    """As arrays by axis, copied from the device all at once."""
     if not sizes:
         return []
     tensors = [getattr(each, axis) for each in sizes for axis in _ALL]
