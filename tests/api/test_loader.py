@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import time
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -398,3 +401,40 @@ def test_refusals_without_a_group() -> None:
     batch = next(iter(data))
     with pytest.raises(TrimtabError, match=r"shape \(4, 1\)"):
         data.weigh(batch)
+
+
+@pytest.mark.parametrize("way", ["zip", "islice", "break"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_of_exactly_one_epoch_is_followed_by_the_next(way: str, workers: int) -> None:
+    """Such a loop never asks for the batch after the last, so the loader is not told that the epoch is over."""
+    data = trimtab.loader(TensorDataset(torch.arange(8.0)), 2, shuffle=False, num_workers=workers)
+    weight = torch.ones((), requires_grad=True)
+    for epoch in range(3):
+        batches: Any = data
+        if way == "zip":
+            batches = (batch for _, batch in zip(range(len(data)), data, strict=False))
+        elif way == "islice":
+            batches = itertools.islice(data, len(data))
+        seen = []
+        for (x,) in batches:
+            data.weigh((weight * x).mean()).backward()
+            seen += x.tolist()
+            if way == "break" and len(seen) == 8:
+                break
+        assert data.epoch == epoch
+        assert seen == list(map(float, range(8)))
+
+
+def test_accumulation_by_accelerate_too_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would divide by the number of batches: a quarter of the gradient, in silence."""
+
+    class GradientState:
+        _shared_state: ClassVar = {"plugin_kwargs": {"num_steps": 4}}
+        num_steps = 4
+
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=GradientState))
+    data = trimtab.loader(TensorDataset(torch.arange(32.0)), 8, accumulate=4)
+    weight = torch.ones((), requires_grad=True)
+    (x,) = next(iter(data))
+    with pytest.raises(trimtab.TrimtabError, match="gradient_accumulation_steps=4"):
+        data.weigh((weight * x).mean())

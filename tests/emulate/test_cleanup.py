@@ -15,6 +15,7 @@ from tests.support.requirements import requires
 from trimtab.emulate import sweep
 from trimtab.emulate.cleanup import marked
 from trimtab.emulate.job_directory import is_alive
+from trimtab.errors import TrimtabError
 
 pytestmark = requires(root=True, tools=["ip", "tc", "nsenter"])
 
@@ -102,3 +103,33 @@ def _guardian_of(launcher: int) -> int:
             if int(parent) == launcher:
                 return int(entry.name)
     raise AssertionError("the launcher has no guardian")
+
+
+def test_a_link_in_the_place_of_the_jobs_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shared temporary folder anybody can put one there, to have another person's files removed."""
+    treasure = tmp_path / "home" / "1234-0123abcd"
+    treasure.mkdir(parents=True)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / f"trimtab-{os.getuid() + 1}").symlink_to(tmp_path / "home")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(TrimtabError, match="symbolic link"):
+        sweep()
+    assert treasure.is_dir()
+
+
+def test_only_job_directories_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.emulate.cleanup.jobs_home", lambda: tmp_path)
+    for name in ("1234-0123abcd", "thesis", "1234-0123abcd.bak"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "77-89abcdef").symlink_to(tmp_path / "thesis")
+    assert sweep() == ["1234-0123abcd"]
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
+        "1234-0123abcd.bak",
+        "77-89abcdef",
+        "thesis",
+    ]

@@ -99,13 +99,17 @@ def _group(
     parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str
 ) -> dist.ProcessGroup:
     timeout = timeout_of(parent, device)
-    kind = parent._get_backend(device).name()
-    if kind not in ("gloo", "nccl"):
-        made = dist.new_group(members, timeout=timeout, backend=kind, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
-        return made
+    kind = _kind(parent, device)
     rank, size = members.index(dist.get_rank()), len(members)
-    store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())
+    default_store = dist.distributed_c10d._get_default_store()
+    if kind not in ("gloo", "nccl"):  # somebody's own: as `new_group` makes it, but for the name
+        c10d_python: Any = dist.distributed_c10d
+        made: tuple[dist.ProcessGroup, Any] = c10d_python._new_process_group_helper(
+            size, rank, members, dist.Backend(kind), default_store, name, timeout=timeout
+        )
+        c10d_python._world.pg_group_ranks[made[0]] = _places(members)
+        return made[0]
+    store = PrefixStore(f"{name}/", default_store)
     group = dist.ProcessGroup(store, rank, size)
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -123,6 +127,17 @@ def _group(
         backend=kind,
         config=f"{device.type}:{kind}",
         store=store,
-        ranks={global_rank: index for index, global_rank in enumerate(members)},
+        ranks=_places(members),
     )
     return group
+
+
+def _kind(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries the group's tensors on `device`; under one of ours, the wrapped one's."""
+    config = str(dist.distributed_c10d._world.pg_backend_config[group])
+    kind = dict(entry.split(":") for entry in config.split(","))[device.type]
+    return {"cpu": "gloo", "cuda": "nccl"}[device.type] if kind == "trimtab" else kind
+
+
+def _places(members: Sequence[int]) -> dict[int, int]:
+    return {global_rank: index for index, global_rank in enumerate(members)}

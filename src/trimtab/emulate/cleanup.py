@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trimtab.emulate import mps
-from trimtab.emulate.job_directory import inspection, is_alive, jobs_home, recorded
+from trimtab.emulate.job_directory import inspection, is_alive, job_directories, jobs_home, recorded
 from trimtab.environment import EMULATION
 
 _TIMEOUT_S = 5.0
@@ -28,7 +28,7 @@ def sweep() -> list[str]:
     """
     home = jobs_home()
     with inspection(home):
-        dead = [path for path in sorted(home.iterdir()) if path.is_dir() and not is_alive(path)]
+        dead = [path for path in job_directories(home) if not is_alive(path)]
     for path in dead:
         remove(path)
     return [path.name for path in dead]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
+import stat
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ EMULATION_RUN = "TRIMTAB_EMULATION_RUN"
 
 _RESOURCES = "resources"
 _LOCK = "lock"
+_NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +101,29 @@ def jobs_home() -> Path:
         home = Path(tempfile.gettempdir()) / f"trimtab-{os.geteuid()}"
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = home.stat().st_uid
+        status = home.lstat()
     except OSError as error:
         raise TrimtabError(
             f"emulate: cannot create {home}: {error.strerror}; make it writable for this user"
         ) from None
-    if owner != os.geteuid():
-        raise TrimtabError(f"emulate: {home} belongs to another user (uid {owner}); remove it or set TMPDIR")
+    # In a shared temporary folder anybody may have put something else there under this name: cleaning up there
+    # would remove what is not ours.
+    if stat.S_ISLNK(status.st_mode):
+        raise TrimtabError(f"emulate: {home} is a symbolic link; remove it or set TMPDIR")
+    if status.st_uid != os.geteuid():
+        raise TrimtabError(
+            f"emulate: {home} belongs to another user (uid {status.st_uid}); remove it or set TMPDIR"
+        )
     return home
+
+
+def job_directories(home: Path) -> list[Path]:
+    """The directories in `home` that are jobs; whatever else lies there is not touched."""
+    return [path for path in sorted(home.iterdir()) if _NAME.fullmatch(path.name) and _is_directory(path)]
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 @contextmanager

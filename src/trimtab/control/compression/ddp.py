@@ -182,19 +182,21 @@ def _choose_family(
     device, numel = parameters[0].device, sum(p.numel() for p in parameters)
     gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
     groups = stage_groups(model.process_group, device)
-    until_optimizer_is_known = config.family is None and not error_feedback
+    undecided = config.family is None and not error_feedback  # the family depends on the optimizer
     ways = {
         name: (family_codec(family, family.expected), family.error_feedback)
         for name, family in FAMILIES.items()
-        if name in names or (until_optimizer_is_known and name == AT_FIRST)
+        if name in names or (undecided and name == AT_FIRST)
     }
     exchanges = measure_exchanges(ways, groups, device, numel)
     if is_close(exchanges):
         logger().debug("compressing pays hardly or not at all; measuring the link once more")
         exchanges = measure_exchanges(ways, groups, device, numel, repeats=4 * REPEATS)
     memory = PastDecision(gradient_bytes, groups[0], device)
-    chosen_from = {name: exchanges[name] for name in names}
-    name, decision = decide_family(chosen_from, gradient_bytes, memory.recall())
+    before = memory.recall()
+    name, decision = decide_family({name: exchanges[name] for name in names}, gradient_bytes, before)
+    if undecided:  # whatever the optimizer turns out to be, compressing must pay
+        decision = decide(exchanges[AT_FIRST], gradient_bytes, before)
     memory.remember(decision.compress)
     for family, exchange in exchanges.items():
         logger().debug(
@@ -208,12 +210,11 @@ def _choose_family(
             ),
         )
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
-    if until_optimizer_is_known:
+    if undecided:
         settings = replace(settings, name=AT_FIRST, fastest=name)
         if decision.compress:
             reason = (
-                f"{decide(exchanges[AT_FIRST], gradient_bytes, True).reason}; the bits of each layer are chosen "
-                "while training runs, for the optimizer that it has"
+                f"{decision.reason}; bits are chosen per layer while training runs, to suit the optimizer"
             )
             decision = replace(decision, reason=reason)
     return _FamilyChoice(config=config, settings=settings, decision=decision, groups=groups)

@@ -9,6 +9,7 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,8 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches to the end of the epoch; a loop that was left early continues where it stopped."""
         self._weighed = True
+        if self.sampler.at_end:  # left after the last batch: this is the next epoch
+            self.sampler.finish_epoch()
         source = iter(self._data)
         while True:
             self._between_steps()
@@ -136,6 +139,8 @@ class Loader:
             raise TrimtabError(f'weigh: reduction is "mean" or "sum"; got {reduction!r}')
         if loss.dim() != 0:
             raise TrimtabError(f"weigh: the loss has shape {tuple(loss.shape)}; reduce it to a scalar first")
+        if self.sampler.accumulate > 1:
+            _refuse_second_accumulation(self.sampler.accumulate)
         self._weighed = True
         if self._active_plan is not None:
             self._active_plan.record_batch_of(self)
@@ -292,6 +297,18 @@ class Loader:
         self._windows, self._counted_steps = [], 0
         if self._clock is not None:
             self._clock.forget()
+
+
+def _refuse_second_accumulation(accumulate: int) -> None:
+    """Accelerate divides every loss by its own number of accumulated batches; the weights do so already."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    steps = state().num_steps if state is not None and state._shared_state else 1
+    if steps > 1:
+        raise TrimtabError(
+            f"weigh: Accelerate divides the loss by gradient_accumulation_steps={steps}, and loader(accumulate="
+            f"{accumulate}) has weighed it over the accumulated batches already; make the Accelerator with "
+            "gradient_accumulation_steps=1, or the loader with accumulate=1"
+        )
 
 
 def _quotient(part: int, total: Any, dtype: torch.dtype) -> Any:

@@ -151,10 +151,15 @@ class ShareSampler(Sampler[list[int]]):
             )
         self.seed, self.epoch, self.consumed = state["seed"], state["epoch"], state["consumed"]
         self._later = None
-        if self.consumed >= self._end:
+        if self.at_end:
             self.finish_epoch()
         if len(state["shares"]) == len(self._shares) and state["batch_size"] == self.batch_size:
             self._shares = tuple(state["shares"])
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all samples of the epoch went into finished steps."""
+        return self.consumed >= self._end
 
     @property
     def _end(self) -> int:

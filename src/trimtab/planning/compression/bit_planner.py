@@ -120,7 +120,8 @@ class BitPlanner:
         optimizer: str = ADAMW,
     ) -> dict[str, Any]:
         """The family and bits that change, and why: what is published; `optimizer` is `SGD` or `ADAMW`."""
-        sound = [layer for layer in layers if math.isfinite(layer.norm)]
+        # A layer without a gradient so far (a closed gate, an overflow) has nothing to be judged by: its bits stay.
+        sound = [layer for layer in layers if math.isfinite(layer.norm) and layer.norm > 0]
         before = self.settings.name
         if loss is not None:
             self._losses = [*self._losses, loss][-KEPT_LOSSES:]
@@ -179,8 +180,10 @@ class BitPlanner:
         self, step: int, layers: Sequence[LayerStatistics], current: Mapping[str, int], period: int
     ) -> str:
         """Why a plan is due; empty when none is."""
+        if not layers:
+            return ""
         if self._planned_at is None:
-            return "the warm-up is over" if layers else ""
+            return "the warm-up is over"
         if step - self._planned_at >= period:
             return f"{period} steps after the last"
         known = [layer for layer in layers if layer.name in self._relative]
@@ -188,7 +191,7 @@ class BitPlanner:
         now = total_error(self._relative[x.name][current[x.name]] * _weight(family, x) for x in known)
         allowed = total_error(self._relative[x.name][family.reference] * _weight(family, x) for x in known)
         if now > DRIFTED * allowed:
-            return f"the gradients have drifted: the error is {now / allowed:.2f} of what it may be"
+            return f"the gradients have drifted: the error is {_ratio(now, allowed)} of what it may be"
         return ""
 
     def _settle(self, fastest: str, optimizer: str) -> str:
@@ -242,7 +245,7 @@ class BitPlanner:
         was = sum(current[x.name] * x.numel for x in layers) / numel
         said = (
             f"{mean:.2f} bits a value where it was {was:.2f}, {assignment.cost / before.cost:.2f} of the "
-            f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {assignment.error / budget:.2f} of the error "
+            f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {_ratio(assignment.error, budget)} of the error "
             f"of {family.reference} bits for all"
         )
         return dict(assignment.options), said
@@ -285,3 +288,8 @@ class BitPlanner:
 def _weight(family: Family, layer: LayerStatistics) -> float:
     """What a layer's relative error is multiplied by before errors are added up."""
     return math.sqrt(layer.numel) if family.relative else layer.norm
+
+
+def _ratio(part: float, whole: float) -> str:
+    """For messages: gradients that the codec sends exactly have no error to compare with."""
+    return f"{part / whole:.2f}" if whole else "many times" if part else "1.00"
