@@ -86,16 +86,15 @@ class Trainer:
             loss: torch.Tensor = self.model(*batch)
         return loss
 
-    def train(self, batch: Batch, *, silent: bool | None = None) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         """Train on one batch; returns its loss."""
-        quiet = self._silent if silent is None else silent
-        with self.model.no_sync() if quiet else nullcontext():  # type: ignore[operator]
+        with self.model.no_sync() if self._silent else nullcontext():  # type: ignore[operator]
             loss = self.forward(batch)
             self.weigh(loss).backward()
         self.optimizer.step()
         # Without communication DDP does not keep its views of gradients: they must not be allocated anew each step.
         views = getattr(self.model, "gradient_as_bucket_view", False)
-        self.optimizer.zero_grad(set_to_none=not (quiet and views))
+        self.optimizer.zero_grad(set_to_none=not (self._silent and views))
         return loss.detach()
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ compared with an exact solver on what was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,27 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Two ranks of which the second is slower, or has less memory."""
-
-    speeds: tuple[float, float]
-    memory: float | None = None
-    """Memory of the second, as a part of the first one's."""
-
-
-CLUSTERS = {
-    "cpu": {
-        "1.0/0.75": Setting(speeds=(1.0, 0.75)),
-        "1.0/0.4": Setting(speeds=(1.0, 0.4)),
-        "memory": Setting(speeds=(1.0, 0.75), memory=0.3),
-    },
-    "cuda": {
-        "57/43": Setting(speeds=(0.57, 0.43)),
-        "70/30": Setting(speeds=(0.7, 0.3)),
-        "memory": Setting(speeds=(0.57, 0.43), memory=0.3),
-    },
+CLUSTERS: dict[str, dict[str, tuple[float, float, float | None]]] = {
+    "cpu": {"1.0/0.75": (1.0, 0.75, None), "1.0/0.4": (1.0, 0.4, None), "memory": (1.0, 0.75, 0.3)},
+    "cuda": {"57/43": (0.57, 0.43, None), "70/30": (0.7, 0.3, None), "memory": (0.57, 0.43, 0.3)},
 }
+"""The speeds of two ranks, and the second one's memory as a part of the first one's where it is scarce."""
+
 PARTS = LOSS, ALLOCATOR = "loss", "allocator"
 
 
@@ -54,7 +38,6 @@ def hybrid(
     device: str, repeats: int, seeds: int, only: Sequence[str], progress: Callable[[int, int], None]
 ) -> Result:
     """The clusters and parts named by `only`, or all; losses are those of the clusters that are run."""
-
     if device not in CLUSTERS:
         raise TrimtabError(f"there is no device {device!r}; choose {', '.join(CLUSTERS)}")
     known = (*CLUSTERS[device], *PARTS)
@@ -77,14 +60,9 @@ def hybrid(
 
     measured: dict[str, dict[str, Any]] = {}
     for name in clusters:
-        setting = CLUSTERS[device][name]
-        spec: dict[str, Any] = {
-            "device": device,
-            "speeds": setting.speeds,
-            "memory": setting.memory,
-            "repeats": repeats,
-        }
-        measured[name] = run_on_cluster(hosts(setting.speeds, device), on_rank, spec, stage(name))
+        *speeds, memory = CLUSTERS[device][name]
+        spec: dict[str, Any] = {"device": device, "speeds": speeds, "memory": memory, "repeats": repeats}
+        measured[name] = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, stage(name))
     rows = [{"cluster": name, **row} for name, of_cluster in measured.items() for row in of_cluster["rows"]]
     summary: dict[str, Any] = {"device": device}
     if LOSS in chosen:
