@@ -61,7 +61,7 @@ def test_plan_is_an_ordinary_function() -> None:
         ({"damage": -1.0}, "damage of -1"),
         ({"damage": float("nan")}, "damage of nan"),
         ({"bits": 3}, "not measured at 3 bits"),
-        ({"cluster": replace(uneven(), profile=None)}, "holds no measurements; run `trimtab probe"),
+        ({"cluster": replace(uneven(), profile=None)}, "has no measurements; run `trimtab probe"),
         (
             {"cluster": replace(uneven(), profile=replace(profile(), trimtab="0.0.1"))},
             r"measured with trimtab 0\.0\.1",

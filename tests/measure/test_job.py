@@ -19,7 +19,7 @@ from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.device import ROUNDS, WARMUP, DeviceProbe, samples_at
 from trimtab.measure.job import LINK_ROUNDS, REDUCTION_ROUNDS, probe_job
 from trimtab.measure.lockstep import StepTrainer
-from trimtab.measure.reductions import ReductionProbe, Unhidden, slower_gathers
+from trimtab.measure.reductions import ReductionOverhead, ReductionProbe, with_overhead
 from trimtab.predict.links import Placement
 
 if TYPE_CHECKING:
@@ -199,11 +199,11 @@ def explained(seconds: float) -> Profile:
 def beyond() -> tuple[float, float, float, float]:
     model, batch = tiny()
     workload = capture_workload(model, batch)
-    trial = Unhidden(workload, (4,), Placement(per_host=(1, 1)), CPU, most=1)
+    trial = ReductionOverhead(workload, (4,), Placement(per_host=(1, 1)), CPU, most=1)
     trial.round()
     names = ("cpu", "cpu")
     all_of_it, none = (trial.seconds(explained(s), "lan", names) for s in (0.0, 60.0))
-    slower = slower_gathers(explained(1.0), "lan", all_of_it).links["lan"]["all_gather"].per_message_s
+    slower = with_overhead(explained(1.0), "lan", all_of_it).links["lan"]["all_gather"].per_message_s
     measured = trial._rows[4].seconds
     trial.close()
     # A job that is probed goes on to compress: its groups are others.

@@ -72,7 +72,7 @@ def test_time_is_put_where_it_was_spent() -> None:
     between = range(linear[0] + 1, linear[1])
     assert sum(taken.forward[i] for i in between) >= 0.02
     assert sum(taken.backward[i] for i in between) >= 0.04
-    assert taken.optimiser >= 0.03
+    assert taken.optimizer >= 0.03
     assert max(taken.forward[i] for i in linear) < 0.02
 
 
@@ -97,16 +97,16 @@ def test_a_step_timed_as_a_whole_has_nothing_inside_it() -> None:
     whole = clock.step(loss, lambda: time.sleep(0.01), whole=True)
     assert seen == [False]
     assert min(sum(whole.forward), sum(whole.backward)) > 0
-    assert whole.optimiser >= 0.01
+    assert whole.optimizer >= 0.01
 
 
 def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
-    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimiser=5.0)
-    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimiser=4.0)
+    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimizer=5.0)
+    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimizer=4.0)
     found = anchored(step, whole)
     assert found.forward == pytest.approx((0.5, 1.5))
     assert found.backward == pytest.approx((1.5, 4.5))
-    assert found.optimiser == 4.0
+    assert found.optimizer == 4.0
     assert found.total == pytest.approx(whole.total)
 
 
@@ -145,7 +145,7 @@ def test_plain_steps_know_best_what_nobody_set(plain_first: bool) -> None:
     workload = capture_workload(model, batch)
     count = len(workload.operators)
     low = dict.fromkeys((n for n in workload.settings if n.endswith("qkv")), "int8")
-    slow, fast = (StepTimes(forward=(s,) * count, backward=(s,) * count, optimiser=s) for s in (2.0, 1.0))
+    slow, fast = (StepTimes(forward=(s,) * count, backward=(s,) * count, optimizer=s) for s in (2.0, 1.0))
     plain: Timed = (2, {}, [slow])
     lowered: Timed = (2, low, [fast])
     timed = [plain, lowered] if plain_first else [lowered, plain]

@@ -21,8 +21,8 @@ from trimtab.measure.device import (
     ROUNDS,
     WARMUP,
     DeviceProbe,
-    fingerprint,
     usual_precisions,
+    workload_fingerprint,
 )
 from trimtab.measure.links import LinkProbe
 from trimtab.measure.probe import classify, merge_files, probe
@@ -162,10 +162,12 @@ def test_the_model_is_as_it_was_after_probing(tmp_path: Path) -> None:
 def test_fingerprints_tell_models_apart() -> None:
     one, two = tiny()[0], Gpt(width=48, layers=2, heads=2, context=16)
     batch = tiny()[1]
-    assert fingerprint(capture_workload(one, batch)) == fingerprint(
+    assert workload_fingerprint(capture_workload(one, batch)) == workload_fingerprint(
         capture_workload(tiny()[0], batch).at_batch(5)
     )
-    assert fingerprint(capture_workload(one, batch)) != fingerprint(capture_workload(two, batch))
+    assert workload_fingerprint(capture_workload(one, batch)) != workload_fingerprint(
+        capture_workload(two, batch)
+    )
 
 
 @pytest.mark.parametrize(

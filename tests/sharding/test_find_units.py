@@ -91,8 +91,8 @@ def refusal(model: str, options: dict[str, Any]) -> str:
         (4, "narrow", {}, "model.layers.0.self_attn (LlamaAttention) has 3 units for 4 ranks"),
         (2, "fine", {"shares": [1]}, "shares has 1 numbers for 2 ranks"),
         (2, "fine", {"shares": [1, -1]}, "give each rank a speed of at least 0"),
-        (2, "fine", {"shares": "best"}, "the one word is 'measured'"),
-        (2, "fine", {"shares": {"blocks.0.mlp": [[0], [1]]}}, "do not both have"),
+        (2, "fine", {"shares": "best"}, "the only word is 'measured'"),
+        (2, "fine", {"shares": {"blocks.0.mlp": [[0], [1]]}}, "is in only one of shares and the model"),
         (2, "fine", {"headroom": -0.1}, "headroom=-0.1 is below 0"),
     ],
 )

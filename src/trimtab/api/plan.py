@@ -1,4 +1,4 @@
-"""`trimtab.plan`: what should each rank do? From a probed cluster and a model to a `Plan`."""
+"""`trimtab.plan`: what each rank should do, from a probed cluster and a model."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from trimtab.planning.plan import Plan
 
 RANKING = ("depth", "curvature", "random")
-"""Indicators whose numbers mean nothing but an order."""
+"""Indicators that only rank operators."""
 
 BATCHES = 2
-"""On which the indicator is calibrated, for models by name."""
+"""Batches for calibrating the indicator of a model given by name."""
 
 
 def plan(
@@ -63,55 +63,55 @@ def plan(
     """Decide what every rank of a job does: samples, precisions of operators, bits of gradients.
 
     Args:
-        model: as it will be trained, on a device; or a name, as `trimtab probe --model` takes it.
-        cluster: with its profile, as `trimtab probe` writes it, or that file.
-        batch_size: samples of a step over all ranks. The plan shares out exactly these.
-        batches: two or so, each as the model is called with it; what lowering does to the gradient is measured on
-            them. Not needed for a model by name.
-        loss: makes the scalar loss of what the model returns, where that is none itself.
-        batch: "free" lets shares follow speed, and lowers operators of any rank where that gains beyond;
-            "fixed" gives every rank the same share and lowers only slow ranks.
-        damage: that "free" may do: the expected squared relative error of a step's gradient.
-        bits: of gradients: 1 to 8, None, "adaptive", or "auto" for what is predicted to be fastest.
-        indicator: how damage is found; see `trimtab.measure.damage.indicators.damage`.
-        precisions: to choose among; by default all that were probed.
+        model: as it will be trained, on a device; or a name, as for `trimtab probe --model`.
+        cluster: a cluster with its profile, or the file that `trimtab probe` wrote.
+        batch_size: the global batch: samples per step, over all ranks. The plan divides exactly these.
+        batches: two or so, each as the model is called with it; the effect of lower precision on the gradient is
+            measured on them. Not needed for a model given by name.
+        loss: computes the scalar loss from the model's output, if that is not a loss itself.
+        batch: "free" lets batch shares follow speed, and lowers operators of any rank where that gains more;
+            "fixed" gives every rank the same share and lowers only operators of slow ranks.
+        damage: allowed with "free": the expected squared relative error of a step's gradient.
+        bits: bits of gradients: 1 to 8, None, "adaptive", or "auto" for the fastest according to the prediction.
+        indicator: how damage is estimated; see `trimtab.measure.gradient_damage`.
+        precisions: to choose from; by default all that were probed.
         autocast: "bf16" or "fp16", if the job runs under it.
 
     Raises:
-        TrimtabError: what is missing, or does not fit, and what to do.
+        TrimtabError: something is missing or does not fit; the message says what to do.
     """
-    given = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    profile = _profile(given)
-    if batch_size < given.world_size:
+    target = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    profile = _profile(target)
+    if batch_size < target.world_size:
         raise TrimtabError(
-            f"plan: a batch of {batch_size} is smaller than the {given.world_size} ranks of the cluster, and each "
-            f"takes at least a sample; give a batch size of {given.world_size} or more"
+            f"plan: a batch of {batch_size} is smaller than the {target.world_size} ranks of the cluster, and each "
+            f"needs at least one sample; use a batch size of {target.world_size} or more"
         )
     if not (isfinite(damage) and damage >= 0):
-        raise TrimtabError(f"plan: a damage of {damage} cannot be allowed; give a number from 0 up")
+        raise TrimtabError(f"plan: a damage of {damage} is not possible; use a finite number of at least 0")
     if batch == "free" and indicator in RANKING:
         raise TrimtabError(
-            f"plan: the indicator {indicator!r} ranks operators but does not tell how much gradients move, so that no "
-            "damage can be allowed; use variance or measured, or --batch fixed"
+            f"plan: the indicator {indicator!r} ranks operators but does not tell how much gradients change, so it "
+            "cannot be compared with the allowed damage; use variance or measured, or --batch fixed"
         )
-    offered = _precisions(given, profile, precisions)
-    kinds: set[Literal["cpu", "cuda"]] = {given.devices[name].kind for name in rank_counts(given)}
+    offered = _precisions(target, profile, precisions)
+    kinds: set[Literal["cpu", "cuda"]] = {target.devices[name].kind for name in rank_counts(target)}
     here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
     job = _job(model, batches, loss, here)
     workload = capture_workload(
         job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds)
     )
     measured = Measured(workload, profile)
-    for name in rank_counts(given):  # what was not measured is said before the long work
-        measured.costs(name, batch_size // given.world_size, {})
-    half = DTYPES[autocast] if autocast is not None else None  # a name that is none was refused by now
+    for name in rank_counts(target):  # report what was not measured before the long work
+        measured.costs(name, batch_size // target.world_size, {})
+    half = DTYPES[autocast] if autocast is not None else None  # unknown names were rejected above
     with torch.autocast(job.device.type, dtype=half) if half is not None else nullcontext():
-        found = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)
+        damages = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)
     progress(1, 12)
     made = make_plan(
-        given,
+        target,
         workload,
-        {name: by for name, by in found.items() if name in workload.settings},
+        {name: by for name, by in damages.items() if name in workload.settings},
         model=fingerprint(job.model),
         trimtab=trimtab.__version__,
         batch_size=batch_size,
@@ -128,7 +128,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A model, and what it is calibrated on."""
+    """A model and the batches for its calibration."""
 
     model: nn.Module
     batches: list[Any]
@@ -148,7 +148,7 @@ def _job(
     if isinstance(model, nn.Module):
         if not batches:
             raise TrimtabError(
-                "plan: what lowering does to a model is measured on data: pass batches=, two or so, each as the "
+                "plan: the effect of lower precision is measured on data: pass batches=, two or so, each as the "
                 "model is called with it"
             )
         return _Job(model=model, batches=list(batches), loss=loss)
@@ -163,7 +163,7 @@ def _job(
 def _profile(cluster: Cluster) -> Profile:
     if cluster.profile is None:
         raise TrimtabError(
-            "plan: the cluster holds no measurements; run `trimtab probe --model MODEL --out cluster.json` under "
+            "plan: the cluster has no measurements; run `trimtab probe --model MODEL --out cluster.json` under "
             "torchrun on its ranks, or on one machine of each kind, and merge the files with `trimtab probe --merge`"
         )
     check_profile(cluster.profile, trimtab=trimtab.__version__)
@@ -171,14 +171,14 @@ def _profile(cluster: Cluster) -> Profile:
 
 
 def _precisions(cluster: Cluster, profile: Profile, wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The precisions to choose among: those that some device class was probed with, or those of them asked for."""
+    """The precisions to choose from: all that some device class was probed with, or the wanted ones of them."""
     known = {name: probed(profile, name) for name in rank_counts(cluster) if name in profile.devices}
     every = tuple(dict.fromkeys(p for several in known.values() for p in several if p in PRECISIONS))
     for precision in wanted or ():
         if precision not in every:
-            had = "; ".join(f"{name}: {', '.join(several)}" for name, several in known.items())
+            probed_by_class = "; ".join(f"{name}: {', '.join(several)}" for name, several in known.items())
             raise TrimtabError(
-                f"plan: {precision!r} was not probed on any device class ({had}); run there: "
+                f"plan: {precision!r} was not probed on any device class ({probed_by_class}); run there: "
                 f"trimtab probe --precision {precision}"
             )
     return every if wanted is None else tuple(wanted)

@@ -1,4 +1,4 @@
-"""`trimtab.tensor_parallel`: the units of a model spread over ranks, as many to each as it can do."""
+"""`trimtab.tensor_parallel`: shard the hidden units and heads of a model, as many per rank as it can handle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DIMENSION = "tp"
 _BYTES_IN_TRAINING = 4
-"""Times its parameters that a unit takes: parameter, gradient, and two states of an Adam."""
+"""Memory of a unit over that of its parameters: parameter, gradient, and two Adam states."""
 
 
 def tensor_parallel(
@@ -42,38 +42,38 @@ def tensor_parallel(
     balance: Literal["auto"] | None = None,
     gamma_max: float = 0.0,
 ) -> nn.Module:
-    """Spread the hidden units and heads of a model over the ranks of a mesh; in place, and returns the model.
+    """Shard the hidden units and heads of a model over the ranks of a mesh; in place, and returns the model.
 
-    Every rank calls it with the same model and arguments, before making the optimiser (parameters are new
+    Every rank calls it with the same model and arguments, before creating the optimizer (parameters are new
     objects) and before wrapping in DistributedDataParallel. Training then equals that of a single device up to the
-    order of summation, for any shares. What is no unit (embeddings, norms, heads) is on every rank, with
-    rank 0's values, and gets the same gradient everywhere.
+    order of summation, for any shares. Everything else (embeddings, norms, the output head) is replicated with
+    rank 0's values and gets the same gradient on every rank.
 
     Args:
-        mesh: of one dimension, or with a dimension called ``tp``; the others are for data parallelism.
-        shares: how the units are shared: None evenly; one number for each rank, in proportion to it;
-            ``"measured"`` by the speed of a matrix product and the free memory of each; or for each block by name the
-            units of each rank (`trimtab.tensor_parallel.assignment`).
-        headroom: room for more units on each rank, as a part of what it has: `move` then changes no sizes.
-        kinds: how modules of own types are made of units: `Mlp`, `Attention`, or several.
-        replicate: patterns of module names to leave whole on every rank.
-        seed: of dropout, which is keyed by unit and needs no agreement with torch's random state.
-        balance: ``"auto"`` watches the ranks while the job runs, and when one is slow moves part of its work to the
+        mesh: with one dimension, or with a dimension called ``tp``; the others are for data parallelism.
+        shares: how units are divided: None for evenly; one number per rank, in proportion to it;
+            ``"measured"`` by each rank's matrix-product speed and free memory; or for each block by name the
+            units of each rank (`trimtab.sharding.assignment`).
+        headroom: space for more units on each rank, as a fraction of its units: `move` then changes no sizes.
+        kinds: the units of your own module types: `Mlp`, `Attention`, or several.
+        replicate: patterns of module names to replicate on every rank.
+        seed: seed of dropout, which is keyed by unit and independent of torch's random state.
+        balance: ``"auto"`` times the ranks while the job runs, and when one is slow moves part of its work to
             others where that pays; see `trimtab.control.tensor.balancer`. Training stays exact.
-        gamma_max: with ``balance="auto"``, the most of a slow rank's work that may be left out for a while instead,
-            which changes the training.
+        gamma_max: with ``balance="auto"``, the largest fraction of a slow rank's work that may be pruned for a
+            while instead, which changes the training.
     """
     if balance not in (None, "auto"):
-        raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; the one word is 'auto'")
+        raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; use 'auto' or None")
     if gamma_max and balance is None:
-        raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} is for balance='auto'; give both")
+        raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} needs balance='auto'")
     group, replica = _group(mesh)
     if headroom < 0:
         raise TrimtabError(
-            f"tensor_parallel: headroom={headroom:g} is below 0; it is a part of a rank's units"
+            f"tensor_parallel: headroom must be at least 0, got {headroom:g}; it is a fraction of a rank's units"
         )
     if environment.disabled() and shares is not None:
-        environment.logger().info("TRIMTAB_DISABLE is set: units are shared evenly")
+        environment.logger().info("TRIMTAB_DISABLE is set: units are divided evenly")
         shares = None
     convert(
         model,
@@ -93,19 +93,19 @@ def tensor_parallel(
 
 
 def _group(mesh: DeviceMesh) -> tuple[TensorGroup, int]:
-    """The ranks to spread units over, and which of the model's copies this is."""
+    """The ranks to shard over, and the index of this replica of the model."""
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and _DIMENSION not in names:
         raise TrimtabError(
-            f"tensor_parallel: the mesh has the dimensions {names or mesh.ndim}; give one of them, "
-            f"mesh['NAME'], or call it {_DIMENSION!r}"
+            f"tensor_parallel: the mesh has the dimensions {names or mesh.ndim}; pass one of them, "
+            f"mesh['NAME'], or name it {_DIMENSION!r}"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise TrimtabError("tensor_parallel: this rank is not in the mesh; call it only on ranks that are")
-    along = mesh[_DIMENSION] if mesh.ndim > 1 else mesh
-    group = along.get_group()
-    members = TensorGroup(process_group=group, rank=along.get_local_rank(), size=along.size())
+        raise TrimtabError("tensor_parallel: this rank is not in the mesh; call it only on ranks of the mesh")
+    dimension = mesh[_DIMENSION] if mesh.ndim > 1 else mesh
+    group = dimension.get_group()
+    members = TensorGroup(process_group=group, rank=dimension.get_local_rank(), size=dimension.size())
     if mesh.ndim == 1:
         return members, dist.get_process_group_ranks(group)[0]
     replica = 0
@@ -120,7 +120,7 @@ def _tables(
     if isinstance(shares, Mapping):
         for name in [*(shares.keys() - blocks.keys()), *(blocks.keys() - shares.keys())]:
             raise TrimtabError(
-                f"tensor_parallel: shares and the model do not both have {name}; "
+                f"tensor_parallel: {name} is in only one of shares and the model; "
                 f"give the units of each rank for {', '.join(blocks)}"
             )
         return {
@@ -135,11 +135,11 @@ def _tables(
         speeds = [1.0] * group.size
     elif isinstance(shares, str):
         if shares != "measured":
-            raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the one word is 'measured'")
+            raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the only word is 'measured'")
         speeds, memory = measure_rank_speeds(group, like.device, like.dtype)
         if group.rank == 0:
-            said = ", ".join(f"{speed / max(speeds):.2f}" for speed in speeds)
-            environment.logger().info(f"tensor_parallel: units are shared by the measured speeds {said}")
+            relative = ", ".join(f"{speed / max(speeds):.2f}" for speed in speeds)
+            environment.logger().info(f"tensor_parallel: units are divided by the measured speeds {relative}")
     else:
         speeds = [float(share) for share in shares]
         if len(speeds) != group.size:

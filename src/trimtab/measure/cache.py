@@ -1,4 +1,4 @@
-"""What was measured on a device before, kept between runs: an interrupted probe goes on where it stopped."""
+"""Measurements of a device, kept between runs: an interrupted probe continues where it stopped."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ADAPTER: TypeAdapter[DeviceProfile] = TypeAdapter(DeviceProfile)
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: in the user's cache folder, as XDG says."""
+    """The folder for measurements, inside the user's (XDG) cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trimtab", "probe")
 
 
 class ProbeCache:
-    """The measurements of one device under one torch and one trimtab.
+    """The measurements of one device with one version of torch and trimtab.
 
     Args:
-        called: what the driver or the operating system calls the device.
+        called: the device's name according to the driver or the operating system.
         conditions: what else times depend on: threads, a share of the device.
-        keep: whether anything is read or written; an emulated device is gone with its emulation.
+        keep: whether anything is read or written; an emulated device ends with its emulation.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ProbeCache:
         self.profile = DeviceProfile(called=called)
         self.done: set[str] = set()
         self.steps: dict[str, list[StepTimes]] = {}
-        """Timed steps of units that are not done."""
+        """Timed steps of unfinished units."""
 
         self.keep = keep
 
     def load(self) -> None:
-        """Take over what an earlier run measured; a file that cannot be read is measured anew."""
+        """Load the measurements of an earlier run; an unreadable file is ignored with a warning."""
         if not self.keep:
             return
         try:
@@ -63,21 +63,21 @@ class ProbeCache:
                     StepTimes(
                         forward=tuple(map(float, forward)),
                         backward=tuple(map(float, backward)),
-                        optimiser=float(optimiser),
+                        optimizer=float(optimizer),
                     )
-                    for forward, backward, optimiser in several
+                    for forward, backward, optimizer in several
                 ]
                 for unit, several in tree["steps"].items()
             }
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
-            logger().warning("%s cannot be read (%s); measuring anew", self.path, type(error).__name__)
+            logger().warning("%s cannot be read (%s); measuring again", self.path, type(error).__name__)
             return
         self.profile, self.done, self.steps = profile, done, steps
 
     def add(self, unit: str, profile: DeviceProfile) -> None:
-        """Keep what one unit of work has measured."""
+        """Store the measurements of one unit of work."""
         self.profile = profile
         self.done.add(unit)
         self.steps.pop(unit, None)
@@ -90,12 +90,12 @@ class ProbeCache:
             "done": sorted(self.done),
             "profile": _ADAPTER.dump_python(self.profile, mode="json"),
             "steps": {
-                unit: [(step.forward, step.backward, step.optimiser) for step in several]
+                unit: [(step.forward, step.backward, step.optimizer) for step in several]
                 for unit, several in self.steps.items()
             },
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced as a whole: a probe that is killed while writing leaves the old file.
+        # Replaced atomically: a probe that is killed while writing leaves the old file.
         part = self.path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(tree), encoding="utf-8")
         part.replace(self.path)

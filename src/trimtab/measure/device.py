@@ -1,7 +1,7 @@
-"""Measuring a job's devices, all ranks at once: a model's operators in each precision and batch size, casts, codec.
+"""Measure a job's devices on all ranks at once: operators in each precision and batch size, casts, codec.
 
-Every rank calls the same in the same order, whatever its cache holds and its clock says: what is measured, and when
-the time is up, is agreed on. A rank alone does the same without asking anybody.
+Every rank makes the same calls in the same order, whatever its cache contains: the ranks agree on what to measure
+and on when the time is up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trimtab.workload import Workload
 
 WARMUP, ROUNDS = 1, 4
-"""Rounds of steps that are not timed, and that are; in each round every precision has every batch size once."""
+"""Untimed and timed rounds of steps; each round has every precision at every batch size once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,16 @@ class Task:
     spec: ModelSpec
     batches: tuple[int, ...]
     precisions: tuple[str, ...]
-    """Beside what the model computes in by itself."""
+    """Besides the model's own precision."""
 
     bits: tuple[int, ...]
     autocast: str | None = None
     seconds: float = 120.0
-    """No new unit of work is begun after this time."""
+    """No new unit of work is started after this time."""
 
 
 def called(device: torch.device) -> str:
-    """What the driver or the operating system calls a device."""
+    """The device's name according to the driver or the operating system."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -70,18 +70,18 @@ def called(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A kind of step that one rank takes in every round."""
+    """One step of a rank in every round."""
 
     samples: int
     precision: str | None
     unit: str
-    """What its times are kept under."""
+    """The name under which its times are cached."""
 
 
 def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple[str, ...]:
-    """What is probed beside a model's own precision when nothing is said: all that may pay off on a device.
+    """The precisions that are probed by default besides the model's own: all that may pay off on the device.
 
-    That is tf32 and a half type for a model in fp32, and fp8 or else int8.
+    These are tf32 and a half type for a model in fp32, and fp8 or else int8.
     """
     offered = offers(device)["linear"]
     own = () if autocast else tuple(name for name in ("tf32",) if name in offered)
@@ -90,19 +90,19 @@ def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple
 
 
 def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:
-    """The batch size of a rank in a place of the round: odd ranks go through the sizes from the other end.
+    """The batch size of a rank at a place of the round: odd ranks use the sizes in reverse order.
 
-    So while one of two neighbours has a small share of the job's batch, the other has a large one, as under a plan;
-    and whatever they share is about as busy throughout.
+    So when one of two neighbors has a small share of the batch, the other has a large one, as under a plan,
+    and what they share is about equally busy all the time.
     """
     return sizes[place if rank % 2 == 0 else -1 - place]
 
 
 class DeviceProbe:
-    """Measures in units, which are kept; what every rank has kept from an earlier run is not measured again.
+    """Measures in units, which are cached; what all ranks have cached is not measured again.
 
-    Steps come in rounds, so that a machine that is slow for a while is slow for all of them, and medians over rounds
-    leave out what was seldom.
+    Steps are run in rounds, so that a machine that is slow for a while slows all kinds of steps, and medians over
+    rounds ignore rare delays.
     """
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
@@ -111,35 +111,35 @@ class DeviceProbe:
             task.spec.model, task.spec.batch, loss=task.spec.loss, autocast=task.autocast
         )
         _refuse_unoffered(task.precisions, device)
-        self._mark = fingerprint(self.workload)
+        self._mark = workload_fingerprint(self.workload)
         self._start = 0.0
         self._done, self._total = 0, 0
 
     def run(self, progress: Callable[[int, int], None]) -> tuple[DeviceProfile, list[str]]:
-        """This rank's profile, and the names of units that there was too little time for. Collective.
+        """This rank's profile, and the names of units without enough time. Collective.
 
-        A unit of steps with fewer rounds than it should have is in the profile, and among those names.
+        A unit of steps with too few rounds is in the profile, and also among those names.
         """
         cells = self._cells()
         units = dict(self._units())
-        had = [self._had(cell) for cell in cells]
-        asked: tuple[Any, ...] = (self._mark, self._task.batches, self._task.bits)
+        counts = [self._cached_rounds(cell) for cell in cells]
+        settings: tuple[Any, ...] = (self._mark, self._task.batches, self._task.bits)
         missing = [name for name in units if name not in self._cache.done]
-        every = _gathered((asked, had, missing))
-        for rank, (theirs, _, _) in enumerate(every):
-            if theirs != every[0][0]:
+        by_rank = _gather((settings, counts, missing))
+        first = by_rank[0][0]
+        for rank, (theirs, _, _) in enumerate(by_rank):
+            if theirs != first:
                 raise TrimtabError(
                     f"probe: rank {rank} probes {theirs[0]} at batches {list(theirs[1])} and {list(theirs[2])} bits, "
-                    f"rank 0 {every[0][0][0]} at {list(every[0][0][1])} and {list(every[0][0][2])} bits; give every "
-                    "rank the same"
+                    f"rank 0 {first[0]} at {list(first[1])} and {list(first[2])} bits; use the same on every rank"
                 )
-        # What the rank that has least of it lacks: all of them take part.
-        had = [min(counts) for counts in zip(*(counts for _, counts, _ in every), strict=True)]
-        missing = list(dict.fromkeys(name for _, _, names in every for name in names))
-        self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in had if count < ROUNDS)
+        # If one rank lacks something, all of them measure it.
+        counts = [min(column) for column in zip(*(own for _, own, _ in by_rank), strict=True)]
+        missing = list(dict.fromkeys(name for _, _, names in by_rank for name in names))
+        self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in counts if count < ROUNDS)
         self._start = time.perf_counter()
         left = self._others(units, missing, progress)
-        return self._steps(cells, had, left, progress)
+        return self._steps(cells, counts, left, progress)
 
     def _others(
         self,
@@ -147,7 +147,7 @@ class DeviceProbe:
         missing: Sequence[str],
         progress: Callable[[int, int], None],
     ) -> list[str]:
-        """Everything but steps: short, and first, so that there is time for it."""
+        """Everything but steps: it is short and comes first, so that there is time for it."""
         left = []
         for name in missing:
             mine = name in units and name not in self._cache.done
@@ -156,22 +156,22 @@ class DeviceProbe:
                 continue
             if mine:
                 self._cache.add(name, units[name](self._cache.profile))
-            self._moved(progress)
+            self._advance(progress)
         return left
 
     def _steps(
         self,
         cells: Sequence[Cell],
-        had: Sequence[int],
+        counts: Sequence[int],
         left: list[str],
         progress: Callable[[int, int], None],
     ) -> tuple[DeviceProfile, list[str]]:
-        pending = [(cell, count) for cell, count in zip(cells, had, strict=True) if count < ROUNDS]
+        pending = [(cell, count) for cell, count in zip(cells, counts, strict=True) if count < ROUNDS]
         finished = not pending or self._rounds(pending, progress)
         timed: dict[str, Timed] = {}
         for cell, _ in pending:
             if not finished and cell.unit in self._cache.done:
-                continue  # the other ranks lack it; what is known here is better than a part
+                continue  # other ranks lack it; the complete measurement here is better than a partial one
             if not finished and cell.unit not in left:
                 left.append(cell.unit)
             if steps := self._cache.steps.get(cell.unit):
@@ -185,7 +185,7 @@ class DeviceProbe:
         return profile, left
 
     def _rounds(self, pending: Sequence[tuple[Cell, int]], progress: Callable[[int, int], None]) -> bool:
-        """Time what is pending, in rounds; whether there was time for all of them."""
+        """Time the pending steps in rounds; returns whether there was time for all of them."""
         spec = self._task.spec
         trainer = StepTrainer(
             spec.model,
@@ -205,7 +205,7 @@ class DeviceProbe:
                     step = trainer.timed(cell.samples, self._chosen(cell.precision))
                     if round_ >= 0:
                         self._cache.steps.setdefault(cell.unit, []).append(step)
-                    self._moved(progress)
+                    self._advance(progress)
                 self._cache.save()
         finally:
             self._cache.save()
@@ -213,9 +213,9 @@ class DeviceProbe:
         return True
 
     def _cells(self) -> list[Cell]:
-        """A round. Plain steps are last; a rank with fewer precisions than another has more of them."""
+        """One round. Steps in the model's own precision come last; a rank with fewer precisions has more of them."""
         own = list(self._task.precisions)
-        most = max(_gathered(len(own)))
+        most = max(_gather(len(own)))
         chosen: list[str | None] = [*own, *[None] * (most - len(own)), None]
         rank, sizes = dist.get_rank(), self._task.batches
         return [
@@ -224,17 +224,17 @@ class DeviceProbe:
             for samples in (samples_at(sizes, place, rank) for place in range(len(sizes)))
         ]
 
-    def _had(self, cell: Cell) -> int:
+    def _cached_rounds(self, cell: Cell) -> int:
         if cell.unit in self._cache.done:
             return ROUNDS
-        # A unit whose steps are all there is finished with the others, so one is taken anew.
+        # A unit with all its steps is finished together with the others, so one step is repeated.
         return min(len(self._cache.steps.get(cell.unit, ())), ROUNDS - 1)
 
     def _chosen(self, precision: str | None) -> dict[str, str]:
         return matched(self.workload, {"*": precision}) if precision else {}
 
     def _time_is_up(self) -> bool:
-        """Whether it is on any rank. Collective."""
+        """Whether the time is up on any rank. Collective."""
         up = time.perf_counter() - self._start > self._task.seconds
         if dist.get_world_size() == 1:
             return up
@@ -242,7 +242,7 @@ class DeviceProbe:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _moved(self, progress: Callable[[int, int], None]) -> None:
+    def _advance(self, progress: Callable[[int, int], None]) -> None:
         self._done += 1
         progress(self._done, self._total)
 
@@ -278,15 +278,15 @@ class DeviceProbe:
         return replace(profile, launch_s=launch_seconds(self._device))
 
 
-def _gathered(own: Any) -> list[Any]:
-    """What every rank has, in rank order. Collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
+def _gather(own: Any) -> list[Any]:
+    """The values of all ranks, in rank order. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return by_rank
 
 
 def launch_seconds(device: torch.device) -> float:
-    """What the host takes to start a small kernel; on a CPU there is nothing to start."""
+    """Seconds for the host to launch a small kernel; 0 on a CPU."""
     if device.type == "cpu":
         return 0.0
     x = torch.zeros(16, device=device)
@@ -300,8 +300,8 @@ def launch_seconds(device: torch.device) -> float:
     return median(taken)
 
 
-def fingerprint(workload: Workload) -> str:
-    """Short, and the same for models whose operators have the same shapes."""
+def workload_fingerprint(workload: Workload) -> str:
+    """A short hash, the same for models whose operators have the same shapes."""
     from trimtab.predict.operators.costs import key_of
 
     text = ";".join(str(key_of(operator)) for operator in workload.at_batch(1).operators)
@@ -309,14 +309,14 @@ def fingerprint(workload: Workload) -> str:
 
 
 def conditions(device: torch.device) -> str:
-    """What a device's times depend on beside its name: threads, or the share of a GPU."""
+    """What a device's times depend on besides its name: threads, or the share of a GPU."""
     if device.type == "cpu":
         return f"{torch.get_num_threads()}-threads"
     return f"share-{os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')}"
 
 
 def cache_of(device: torch.device, extra: str = "") -> ProbeCache:
-    """Where measurements of this device are kept."""
+    """The cache for measurements of this device."""
     where = conditions(device) + (f"-{extra}" if extra else "")
     return ProbeCache(
         called(device),
@@ -328,7 +328,7 @@ def cache_of(device: torch.device, extra: str = "") -> ProbeCache:
 
 
 def alone() -> bool:
-    """Make a group of one rank where there is none, for DDP; whether it was made."""
+    """Create a process group of one rank for DDP, if there is none; returns whether it was created."""
     if dist.is_initialized():
         return False
     store = torch._C._distributed_c10d.HashStore()

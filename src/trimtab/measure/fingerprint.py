@@ -1,4 +1,4 @@
-"""What a plan knows a model by."""
+"""The fingerprint by which a plan identifies a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def fingerprint(model: nn.Module) -> str:
     """A short hash of a model's structure: names, shapes and types of its parameters, names and kinds of its
-    operators. Values, devices, DDP, `torch.compile`, frozen parameters and set precisions make no difference, so
-    a model on the meta device has the fingerprint of the one that is trained.
+    operators. Values, devices, DDP, `torch.compile`, frozen parameters and precisions do not affect it, so
+    a model on the meta device has the same fingerprint as the trained one.
     """
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod

@@ -1,7 +1,7 @@
-"""Measuring a running job: its ranks' devices, what joins them, and what compressed buckets take beyond both.
+"""Measure a running job: its ranks' devices, the link between them, and the overhead of compressed buckets.
 
-The one way to probe: `trimtab probe`, the benches and the demo come through here. Collective: every rank calls it at
-the same point, and every rank gets the same profile.
+`trimtab probe`, the benches and the demo all use it. Collective: every rank calls it at the same point, and every
+rank gets the same profile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.cluster.profile import PROFILE_VERSION, CollectiveTime, DeviceProfi
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.device import DeviceProbe, Task, called
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
-from trimtab.measure.reductions import Unhidden, slower_gathers
+from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.predict.links import COLLECTIVES, Collective, Placement
 
 if TYPE_CHECKING:
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 LINK_ROUNDS, REDUCTION_ROUNDS = 4, 4
 
-MOST_TRIED = 64 << 20
-"""Bytes of a model's buckets that are sent on trial: a slow link would take minutes for all of a large one."""
+MOST_TRIAL_BYTES = 64 << 20
+"""Bytes of a model's buckets that are sent in trials: all of a large model would take minutes on a slow link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What a job found out about itself."""
+    """What was measured of a job."""
 
     profile: Profile
     workload: Workload
     """At the batch of the task's model."""
 
     left: tuple[str, ...]
-    """What this rank had too little time for."""
+    """Measurements that this rank had no time for."""
 
 
 def probe_job(
@@ -53,40 +53,42 @@ def probe_job(
     cache: ProbeCache | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Probed:
-    """The profile of the job that this rank is in.
+    """Measure the profile of this rank's job.
 
     Args:
-        names: the device class of every rank. What its first rank measured stands for a class.
-        placement: how the ranks sit on hosts.
-        link: the class of what joins them, `LOCAL` for whatever there is.
-        cache: what this rank measured before; nothing is kept when absent.
+        names: the device class of every rank. A class gets the measurements of its first rank.
+        placement: how many ranks each host has.
+        link: the class of the link between them, `LOCAL` for an unnamed one.
+        cache: earlier measurements of this rank; without it nothing is cached.
     """
     steps = LINK_ROUNDS + (REDUCTION_ROUNDS if task.bits else 0) if len(names) > 1 else 0
-    shown = _Progress(progress, steps)
+    job_progress = _Progress(progress, steps)
     if cache is None:
         cache = ProbeCache(called(device), "", torch="", trimtab="", keep=False)
-    trial = DeviceProbe(task, device, cache)
-    own, left = trial.run(shown.move)
+    device_probe = DeviceProbe(task, device, cache)
+    own, left = device_probe.run(job_progress.move)
     everyone: list[Any] = [None] * len(names)
     dist.all_gather_object(everyone, own)
     devices: dict[str, DeviceProfile] = {}
-    for name, found in zip(names, everyone, strict=True):
-        devices.setdefault(name, found)
+    for name, device_profile in zip(names, everyone, strict=True):
+        devices.setdefault(name, device_profile)
     profile = Profile(
         version=PROFILE_VERSION, trimtab=trimtab.__version__, torch=torch.__version__, devices=devices
     )
     if len(names) > 1:
-        measured = _links(trial.workload, task.bits, device, names, placement, shown)
+        measured = _links(device_probe.workload, task.bits, device, names, placement, job_progress)
         profile = replace(profile, links={link: measured})
         bits = [b for b in task.bits if all(str(b) in of_rank.codec for of_rank in devices.values())]
         if bits:
-            beyond = Unhidden(trial.workload, bits, placement, device, most=MOST_TRIED)
+            overhead = ReductionOverhead(
+                device_probe.workload, bits, placement, device, most=MOST_TRIAL_BYTES
+            )
             for _ in range(REDUCTION_ROUNDS):
-                beyond.round()
-                shown.one()
-            profile = slower_gathers(profile, link, beyond.seconds(profile, link, names))
-            beyond.close()
-    return Probed(profile=profile, workload=trial.workload, left=tuple(left))
+                overhead.round()
+                job_progress.one()
+            profile = with_overhead(profile, link, overhead.seconds(profile, link, names))
+            overhead.close()
+    return Probed(profile=profile, workload=device_probe.workload, left=tuple(left))
 
 
 def _links(
@@ -95,18 +97,18 @@ def _links(
     device: torch.device,
     names: Sequence[str],
     placement: Placement,
-    shown: _Progress,
+    job_progress: _Progress,
 ) -> dict[str, CollectiveTime]:
     rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
-    trial = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, MOST_TRIED))
+    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, MOST_TRIAL_BYTES))
     for _ in range(LINK_ROUNDS):
-        trial.round()
-        shown.one()
-    return link_times(trial, names)
+        link_probe.round()
+        job_progress.one()
+    return link_times(link_probe, names)
 
 
 class _Progress:
-    """Counts on after the devices are done."""
+    """Continues the count after the devices are done."""
 
     def __init__(self, progress: Callable[[int, int], None], after: int) -> None:
         self._progress, self._after = progress, after

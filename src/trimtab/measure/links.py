@@ -1,6 +1,6 @@
-"""Measuring the link of a job: latency and bandwidth of each collective, and what a transfer takes of a device.
+"""Measure the link of a job: latency and bandwidth of each collective, and the compute time a transfer costs.
 
-Collective: every rank of the group calls these at the same point, and every rank gets the same figures.
+Collective: every rank of the group calls these at the same point, and every rank gets the same numbers.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 Rows = Sequence[Sequence[int]]
 
 ROWS: Rows = ((1 << 16,) * 4, (1 << 20,) * 2, (1 << 23,) * 2)
-"""For each trial the bytes of its transfers."""
+"""For each trial, the bytes of its transfers."""
 
 SMALL_ROW = (1 << 14,) * 8
-"""Transfers that tell what a message costs."""
+"""Small transfers, which show the cost of a message."""
 
 
 def own_rows(
     workload: Workload, bits: Sequence[int], most: int | None = None
 ) -> dict[Collective, list[tuple[int, ...]]]:
-    """Trial transfers: a job's own buckets, as they are and encoded, and small ones.
+    """Trial transfers: a job's own buckets, uncompressed and encoded, and small ones.
 
     Args:
-        most: bytes of the uncompressed buckets that are tried, for links that would take too long with all.
+        most: bytes of the uncompressed buckets to send, for links that would take too long with all.
     """
-    count = tried(workload, most)
+    count = buckets_within(workload, most)
     rows: dict[Collective, list[tuple[int, ...]]] = {
         "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in workload.buckets[:count])]
     }
@@ -54,8 +54,8 @@ def own_rows(
     return rows
 
 
-def tried(workload: Workload, most: int | None) -> int:
-    """How many of a workload's buckets have at most so many bytes together; at least one."""
+def buckets_within(workload: Workload, most: int | None) -> int:
+    """How many of a workload's buckets fit into so many bytes; at least one."""
     count, total = 0, 0
     for bucket in workload.buckets:
         total += bucket.nbytes
@@ -65,23 +65,23 @@ def tried(workload: Workload, most: int | None) -> int:
     return count
 
 
-def link_times(trial: LinkProbe, devices: Sequence[str]) -> dict[str, CollectiveTime]:
-    """What a profile holds of a link; `devices` are the classes of the ranks."""
+def link_times(probe: LinkProbe, devices: Sequence[str]) -> dict[str, CollectiveTime]:
+    """The link's times as a profile stores them; `devices` are the classes of the ranks."""
     return {
         collective: CollectiveTime(
             per_message_s=fits[0].per_message_s,
             per_byte_s=fits[0].per_byte_s,
             drag={name: fit.drag for name, fit in zip(devices, fits, strict=True)},
         )
-        for collective, fits in trial.fits().items()
+        for collective, fits in probe.fits().items()
     }
 
 
 class LinkProbe:
-    """Trial transfers of one group; rounds can be added, and fitted at any time.
+    """Times trial transfers of one group in rounds; the fits can be read after any round.
 
-    A trial is a row of transfers that are started without waiting for one another, as a job's buckets are: the
-    next is under way while the last ends, and nothing begins from rest but the first.
+    A trial is a row of transfers that start without waiting for each other, like a job's buckets: the next one
+    is running when one ends.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class LinkProbe:
     ) -> None:
         """
         Args:
-            rows: the bytes of each trial's transfers; those of the job itself are predicted best.
+            rows: the bytes of each trial's transfers; predictions are best for the job's own.
         """
         self._placement, self._device, self._group = placement, device, group
-        self._world = dist.get_world_size(group)
+        self._world_size = dist.get_world_size(group)
         self._collectives = tuple(collectives)
         self._rows: dict[Collective, list[tuple[int, ...]]] = {
             c: sorted(map(tuple, rows[c] if isinstance(rows, Mapping) else rows), key=sum)
@@ -110,36 +110,38 @@ class LinkProbe:
         self._trials = {(c, row): self._row(c, row) for c in self._collectives for row in self._rows[c]}
 
     def round(self) -> None:
-        """Time every trial of every collective once, and the largest beside a computation."""
+        """Time every trial of every collective once, and the largest one also during a computation."""
         for key, run in self._trials.items():
             self._times.setdefault(key, []).append(
                 slowest_seconds(partial(_complete, run), self._device, self._group)
             )
         for collective in self._collectives:
-            self._drags[collective].append(self._beside(self._trials[collective, self._rows[collective][-1]]))
+            self._drags[collective].append(
+                self._lost_compute(self._trials[collective, self._rows[collective][-1]])
+            )
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
-        """For each collective a fit for each rank: they differ in drag alone."""
-        found: dict[Collective, tuple[Fit, ...]] = {}
+        """For each collective a fit per rank; they differ only in drag."""
+        fits: dict[Collective, tuple[Fit, ...]] = {}
         for collective in self._collectives:
             points = []
             for row in self._rows[collective]:
                 volumes = [volume(collective, size, self._placement) for size in row]
                 messages, sent = sum(m for m, _ in volumes), sum(v for _, v in volumes)
                 points.append((messages, sent, median(self._times[collective, row])))
-            rest = points[-1][2]
-            found[collective] = tuple(
-                fit(points, drag=max(0.0, median(taken) / rest))
-                for taken in zip(*self._drags[collective], strict=True)
+            largest_s = points[-1][2]
+            fits[collective] = tuple(
+                fit(points, drag=max(0.0, median(lost) / largest_s))
+                for lost in zip(*self._drags[collective], strict=True)
             )
-        return found
+        return fits
 
     def _row(self, collective: Collective, row: Sequence[int]) -> Callable[[], list[dist.Work]]:
         transfers = [self._make(collective, size) for size in row]
         return lambda: [transfer() for transfer in transfers]
 
     def _make(self, collective: Collective, nbytes: int) -> Callable[[], dist.Work]:
-        device, group, world = self._device, self._group, self._world
+        device, group, world = self._device, self._group, self._world_size
         if collective == "all_reduce":
             values = torch.zeros(nbytes // 4, device=device)
             return lambda: started(dist.all_reduce(values, group=group, async_op=True))
@@ -148,18 +150,18 @@ class LinkProbe:
             everyone = torch.zeros(nbytes * world, dtype=torch.uint8, device=device)
             of: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
             return lambda: started(all_gather_single(everyone, mine, of, async_op=True))
-        # Nothing to itself, as the reductions do.
+        # A rank sends nothing to itself, as in the reductions.
         parts = [0 if r == dist.get_rank(group) else nbytes // max(1, world - 1) for r in range(world)]
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
 
-    def _beside(self, run: Callable[[], list[dist.Work]]) -> list[float]:
-        """For each rank, the seconds of computing that the transfers cost it."""
+    def _lost_compute(self, run: Callable[[], list[dist.Work]]) -> list[float]:
+        """For each rank, the seconds of computing that it loses to the transfers."""
         alone = self._unit.seconds()
         meet(self._device, self._group)
         start = time.perf_counter()
         if self._device.type == "cuda":
-            lost = self._unit.beside(run, alone)
+            lost = self._unit.lost_to(run, alone)
         else:
             works = run()
             units = 0
@@ -170,7 +172,7 @@ class LinkProbe:
             for work in works:
                 work.wait()
         mine = torch.tensor([lost], dtype=torch.float64, device=self._device)
-        everyone = torch.empty(self._world, dtype=torch.float64, device=self._device)
+        everyone = torch.empty(self._world_size, dtype=torch.float64, device=self._device)
         of: dist.ProcessGroup = self._group or dist.group.WORLD  # type: ignore[assignment]
         all_gather_single(everyone, mine, of)
         return [float(x) for x in everyone.tolist()]
@@ -182,7 +184,7 @@ def _complete(run: Callable[[], list[dist.Work]]) -> None:
 
 
 class _Unit:
-    """A short computation of known length, to see what runs beside it."""
+    """A short computation of known length, to measure what runs at the same time."""
 
     SECONDS = 0.06
 
@@ -204,7 +206,7 @@ class _Unit:
         """One unit on an otherwise idle device, over long enough that a CPU quota counts in full."""
         return seconds_per_call(self.run, self._device, at_least_s=self.SECONDS, gpu_calls=64, warmup=3)
 
-    def beside(self, run: Callable[[], list[dist.Work]], alone: float) -> float:
+    def lost_to(self, run: Callable[[], list[dist.Work]], alone: float) -> float:
         """How much longer a long row of units takes while the transfers run (CUDA)."""
         start = time.perf_counter()
         _complete(run)

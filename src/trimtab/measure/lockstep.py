@@ -1,7 +1,7 @@
-"""Real training steps of one rank, timed operator by operator, in step with the job's other ranks.
+"""Real training steps of one rank, timed per operator, in lockstep with the job's other ranks.
 
-Ranks that share a machine, a link or a power limit slow each other down. So all of a job's ranks begin every timed
-step at one moment, and its optimiser at another, as they do in training.
+Ranks that share a machine, a link or a power limit slow each other down. So all ranks of a job start every timed
+step together, and its optimizer too, as they do in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepTrainer:
-    """Trains a model with DDP that sends nothing. Every rank calls the same methods in the same order."""
+    """Trains a model with DDP without communication. Every rank calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -40,27 +40,27 @@ class StepTrainer:
     ) -> None:
         """
         Args:
-            model: is trained in place; its precisions are restored by `close`.
-            batch_of: the model's arguments for so many samples.
-            loss_of: the scalar loss of what the model returns.
+            model: is trained in place; `close` restores its precisions.
+            batch_of: the model's arguments for a number of samples.
+            loss_of: the scalar loss from the model's output.
         """
         self._ddp = DistributedDataParallel(model)
         without_communication(self._ddp)
-        self._optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         self._workload, self._device = workload, device
         self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
 
     def timed(self, samples: int, precisions: Mapping[str, str]) -> StepTimes:
-        """One step with so many samples, with some operators, by name, in a lower precision."""
+        """One step with this many samples, with some operators, by name, in lower precision."""
         step = self._step(samples, precisions, whole=False)
         if self._device.type == "cpu":
-            return step  # reading a clock costs nothing beside an operator
+            return step  # reading a clock costs next to nothing
         return anchored(step, self._step(samples, precisions, whole=True))
 
     def close(self) -> None:
-        """Leave the model as it computes by itself."""
+        """Restore the model's own precision."""
         set_operators(self._ddp, {})
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
 
     def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
         set_operators(self._ddp, precisions)
@@ -72,13 +72,13 @@ class StepTrainer:
                 return self._loss_of(self._ddp(*batch))
 
         def ready() -> None:
-            # After the last average all ranks have it, and all begin to update.
+            # After the last average all ranks start their update together.
             meet(self._device)
             host_ahead(self._device)
 
         def update() -> None:
-            self._optimiser.step()
-            self._optimiser.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
         clock = StepClock(self._ddp.module, self._workload, self._device)
         meet(self._device)

@@ -1,9 +1,9 @@
-"""Timing every operator of a model inside a real training step.
+"""Time every operator of a model inside a real training step.
 
-An operator alone, in a loop, finds its data in the cache and has the memory to itself; in a step it does not.
-So operators are timed where they run. Modules whose precision can be set are timed each; what runs
-between two of them is timed as a whole and shared out over the workload's operators there, by the bytes
-they move. All intervals together make up the step: nothing is left out and nothing counted twice.
+An operator alone in a loop finds its data in the cache and has the memory to itself; in a step it does not.
+So operators are timed where they run. Modules whose precision can be set are timed individually; what runs
+between two of them is timed as a whole and divided among the workload's operators there, by the bytes
+they move. The intervals add up to the step: nothing is omitted or counted twice.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from trimtab.workload import Operator, Workload
 
     Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
-    """Samples, what was set by operator name, and the steps that were timed with it."""
+    """Samples, precisions by operator name, and the steps that were timed with them."""
 
 NONE = -1
 
 AHEAD_CYCLES = 20_000_000
-"""About ten milliseconds: longer than an optimiser's launches take."""
+"""About ten milliseconds: longer than the kernel launches of an optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of one step, by operator of the workload."""
+    """Seconds of one step, by operator."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    optimiser: float
+    optimizer: float
 
     @property
     def total(self) -> float:
-        return sum(self.forward) + sum(self.backward) + self.optimiser
+        return sum(self.forward) + sum(self.backward) + self.optimizer
 
 
 class StepClock:
-    """Takes the moments at which the operators of a model begin and end."""
+    """Records when the operators of a model begin and end."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         self._model, self._workload, self._cuda = model, workload, device.type == "cuda"
@@ -67,11 +67,11 @@ class StepClock:
         ready: Callable[[], None] | None = None,
         whole: bool = False,
     ) -> StepTimes:
-        """Run one step: `loss` runs the model, `update` the optimiser. Backward is called here.
+        """Run one step: `loss` runs the model, `update` the optimizer. Backward is called here.
 
         Args:
-            ready: called before the optimiser, and not timed: in a job all ranks begin it at one moment.
-            whole: time each pass as a whole, with nothing of ours inside it.
+            ready: called before the optimizer and not timed, so that all ranks of a job start it together.
+            whole: time each pass as a whole, without hooks inside it.
         """
         self._marks, self._calls = [], {}
         if not whole:
@@ -96,7 +96,7 @@ class StepClock:
     def _attach(self) -> None:
         for name, indices in self._workload.settings.items():
             if name.endswith(ATTENTION):
-                continue  # no module of its own: part of what runs between
+                continue  # not a module of its own: part of what runs between modules
             module = self._model.get_submodule(name)
             self._hooks.append(module.register_forward_pre_hook(self._before(name, indices)))
             self._hooks.append(module.register_forward_hook(self._after(name, indices)))
@@ -134,14 +134,14 @@ class StepClock:
             torch.cuda.synchronize()
         count = len(self._workload.operators)
         timed = {index for _, index, _ in self._marks}
-        forward, backward, optimiser = [0.0] * count, [0.0] * count, 0.0
+        forward, backward, optimizer = [0.0] * count, [0.0] * count, 0.0
         into, running, ended = forward, NONE, NONE
         for (what, index, moment), (following, coming, later) in pairwise(self._marks):
             taken = self._between(moment, later)
             if what == "ready":
                 continue
             if what == "update":
-                optimiser = taken
+                optimizer = taken
                 break
             if what == "turn":
                 into, running, ended = backward, NONE, count
@@ -149,24 +149,24 @@ class StepClock:
                 running = index
             elif (
                 running == index
-            ):  # a gradient that two operators feed comes after both: only one of them ends
+            ):  # the gradient of two operators comes after both: only one of them ends here
                 running, ended = NONE, index
             if running != NONE:
                 into[running] += taken
                 continue
             last = count if into is forward else NONE
             self._share(into, taken, ended, coming if following.endswith("begins") else last, timed)
-        return StepTimes(forward=tuple(forward), backward=tuple(backward), optimiser=optimiser)
+        return StepTimes(forward=tuple(forward), backward=tuple(backward), optimizer=optimizer)
 
     def _between(self, a: Any, b: Any) -> float:
         return float(a.elapsed_time(b)) / 1e3 if self._cuda else b - a
 
     def _share(self, into: list[float], taken: float, a: int, b: int, timed: set[int]) -> None:
-        """Share an interval between operators a and b out over those that lie there."""
+        """Divide the time between operators a and b among the operators in between."""
         low, high = min(a, b), max(a, b)
         inside = [o for o in self._workload.operators[low + 1 : high] if o.index not in timed]
         if not inside:
-            # Only views in between: the host's work for whoever comes next.
+            # Only views in between: the host's work for the next operator.
             into[b if 0 <= b < len(into) else min(max(a, 0), len(into) - 1)] += taken
             return
         weights = [_moved(operator) for operator in inside]
@@ -176,9 +176,9 @@ class StepClock:
 
 
 def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
-    """A step timed operator by operator, as long as the same one timed as a whole.
+    """A step timed per operator, scaled to the same step timed as a whole.
 
-    Timing an operator takes the host some time. Where the device waits for its host, that is in every interval.
+    Timing an operator costs the host some time, which is in every interval where the device waits for its host.
     """
     forward = sum(whole.forward) / sum(step.forward)
     backward = sum(whole.backward) / sum(step.backward)
@@ -186,14 +186,14 @@ def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
         step,
         forward=tuple(seconds * forward for seconds in step.forward),
         backward=tuple(seconds * backward for seconds in step.backward),
-        optimiser=whole.optimiser,
+        optimizer=whole.optimizer,
     )
 
 
 def host_ahead(device: torch.device) -> None:
-    """Keep a GPU waiting until the host has queued some work: what follows is timed without gaps between kernels.
+    """Keep a GPU busy until the host has queued some work: what follows is timed without gaps between kernels.
 
-    So it is in a job after the last average: while the device waited for it, the host went on.
+    In a job it is the same after the last average: while the device waited for it, the host went on.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -201,11 +201,11 @@ def host_ahead(device: torch.device) -> None:
 
 
 def without_communication(ddp: DistributedDataParallel) -> None:
-    """Let DDP gather its buckets and hand them back, and send nothing: what is left is a rank's own work."""
+    """Let DDP fill its buckets but send nothing: what remains is a rank's own work."""
     ddp.register_comm_hook(None, _hand_back)
 
 
-def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
+def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP rejects a hook with string annotations
     values = bucket.buffer()
     on = None if values.device.type == "cpu" else [values.device]
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
@@ -216,11 +216,11 @@ def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a
 def operator_times(
     workload: Workload, steps: Sequence[StepTimes], precisions: Mapping[str, str]
 ) -> dict[str, OperatorTime]:
-    """Times by operator key: medians over steps, then means over the operators that have the key.
+    """Times by operator key: medians over steps, then means over the operators with this key.
 
     Args:
-        workload: of the batch that was timed.
-        precisions: what was set meanwhile, by operator name.
+        workload: with the timed batch size.
+        precisions: those that were set, by operator name.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
     for operator in workload.operators:
@@ -235,24 +235,24 @@ def operator_times(
 
 
 def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed]) -> DeviceProfile:
-    """A profile with what some steps took: of operators, and of the optimiser, of which it is the median.
+    """The profile with the times of some steps added: of operators, and the median of the optimizer.
 
-    Operators that nobody set are known best from plain steps, in whatever order these come.
+    Operators in their own precision take their times from steps without lowered operators, in any order of steps.
     """
     operators = dict(profile.operators)
     sizes = set(profile.batches.get(workload.model, ()))
     for samples, precisions, steps in timed:
         at = workload.at_batch(samples)
-        found = operator_times(at, steps, precisions)
+        times = operator_times(at, steps, precisions)
         lowered = {
             str(key_of(o, precisions[o.setting]))
             for o in at.operators
             if o.setting is not None and o.setting in precisions
         }
-        operators |= {k: t for k, t in found.items() if not precisions or k in lowered or k not in operators}
+        operators |= {k: t for k, t in times.items() if not precisions or k in lowered or k not in operators}
         sizes.add(samples)
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
-    update = median(step.optimiser for _, _, steps in timed for step in steps)
+    update = median(step.optimizer for _, _, steps in timed for step in steps)
     return replace(
         profile,
         operators=operators,
@@ -262,6 +262,6 @@ def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed
 
 
 def _moved(operator: Operator) -> float:
-    """What an operator's time is taken to be in proportion to, beside its neighbours'."""
-    # A product does its arithmetic at some hundred operations for a byte moved.
+    """The weight of an operator when an interval is divided."""
+    # A matrix product does about a hundred operations in the time of moving a byte.
     return operator.bytes_read + operator.bytes_written + operator.flops / 100 + 1024

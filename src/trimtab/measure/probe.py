@@ -1,4 +1,4 @@
-"""`trimtab probe`: what can this machine do? The answer is a cluster with its profile."""
+"""Probe the devices and links of a job: the result is a cluster with its profile."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from trimtab.cluster import Profile
 
 ALIKE = 0.15
-"""Devices of one name whose speeds differ by less than this part are one class."""
+"""Devices with the same name whose speeds differ by less than this fraction are one class."""
 
 LINK = "link"
-"""What the class of the link between the probed hosts is called."""
+"""The name of the class of the link between the probed hosts."""
 
 BATCHES = (2, 4, 6)
-"""Samples of a rank that are probed when nothing is said; `trimtab plan` says where its job has others by far."""
+"""Default samples per rank; `trimtab plan` warns if its job needs to extrapolate far."""
 
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
@@ -53,25 +53,27 @@ def probe(
     fresh: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Cluster:
-    """Measure the devices of this job and what joins them.
+    """Measure the devices of this job and the link between them.
 
-    One process measures one device. Under torchrun (or `trimtab emulate`) the ranks measure their own in step with
-    one another, and all of them the link between them; every rank gets the whole cluster.
+    One process measures one device. Under torchrun (or `trimtab emulate`) the ranks measure their devices in lockstep,
+    and all of them the link between them; every rank gets the whole cluster.
 
     Args:
-        model: whose operators are timed, inside real training steps; see `trimtab.models.spec.load_model`.
-        batches: samples of a rank; two sizes tell how times grow, so that others can be predicted. Best are a half,
-            the whole and one and a half of what a rank has when all have the same.
-        precisions: to time beside the model's own; by default all that may pay off on the device.
-        bits: of the codec.
+        model: the model whose operators are timed in real training steps; see `trimtab.models.spec.load_model`.
+        batches: samples per rank; at least two sizes show how times grow. Best are 0.5, 1 and 1.5 times an equal
+            share of the global batch.
+        precisions: to time besides the model's own; by default all that may pay off on the device.
+        bits: bits of the codec.
         autocast: "bf16" or "fp16"; the model's own precision.
-        seconds: no new measurement of a device is begun after this on any rank; what is missing is said, and the
-            next run goes on there.
-        fresh: measure again what the cache has.
+        seconds: no new measurement of a device starts after this time on any rank; a warning lists what is missing,
+            and the next run continues there.
+        fresh: ignore cached measurements.
     """
     on = torch.device(device)
     if len(set(batches)) < 2:
-        raise TrimtabError(f"probe: batches {list(batches)}: two sizes are needed to tell how times grow")
+        raise TrimtabError(
+            f"probe: batches {list(batches)}: at least two sizes are needed, to see how times grow"
+        )
     inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if inside:
         if device == "cuda":
@@ -109,21 +111,21 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
     several = len(set(hosts)) > 1
     placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
     link = LINK if several else LOCAL
-    found = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
-    if found.left and dist.get_rank() == 0:
+    probed = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    if probed.left and dist.get_rank() == 0:
         logger().warning(
-            "the %g seconds were up with %d measurements unfinished, the first %r: give more with --seconds%s",
+            "after %g seconds %d measurements are unfinished, the first is %r: raise --seconds%s",
             task.seconds,
-            len(found.left),
-            found.left[0],
-            ", or run the same command again to go on" if cache.keep else "",
+            len(probed.left),
+            probed.left[0],
+            ", or run the same command again to continue" if cache.keep else "",
         )
     return Cluster(
         version=1,
         devices=classes,
-        links=_link(found.profile) if several else {},
+        links=_link(probed.profile) if several else {},
         hosts=_hosts(hosts, of_rank, LINK if several else None),
-        profile=found.profile,
+        profile=probed.profile,
     )
 
 
@@ -134,7 +136,7 @@ def _link(profile: Profile) -> dict[str, Link]:
 
 
 def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
-    """Classes of devices that have one name and about one speed, and the class of every rank."""
+    """Classes of devices with the same name and about the same speed, and the class of every rank."""
     fastest = max(rate for _, rate in ranks)
     classes: dict[str, Device] = {}
     of_rank: list[str] = []
@@ -155,7 +157,7 @@ def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, D
 
 
 def _here() -> str:
-    """This host's name; torchrun's nodes count as hosts, also where one machine plays several."""
+    """This host's name; torchrun's nodes count as hosts, even if one machine runs several."""
     node = os.environ.get("GROUP_RANK", "0") if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else ""
     return f"{socket.gethostname()[:24]}{'-' if node else ''}{node}"
 
@@ -176,7 +178,7 @@ def _name(host: str, index: int) -> str:
 
 
 def _speed(device: torch.device) -> float:
-    """Matrix products a second, over long enough that a quota counts in full."""
+    """Matrix products per second, over long enough that a CPU quota counts in full."""
     side = SPEED_SIDE[device.type]
     matrix = torch.randn(side, side, device=device)
     meet(device)
@@ -184,10 +186,10 @@ def _speed(device: torch.device) -> float:
 
 
 def merge_files(paths: Sequence[Path]) -> Cluster:
-    """One cluster of several probed files: all their hosts, classes, links and measurements.
+    """Merge several probed files into one cluster: all their hosts, classes, links and measurements.
 
     Raises:
-        TrimtabError: files that two versions measured, or classes of one name that differ.
+        TrimtabError: the files are from different versions, or classes with the same name differ.
     """
     clusters = [load_cluster(path) for path in paths]
     devices: dict[str, Device] = {}
@@ -196,7 +198,7 @@ def merge_files(paths: Sequence[Path]) -> Cluster:
     profiles: list[Profile] = []
     for path, cluster in zip(paths, clusters, strict=True):
         if cluster.profile is None:
-            raise TrimtabError(f"{path}: holds no measurements; make it with `trimtab probe --out {path}`")
+            raise TrimtabError(f"{path}: has no measurements; make it with `trimtab probe --out {path}`")
         try:
             check_profile(cluster.profile, trimtab=trimtab.__version__)
         except TrimtabError as error:

@@ -1,8 +1,8 @@
-"""Measuring compressed buckets as a job runs them: encoded, sent and decoded, one behind the other.
+"""Measure compressed buckets as a job runs them: encoded, sent and decoded in a pipeline.
 
 Encoding, transfers and decoding of different buckets should overlap. How well they do depends on the device: a
-GPU with few hardware queues runs them in turn. What a row of buckets takes beyond what wire and codec explain is
-added to what a message costs. Collective: every rank calls these at the same point.
+GPU with few hardware queues runs them in turn. The time of a row of buckets beyond that of link and codec is
+added to the cost of a message. Collective: every rank calls these at the same point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from trimtab.codec import Block
 from trimtab.collectives import Piece, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
-from trimtab.measure.links import tried
+from trimtab.measure.links import buckets_within
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
 from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
@@ -34,7 +34,7 @@ BLOCK = 1024
 
 
 class ReductionProbe:
-    """The buckets of a workload at a number of bits, with nothing to compute beside them."""
+    """Times the buckets of a workload at a number of bits, without computation at the same time."""
 
     def __init__(
         self, workload: Workload, bits: int, device: torch.device, groups: Sequence[dist.ProcessGroup]
@@ -79,8 +79,8 @@ class ReductionProbe:
             future.wait()
 
 
-class Unhidden:
-    """What each compressed bucket takes beyond wire and codec; rounds can be added, and asked for at any time."""
+class ReductionOverhead:
+    """The time of each compressed bucket beyond link and codec; it can be read after any round."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class Unhidden:
     ) -> None:
         """
         Args:
-            most: bytes of the uncompressed buckets that are tried, for links that would take too long with all.
+            most: bytes of the uncompressed buckets to send, for links that would take too long with all.
         """
-        self._workload = replace(workload, buckets=workload.buckets[: tried(workload, most)])
+        self._workload = replace(workload, buckets=workload.buckets[: buckets_within(workload, most)])
         self._placement = placement
         group = dist.group.WORLD
         assert group is not None
@@ -107,12 +107,9 @@ class Unhidden:
             row.round()
 
     def seconds(self, profile: Profile, link: str, names: Sequence[str]) -> float:
-        """For each bucket; `names` are the device classes of the ranks.
-
-        None of it is negative: a row that was faster than explained was lucky.
-        """
+        """Seconds per bucket, never negative; `names` are the device classes of the ranks."""
         fits = _fits(profile, link, names)
-        beyond = []
+        overheads = []
         for bits, row in self._rows.items():
             buckets, local = compressed_buckets(
                 self._workload,
@@ -121,21 +118,21 @@ class Unhidden:
                 bits_of(self._workload, bits),
                 [codec_speed(profile, name, bits) for name in names],
             )
-            beyond.append((row.seconds - idle_seconds(buckets, local)) / len(buckets))
-        return max(0.0, mean(beyond))
+            overheads.append((row.seconds - idle_seconds(buckets, local)) / len(buckets))
+        return max(0.0, mean(overheads))
 
     def close(self) -> None:
-        """End the threads. The groups stay until the default one goes.
+        """Stop the threads. The groups are kept until the default group is destroyed.
 
-        Were they destroyed, torch would give their names, and what the store knows under those, to the next ones:
-        their ranks would look for each other where nobody listens any more.
+        If they were destroyed, torch would reuse their names for the next groups, which would then find stale
+        addresses in the store.
         """
         for row in self._rows.values():
             row.close()
 
 
-def slower_gathers(profile: Profile, link: str, seconds: float) -> Profile:
-    """The profile with so much more for each compressed bucket: every one is all-gathered once."""
+def with_overhead(profile: Profile, link: str, seconds: float) -> Profile:
+    """The profile with this overhead for each compressed bucket, each of which is all-gathered once."""
     collectives = profile.links[link]
     gather = collectives["all_gather"]
     others = dist.get_world_size() - 1

@@ -1,4 +1,4 @@
-"""Models by name: what `--model` of `probe` and `simulate` takes."""
+"""Models by name, as for `--model` of `probe`, `plan` and `simulate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model and one sample batch of it, on the device where it was made."""
+    """A model and one sample batch, on the device where they were created."""
 
     name: str
     model: nn.Module
@@ -26,19 +26,19 @@ class ModelSpec:
     """The model's arguments. Axis 0 of each tensor is the batch."""
 
     loss: Callable[[Any], torch.Tensor] | None = None
-    """The scalar loss of what the model returns; None where it returns that itself."""
+    """Computes the scalar loss from the model's output; None if the output is the loss."""
 
     def loss_of(self, output: Any) -> torch.Tensor:
-        found = self.loss(output) if self.loss is not None else getattr(output, "loss", output)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        loss = self.loss(output) if self.loss is not None else getattr(output, "loss", output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TrimtabError(
-                f"{self.name}: the model gives {type(found).__name__} where a scalar loss is due; let the function "
-                "return (model, batch, loss), with a loss that makes a scalar of the model's output"
+                f"{self.name}: the model returns {type(loss).__name__} instead of a scalar loss; let the function "
+                "return (model, batch, loss), with a loss that computes a scalar from the model's output"
             )
-        return found
+        return loss
 
     def batch_of(self, samples: int) -> tuple[Any, ...]:
-        """The batch with another number of samples: rows of the sample, repeated."""
+        """The batch with another number of samples: rows of the sample batch, repeated."""
 
         def sized(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or x.dim() == 0:
@@ -53,16 +53,16 @@ NAMES = ("gpt", "gpt2", "bert", "vit", "resnet50")
 
 
 def load_model(text: str, device: torch.device, *, samples: int = 4) -> ModelSpec:
-    """A model of `NAMES`, or what ``module:function`` returns: (model, batch) or (model, batch, loss).
+    """A model of `NAMES`, or the result of ``module:function``: (model, batch) or (model, batch, loss).
 
     Raises:
-        TrimtabError: what the text should have been.
+        TrimtabError: there is no such model.
     """
     if ":" in text:
         return _from_function(text, device)
     if text not in NAMES:
         raise TrimtabError(
-            f"there is no model {text!r}; choose {', '.join(NAMES)}, or write module:function for one of your own"
+            f"there is no model {text!r}; choose {', '.join(NAMES)}, or write module:function for your own"
         )
     with torch.device(device):
         model, batch = _named(text, samples)
@@ -72,7 +72,7 @@ def load_model(text: str, device: torch.device, *, samples: int = 4) -> ModelSpe
 def _from_function(text: str, device: torch.device) -> ModelSpec:
     module, _, name = text.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it
+        sys.path.insert(0, "")  # as with `python -m`
     try:
         function = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
@@ -85,7 +85,7 @@ def _from_function(text: str, device: torch.device) -> ModelSpec:
         made = function()
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise TrimtabError(
-            f"{text}: must return (model, batch) or (model, batch, loss); it gave {type(made).__name__}"
+            f"{text}: must return (model, batch) or (model, batch, loss); got {type(made).__name__}"
         )
     batch = made[1] if isinstance(made[1], tuple) else (made[1],)
     return ModelSpec(name=text, model=made[0], batch=batch, loss=made[2] if len(made) == 3 else None)

@@ -156,7 +156,7 @@ def refused() -> list[str]:
 
 def test_mistakes_are_named(ranks: Pool) -> None:
     (said,) = ranks(1, refused)
-    assert ["'auto'" in said[0], "give both" in said[1], "below 1" in said[2]] == [True] * 3
+    assert ["'auto'" in said[0], "needs balance" in said[1], "below 1" in said[2]] == [True] * 3
 
 
 class Listening:

@@ -33,7 +33,7 @@ from trimtab.measure.codec import CodecProbe
 from trimtab.measure.links import LinkProbe, link_times, own_rows
 from trimtab.measure.lockstep import StepTrainer
 from trimtab.measure.operators import with_steps
-from trimtab.measure.reductions import Unhidden, slower_gathers
+from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
 from trimtab.predict.links import Placement
@@ -143,7 +143,7 @@ class Job:
         self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
         self._casts = (f"bf16>{self._low}", f"fp32>{self._low}") if cuda else (f"fp32>{self._low}",)
         self._link: LinkProbe | None = None
-        self._beyond: Unhidden | None = None
+        self._beyond: ReductionOverhead | None = None
 
     def settle(self) -> None:
         """Let DDP rebuild its buckets, kernels compile and caches fill."""
@@ -194,10 +194,10 @@ class Job:
         if not self.bits:
             return profiles
         if self._beyond is None:
-            self._beyond = Unhidden(self.workload, self.bits, PLACEMENT, self.device)
+            self._beyond = ReductionOverhead(self.workload, self.bits, PLACEMENT, self.device)
         self._beyond.round()
         seconds = self._beyond.seconds(profiles[0], link, NAMES)
-        return [slower_gathers(profile, link, seconds) for profile in profiles]
+        return [with_overhead(profile, link, seconds) for profile in profiles]
 
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
