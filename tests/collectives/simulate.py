@@ -14,10 +14,17 @@ from trimtab.random_bits import OWN, REDUCED, stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from trimtab.codec.error_feedback import ErrorFeedback
     from trimtab.codec.packing import Packing
 
 SEED = 5
 KERNELS = ReferenceKernels()
+
+
+def residual_norm(feedback: ErrorFeedback | None) -> float:
+    """Of what is left out of the parameter "w"."""
+    residual = None if feedback is None else feedback.residual("w")
+    return 0.0 if residual is None else float(residual.norm())
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.collectives import simulate
-from tests.collectives.simulate import SEED, mixed_pieces, values_of
+from tests.collectives.simulate import SEED, mixed_pieces, residual_norm, values_of
 
 from trimtab.codec import Block, Codec, ErrorFeedback, Uncompressed
 from trimtab.collectives import (
@@ -183,7 +183,7 @@ def reduce_repeatedly(method: Method | None, hierarchical: bool, steps: int) -> 
             (world_group(),) * 2,
             codec,
             seed=1,
-            memory=memory,
+            feedback=memory,
             hierarchy=hierarchy,
             method=method,
         )
@@ -194,7 +194,7 @@ def reduce_repeatedly(method: Method | None, hierarchical: bool, steps: int) -> 
     dist.barrier()
     if hierarchy is not None:
         hierarchy.close()
-    return total, memory.norm("w")
+    return total, residual_norm(memory)
 
 
 @pytest.mark.parametrize(

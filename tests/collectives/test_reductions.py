@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.simulate import (
+    SEED,
+    all_gather,
+    mixed_pieces,
+    residual_norm,
+    scatter_reduce,
+    values_of,
+)
 
 from trimtab.codec import Block, Codec, ErrorFeedback, PowerSGD, TopK, Uncompressed
-from trimtab.codec.reference import ReferenceKernels
-from trimtab.collectives import Piece, all_reduce, finish, plan_layout, reduction_for
-from trimtab.random_bits import OWN, REDUCED, stream
+from trimtab.collectives import Piece, all_reduce, finish, reduction_for
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
-
-
-def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 + rank)
-    return torch.randn(numel, generator=generator).to(dtype)
 
 
 def world_group() -> dist.ProcessGroup:
@@ -28,57 +29,13 @@ def world_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def mixed_pieces(numel: int) -> list[Piece]:
-    """A bucket with a large, a raw and an odd parameter."""
-    cuts = [0, numel // 2, numel // 2 + min(50, numel // 3), numel]
-    bits = [4, 0, 3]
-    return [
-        Piece(name=f"p{i}", offset=cuts[i], numel=cuts[i + 1] - cuts[i], bits=bits[i], block=64)
-        for i in range(3)
-    ]
-
-
 def reduce_bucket(numel: int, dtype: torch.dtype, scale: float, step: int) -> torch.Tensor:
     flat = values_of(dist.get_rank(), numel, dtype)
     pieces = [(piece, torch.Size([piece.numel])) for piece in mixed_pieces(numel)]
     groups = (world_group(),) * 2
-    reduction = reduction_for(pieces, dtype, flat.device, groups, Block(), seed=5)
+    reduction = reduction_for(pieces, dtype, flat.device, groups, Block(), seed=SEED)
     finish(reduction.steps(flat, step=step, scale=scale))
     return flat
-
-
-def simulate_scatter_reduce(
-    world: int, numel: int, dtype: torch.dtype, scale: float, step: int
-) -> torch.Tensor:
-    """What scatter-reduce-allgather must give, computed in one process with the reference kernels."""
-    kernels = ReferenceKernels()
-    layout = plan_layout(mixed_pieces(numel), dtype, world)
-    result = torch.empty(numel, dtype=dtype)
-    for owner, chunk in enumerate(layout.chunks):
-        payloads = []
-        for rank in range(world):
-            if rank != owner:
-                payload = torch.zeros(chunk.nbytes, dtype=torch.uint8)
-                key = stream(5, step, rank, OWN)
-                kernels.encode(values_of(rank, numel, dtype), chunk, payload, stream=key, scale=scale)
-                payloads.append(payload)
-        sums = torch.zeros(chunk.nbytes, dtype=torch.uint8)
-        own = values_of(owner, numel, dtype)
-        kernels.reduce_encode(own, payloads, chunk, sums, stream=stream(5, step, owner, REDUCED), scale=scale)
-        kernels.decode(sums, chunk, result)
-    return result
-
-
-def simulate_all_gather(world: int, numel: int, dtype: torch.dtype, scale: float, step: int) -> torch.Tensor:
-    kernels = ReferenceKernels()
-    (whole,) = plan_layout(mixed_pieces(numel), dtype, 1).chunks
-    result = torch.empty(numel, dtype=dtype)
-    for rank in range(world):
-        payload = torch.zeros(whole.nbytes, dtype=torch.uint8)
-        key = stream(5, step, rank, OWN)
-        kernels.encode(values_of(rank, numel, dtype), whole, payload, stream=key, scale=scale)
-        kernels.decode(payload, whole, result, add=rank > 0)
-    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,8 +47,8 @@ def test_every_rank_holds_exactly_the_simulated_bits(
     scale = 1 / world
     reduced = ranks(world, reduce_bucket, numel, dtype, scale, 3)
     gathers = world == 2 or (dtype == torch.float32 and numel == 1_000)
-    simulate = simulate_all_gather if gathers else simulate_scatter_reduce
-    expected = simulate(world, numel, dtype, scale, 3)
+    values = [values_of(rank, numel, dtype) for rank in range(world)]
+    expected = (all_gather if gathers else scatter_reduce)(values, mixed_pieces(numel), 3, scale)
     for result in reduced:
         assert torch.equal(result, expected)
 
@@ -192,14 +149,14 @@ def reduce_repeatedly(
         groups,
         codec,
         seed=1,
-        memory=memory,
+        feedback=memory,
     )
     total = torch.zeros_like(values)
     for step in range(steps):
         flat = values.clone()
         finish(reduction.steps(flat, step=step, scale=world_scale))
         total += flat
-    return total, memory.norm("w") if memory else 0.0
+    return total, residual_norm(memory)
 
 
 @pytest.mark.parametrize("codec", [Block(bits=2, block=128, stochastic=False), TopK(0.05), PowerSGD(4)])

@@ -194,7 +194,7 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("another backend", "not of the backend 'trimtab'"),
+        ("another backend", "does not use the backend 'trimtab'"),
         ("codec", "sees only flat buffers"),
         ("view", "exact view of the default group"),
         ("state", "made with seed 2"),

@@ -352,7 +352,7 @@ def refused(case: str) -> str:
         ("not ddp", "wrap the model first"),
         ("pattern", "no parameter matches the pattern 'typo.*'; parameters are called up.weight"),
         ("twice", "already compressed"),
-        ("family", "cannot ride with"),
+        ("family", "cannot be combined with"),
         ("own hook", "hook of its own"),
         ("bits", "bits must be 1 to 8"),
     ],
@@ -373,7 +373,7 @@ def other_settings_on_rank_one() -> str:
 
 def test_ranks_with_other_settings_end_with_an_error_not_a_hang(ranks: Pool) -> None:
     for message in ranks(2, other_settings_on_rank_one, allow_groups=True):
-        assert "compress with other settings" in message
+        assert "compress gradients with other settings" in message
 
 
 def disabled() -> tuple[str, bool]:

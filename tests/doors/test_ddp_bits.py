@@ -75,8 +75,8 @@ def owed_and_sent() -> float:
     for step in range(6):
         sent += gradients(ddp, step)["1.weight"].view(-1)
         meant += gradients(plain, step)["1.weight"].view(-1)
-    assert compression.memory is not None
-    residual = compression.memory.residual("1.weight")
+    assert compression.feedback is not None
+    residual = compression.feedback.residual("1.weight")
     assert residual is not None
     owed = residual.clone()
     dist.all_reduce(owed)
@@ -156,4 +156,4 @@ def other_bits_on_rank_one() -> str:
 
 def test_other_bits_on_one_rank_end_with_an_error_not_a_hang(ranks: Pool) -> None:
     for message in ranks(2, other_bits_on_rank_one, allow_groups=True):
-        assert "compress with other settings" in message
+        assert "compress gradients with other settings" in message

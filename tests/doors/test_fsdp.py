@@ -16,8 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import trimtab
 from trimtab.codec import Block, PowerSGD
-from trimtab.control.compression.fsdp import choose_pieces, fsdp_compression_of
+from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.doors.fsdp import FsdpCompression
+from trimtab.doors.parameters import choose_bits
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -310,7 +311,7 @@ def test_without_a_codec_each_axis_is_measured(ranks: Pool) -> None:
 def one_axis(shard: bool) -> tuple[float, bool, list[int]]:
     plain, net = make(None, replicas=2), make(None, replicas=2)
     sizes = {name: (p.numel(), p.dim()) for name, p in net.named_parameters()}
-    pieces = choose_pieces(sizes, Block(bits=8), {}, 2048)
+    pieces, _ = choose_bits(sizes, Block(bits=8), {}, 2048)
     compression = FsdpCompression(net, Block(bits=8), pieces, shard=shard, replicate=not shard)
     for model in (plain, net):
         for step in range(2):
@@ -384,7 +385,7 @@ def refused(case: str) -> str:
         ("pattern", "no parameter matches the pattern 'typo.*'"),
         ("weights", "weight_bits must be 1 to 8"),
         ("ddp", "weight_bits is for FSDP2"),
-        ("state", "of another model"),
+        ("state", "belongs to another model"),
         ("settings", "with other settings"),
     ],
 )

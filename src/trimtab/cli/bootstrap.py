@@ -41,7 +41,7 @@ def wrap_ddp() -> None:
         compression = compression_of(self)
         if compression is not None:
             compression.automatic = True
-            self.register_comm_hook = compression.give_way  # type: ignore[method-assign]
+            self.register_comm_hook = compression.defer_to  # type: ignore[method-assign]
 
     DistributedDataParallel.__init__ = construct_and_compress  # type: ignore[method-assign]
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class ErrorFeedback:
-    """Per parameter name, the fp32 difference between what was meant and what was sent.
+    """Per parameter name, the residual: the fp32 difference between the exact values and what was sent.
 
-    Composes with any codec: call `restore` before encoding and `keep` after it. A parameter
-    whose difference is not finite (an overflow under loss scaling) starts again from zero.
+    Works with any codec: call `restore` before encoding and `keep` after it. A residual that is
+    not finite (an overflow under loss scaling) is reset to zero.
     """
 
     def __init__(self, *, hold_unused: bool = False) -> None:
@@ -38,34 +38,29 @@ class ErrorFeedback:
             owed = owed * used
         values.add_(owed)
 
-    def keep(self, name: str, meant: torch.Tensor, sent: torch.Tensor) -> None:
-        """Remember `meant - sent` for the next step."""
+    def keep(self, name: str, target: torch.Tensor, sent: torch.Tensor) -> None:
+        """Keep `target - sent` for the next step."""
         residual = self._residuals.get(name)
         if residual is None:
             residual = self._residuals[name] = torch.zeros(
-                meant.numel(), dtype=torch.float32, device=meant.device
+                target.numel(), dtype=torch.float32, device=target.device
             )
         held = self._used.pop(name, None)
         if held is None:
-            torch.sub(meant.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
-        else:  # what was not added to the values is still owed
-            residual.mul_(~held).add_(meant.reshape(-1).float()).sub_(sent.reshape(-1).float())
+            torch.sub(target.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
+        else:  # keep what was not added to the values
+            residual.mul_(~held).add_(target.reshape(-1).float()).sub_(sent.reshape(-1).float())
         # One pass: a single NaN or Inf makes the sum one. (A sum that overflows resets too; no gradient is so large.)
         finite = torch.isfinite(residual.sum())
         if residual.device.type == "cpu":
             if not finite:
                 residual.zero_()
-        else:  # asking would make the host wait for the device
+        else:  # a branch would make the host wait for the device
             residual.masked_fill_(~finite, 0.0)
 
     def residual(self, name: str) -> torch.Tensor | None:
-        """What is owed to a parameter, flat; None before its first step."""
+        """The residual of a parameter, flat; None before its first step."""
         return self._residuals.get(name)
-
-    def norm(self, name: str) -> float:
-        """Euclidean norm of what is owed to a parameter."""
-        residual = self._residuals.get(name)
-        return 0.0 if residual is None else float(residual.norm())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: residual.clone() for name, residual in self._residuals.items()}

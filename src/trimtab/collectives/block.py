@@ -36,16 +36,48 @@ class BlockReduction:
         seed: int,
         stochastic: bool,
         device: torch.device,
-        memory: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self._layout, self._groups, self._device = layout, groups, device
-        self._kernels, self._seed, self._stochastic, self._memory = kernels, seed, stochastic, memory
+        self._kernels, self._seed, self._stochastic, self._feedback = kernels, seed, stochastic, feedback
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._allocate()
 
     def _allocate(self) -> None:
-        """Make the buffers of payloads that every step uses again."""
+        """Make the payload buffers, which every step uses again."""
         raise NotImplementedError
+
+    def _restore(self, flat: torch.Tensor, scale: float) -> tuple[float, torch.Tensor | None]:
+        """With error feedback: scale the bucket, add what earlier steps left out, and copy the result.
+
+        Returns the scale that is still to be applied, and the copy: the values that should arrive.
+        """
+        if self._feedback is None:
+            return scale, None
+        if scale != 1.0:
+            flat.mul_(scale)
+        for part, name in self._compressed_parts():
+            self._feedback.restore(name, flat[part])
+        return 1.0, flat.clone()
+
+    def _keep(self, target: torch.Tensor | None, sent: torch.Tensor) -> None:
+        """With error feedback: remember for the next step what `sent` lacks of `target`."""
+        if self._feedback is not None and target is not None:
+            carried(target)
+            for part, name in self._compressed_parts():
+                self._feedback.keep(name, target[part], sent[part])
+
+    def _compressed_parts(self) -> Iterator[tuple[slice, str]]:
+        for piece in self._layout.pieces:
+            if piece.bits != RAW:
+                yield slice(piece.offset, piece.offset + piece.numel), piece.name
+
+    def _decode_sums(self, gathered: torch.Tensor, row_bytes: int, flat: torch.Tensor) -> None:
+        """Decode the chunks that the other ranks own, each from its row of what was gathered."""
+        for rank, row in enumerate(rows(gathered, row_bytes)):
+            chunk = self._layout.chunks[rank]
+            if rank != self._rank and chunk.nbytes:
+                self._kernels.decode(row[: chunk.nbytes], chunk, flat)
 
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -59,24 +91,24 @@ class BlockReduction:
         *,
         stream: int,
         scale: float,
-        meant: torch.Tensor | None,
+        target: torch.Tensor | None,
     ) -> None:
         """Add `payloads` to `scale` × `flat`, encode the sums, and leave them decoded in `flat`.
 
-        With `meant`, where error feedback needs it, the sums themselves are kept there.
+        With `target`, where error feedback needs it, the exact sums are stored there.
         """
         kernels, stochastic = self._kernels, self._stochastic
-        if meant is None:
+        if target is None:
             kernels.reduce_encode(
                 flat, payloads, packing, out, stream=stream, scale=scale, stochastic=stochastic
             )
             return
-        assert scale == 1.0, "what is owed was added to values that were scaled before"
+        assert scale == 1.0, "the residuals were added to values that were scaled before"
         for payload in payloads:
             kernels.decode(payload, packing, flat, add=True)
         for segment in packing.segments:
             part = slice(segment.offset, segment.offset + segment.numel)
-            meant[part] = flat[part]
+            target[part] = flat[part]
         kernels.encode(flat, packing, out, stream=stream, stochastic=stochastic)
         kernels.decode(out, packing, flat)
 
@@ -105,14 +137,11 @@ class ScatterReduceAllGather(BlockReduction):
         3. decode the other owners' sums.
         """
         kernels, stochastic = self._kernels, self._stochastic
-        if self._memory is not None:
-            restore(self._memory, self._layout, flat, scale)
-            scale = 1.0
+        scale, target = self._restore(flat, scale)
         first = stream(self._seed, step, self._rank, OWN)
         kernels.encode(flat, self._others, self._sent, stream=first, scale=scale, stochastic=stochastic)
-        if self._memory is not None:
-            owed = flat.clone()
-            kernels.decode(self._sent, self._others, owed)
+        if target is not None:  # what the owners receive; the last step overwrites it
+            kernels.decode(self._sent, self._others, flat)
         yield started(
             dist.all_to_all_single(
                 self._received,
@@ -126,27 +155,10 @@ class ScatterReduceAllGather(BlockReduction):
         payloads = rows(self._received, self._mine.nbytes)
         sums = self._sums[: self._mine.nbytes]
         second = stream(self._seed, step, self._rank, REDUCED)
-        if self._memory is not None:
-            carried(owed)
-            # The sum itself is needed to know what its encoding left out: no fused form.
-            for payload in payloads:
-                kernels.decode(payload, self._mine, flat, add=True)
-            meant = flat.clone()
-            kernels.encode(flat, self._mine, sums, stream=second, stochastic=stochastic)
-            kernels.decode(sums, self._mine, flat)
-            for segment in self._mine.segments:
-                own = slice(segment.offset, segment.offset + segment.numel)
-                owed[own] = flat[own]
-            keep(self._memory, self._layout, meant, owed)
-        else:
-            kernels.reduce_encode(
-                flat, payloads, self._mine, sums, stream=second, scale=scale, stochastic=stochastic
-            )
+        self._encode_sum(flat, payloads, self._mine, sums, stream=second, scale=scale, target=target)
+        self._keep(target, flat)
         yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
-        for rank, row in enumerate(rows(self._gathered, self._sums.numel())):
-            chunk = self._layout.chunks[rank]
-            if rank != self._rank and chunk.nbytes:
-                kernels.decode(row[: chunk.nbytes], chunk, flat)
+        self._decode_sums(self._gathered, self._sums.numel(), flat)
 
 
 class AllGather(BlockReduction):
@@ -165,17 +177,14 @@ class AllGather(BlockReduction):
         """1. encode everything; all-gather.
         2. decode and add all ranks' codes, in rank order.
         """
-        if self._memory is not None:
-            restore(self._memory, self._layout, flat, scale)
-            scale = 1.0
+        scale, target = self._restore(flat, scale)
         key = stream(self._seed, step, self._rank, OWN)
         self._kernels.encode(
             flat, self._whole, self._mine, stream=key, scale=scale, stochastic=self._stochastic
         )
-        if self._memory is not None:
-            sent = torch.empty_like(flat)
-            self._kernels.decode(self._mine, self._whole, sent)
-            keep(self._memory, self._layout, flat, sent)
+        if target is not None:
+            self._kernels.decode(self._mine, self._whole, flat)
+            self._keep(target, flat)
         yield started(all_gather_single(self._gathered, self._mine, self._groups[0], async_op=True))
         for rank, payload in enumerate(rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
@@ -184,20 +193,3 @@ class AllGather(BlockReduction):
 def rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     """A buffer of payloads of one size, cut into them."""
     return list(buffer.view(-1, size).unbind()) if size else []
-
-
-def restore(memory: ErrorFeedback, layout: Layout, flat: torch.Tensor, scale: float) -> None:
-    """Scale the bucket, and add what earlier steps left out."""
-    if scale != 1.0:
-        flat.mul_(scale)
-    for piece in layout.pieces:
-        if piece.bits != RAW:
-            memory.restore(piece.name, flat[piece.offset : piece.offset + piece.numel])
-
-
-def keep(memory: ErrorFeedback, layout: Layout, meant: torch.Tensor, sent: torch.Tensor) -> None:
-    """Remember what this step left out."""
-    for piece in layout.pieces:
-        if piece.bits != RAW:
-            part = slice(piece.offset, piece.offset + piece.numel)
-            memory.keep(piece.name, meant[part], sent[part])

@@ -1,4 +1,4 @@
-"""Which reduction serves a bucket, and a compressed all-reduce of a single tensor."""
+"""Chooses the reduction of a bucket; a compressed all-reduce of a single tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reduction_for(
     codec: Codec,
     *,
     seed: int,
-    memory: ErrorFeedback | None = None,
+    feedback: ErrorFeedback | None = None,
     rights: dict[str, torch.Tensor] | None = None,
     kernels: Kernels | None = None,
     hierarchy: Hierarchy | None = None,
@@ -51,54 +51,58 @@ def reduction_for(
 ) -> Reduction:
     """The reduction of a bucket that holds these pieces (each with its tensor's shape).
 
-    `memory` (error feedback) and `rights` (PowerSGD's starting factors) outlive the bucket: both are
+    `feedback` (error feedback) and `rights` (PowerSGD's starting factors) outlive the bucket: both are
     keyed by parameter name.
 
-    Types that the codec does not carry (float64, complex) take the backend's own all-reduce.
-    With a `hierarchy`, `Block` and `Uncompressed` reduce exactly inside each host first, and only one shard a rank
-    travels between hosts; PowerSGD and top-k look at whole parameters, and stay flat.
-    `method` chooses how block-quantized values are reduced (between hosts, with a hierarchy); without it, two
-    ranks, and tiny fp32 buckets, take one all-gather, all else scatter-reduce-allgather.
+    Types that the codec does not support (float64, complex) use the backend's own all-reduce.
+    With a `hierarchy`, `Block` and `Uncompressed` reduce exactly inside each host first, and each rank sends only
+    its shard between hosts; PowerSGD and top-k need whole parameters, and stay flat.
+    `method` chooses how block-quantized values are reduced (between hosts, with a hierarchy); by
+    default two ranks, and tiny fp32 buckets, use one all-gather, all others scatter-reduce-allgather.
     """
     if dtype not in DTYPES:
         return PlainReduction(tuple(groups))
     if isinstance(codec, PowerSGD):
-        memory = ErrorFeedback() if memory is None else memory
+        feedback = ErrorFeedback() if feedback is None else feedback
         rights = {} if rights is None else rights
-        return LowRankReduction(pieces, groups, codec, seed=seed, memory=memory, rights=rights)
+        return LowRankReduction(pieces, groups, codec, seed=seed, feedback=feedback, rights=rights)
     whole = [piece for piece, _ in pieces]
     if hierarchy is not None and isinstance(codec, (Block, Uncompressed)):
-        return _in_levels(whole, dtype, device, hierarchy, codec, seed, memory, kernels, method)
+        return _hierarchical_reduction(
+            whole, dtype, device, hierarchy, codec, seed, feedback, kernels, method
+        )
     if not isinstance(codec, Block):
-        return CodecAllGather(pieces, groups, codec, seed=seed, memory=memory)
-    return _block_reduction(whole, dtype, device, groups, codec, seed, memory, kernels, method)
+        return CodecAllGather(pieces, groups, codec, seed=seed, feedback=feedback)
+    return _block_reduction(whole, dtype, device, groups, codec, seed, feedback, kernels, method)
 
 
-def _in_levels(
+def _hierarchical_reduction(
     pieces: Sequence[Piece],
     dtype: torch.dtype,
     device: torch.device,
     hierarchy: Hierarchy,
     codec: Block | Uncompressed,
     seed: int,
-    memory: ErrorFeedback | None,
+    feedback: ErrorFeedback | None,
     kernels: Kernels | None,
     method: Method | None,
 ) -> Reduction:
     between: Reduction | None = None
-    owed: ShardFeedback | None = None
+    residuals: ShardFeedback | None = None
     if isinstance(codec, Uncompressed):
-        # Shards are of equal size as they travel.
-        pieces, memory = [replace(piece, bits=RAW) for piece in pieces], None
+        # Uncompressed, shards of equal payload are shards of equal size.
+        pieces, feedback = [replace(piece, bits=RAW) for piece in pieces], None
     shard = hierarchy.shard(pieces, dtype)
     if hierarchy.between and shard.pieces and isinstance(codec, Uncompressed):
         between = PlainShard(hierarchy.between, *shard.cuts[hierarchy.index : hierarchy.index + 2])
     elif hierarchy.between and shard.pieces and isinstance(codec, Block):
-        owed = None if memory is None else ShardFeedback()
+        residuals = None if feedback is None else ShardFeedback()
         between = _block_reduction(
-            shard.pieces, dtype, device, hierarchy.between, codec, seed, owed, kernels, method
+            shard.pieces, dtype, device, hierarchy.between, codec, seed, residuals, kernels, method
         )
-    return HierarchicalReduction(hierarchy.inside, shard, between, pieces=pieces, memory=memory, owed=owed)
+    return HierarchicalReduction(
+        hierarchy.inside, shard, between, pieces=pieces, feedback=feedback, residuals=residuals
+    )
 
 
 def _block_reduction(
@@ -108,7 +112,7 @@ def _block_reduction(
     groups: Sequence[dist.ProcessGroup],
     codec: Block,
     seed: int,
-    memory: ErrorFeedback | None,
+    feedback: ErrorFeedback | None,
     kernels: Kernels | None,
     method: Method | None,
 ) -> Reduction:
@@ -126,7 +130,7 @@ def _block_reduction(
         seed=seed,
         stochastic=codec.stochastic,
         device=device,
-        memory=memory,
+        feedback=feedback,
     )
 
 
@@ -145,8 +149,8 @@ def all_reduce(
 ) -> None:
     """Reduce a tensor over the ranks in place, compressed, to the same bits everywhere.
 
-    With `weight`, each rank giving its own, the result is the weighted average
-    Σ weight·tensor / Σ weight, whatever `op` says. `groups` gives one process group for each
+    With `weight`, which may differ between ranks, the result is the weighted average
+    Σ weight·tensor / Σ weight, and `op` is ignored. `groups` gives one process group for each
     stage; by default both stages run on the default group, one after the other. `hierarchy` and `method` are
     those of `reduction_for`.
     """

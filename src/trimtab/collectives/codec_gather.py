@@ -1,4 +1,4 @@
-"""The reduction for any codec: everyone sends its encoding to all, and everyone adds them up."""
+"""The reduction for any codec: every rank sends its encoding to all others, and adds up what it receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CodecAllGather:
     """One all-gather of every rank's encoded pieces; sums run in rank order.
 
-    Pieces that are not to be compressed (bits 0) travel as they are.
+    Pieces with 0 bits travel uncompressed.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class CodecAllGather:
         codec: Codec,
         *,
         seed: int,
-        memory: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self._pieces = [(piece, shape, codec if piece.bits else Uncompressed()) for piece, shape in pieces]
-        self._group, self._seed, self._memory = groups[0], seed, memory
+        self._group, self._seed, self._feedback = groups[0], seed, feedback
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. encode each piece (with what was left out before); all-gather.
@@ -48,11 +48,11 @@ class CodecAllGather:
         sent = []
         for piece, shape, codec in self._pieces:
             values = flat[piece.offset : piece.offset + piece.numel]
-            if self._memory is not None and piece.bits:
-                self._memory.restore(piece.name, values)
+            if self._feedback is not None and piece.bits:
+                self._feedback.restore(piece.name, values)
             payload = codec.encode(values.view(shape), name=piece.name, stream=key)
-            if self._memory is not None and piece.bits:
-                self._memory.keep(piece.name, values, codec.decode(payload, shape, flat.dtype))
+            if self._feedback is not None and piece.bits:
+                self._feedback.keep(piece.name, values, codec.decode(payload, shape, flat.dtype))
             sent.append(payload)
         mine = torch.cat(sent)
         gathered = torch.empty(world * mine.numel(), dtype=torch.uint8, device=flat.device)

@@ -1,6 +1,6 @@
-"""CUDA tensors through shared host memory: for cards that cannot reach each other's memory.
+"""CUDA tensors through shared host memory: for GPUs that cannot access each other's memory.
 
-The segment is pinned, so that copies run beside the host. While one round is read and added on the device, the
+The segment is pinned, so that copies run asynchronously. While one round is read and added on the device, the
 next is written to the other half of the segment.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Places(Protocol):
-    """What is needed of `SharedMemory`."""
+    """The part of `SharedMemory` that is used here."""
 
     rank: int
     world: int
@@ -34,9 +34,9 @@ class Staged:
     """Reduce-scatter and all-gather by copies to and from the places of a segment.
 
     Works on tensors of any device; on the CPU there are no streams, and copies are done when they return.
-    Rules that keep a round's data from being overwritten: before a rank comes to the barrier of a round it
+    Rules that keep a round's data from being overwritten: before a rank reaches the barrier of a round it
     has finished writing that round and reading the one before; a round is written only after the barrier of
-    the one before, when everybody has therefore read what was in its places.
+    the one before, when every rank has read what was in its places.
     """
 
     def __init__(self, memory: torch.Tensor, places: Places, device: torch.device) -> None:
@@ -44,12 +44,12 @@ class Staged:
         self._read: Any = None
         self._copies: Any = None
         if device.type == "cuda":
-            # The copies to the host wait for nobody's kernels.
+            # High priority: copies to the host do not wait for kernels.
             self._copies = torch.cuda.Stream(device, priority=-1)
             _checked(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
 
     def close(self) -> None:
-        """Unpin the segment, when the device is done with it."""
+        """Unpin the segment after the device has finished with it."""
         if self._copies is not None:
             torch.cuda.synchronize(self._device)
             _checked(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
@@ -92,7 +92,7 @@ class Staged:
         self._rounds(flat, cuts, most, write, read)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
-        """As `SharedMemory.all_gather`; a rank shows its values in its whole row of places."""
+        """As `SharedMemory.all_gather`; a rank writes its values into its whole row of places."""
         places, rank = self._places, self._places.rank
         most = places.world * places.room // flat.element_size()
 

@@ -1,7 +1,7 @@
 """Reduction in two levels: exact inside each host, compressed between the hosts.
 
-What crosses between two hosts shrinks by the number of ranks on a host, and every local rank carries a shard of
-it, so that no connection is idle.
+The traffic between two hosts shrinks by the number of ranks on a host, and every local rank sends a shard of it,
+so that no connection is idle.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives.groups import destroy_groups, private_groups
-from trimtab.collectives.intra_host import GroupInside, Inside, SharedInside
+from trimtab.collectives.intra_host import GroupIntraHost, IntraHost, SharedMemoryIntraHost
 from trimtab.collectives.layout import Piece, plan_layout
-from trimtab.collectives.reduction import MAX_STAGES, PlainReduction, Reduction, together
+from trimtab.collectives.reduction import STAGE_GROUPS, PlainReduction, Reduction, together
 from trimtab.collectives.shared_memory import TIMEOUT_S, SharedMemory
 from trimtab.collectives.topology import Hosts, find_hosts
 from trimtab.errors import TrimtabError
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class Hierarchy:
-    """How the ranks of a group reduce inside their hosts and between them; serves all buckets of a job.
+    """How the ranks of a group reduce inside their hosts and between them, for all buckets of a job.
 
-    Collective: every rank of the group makes one at the same point.
+    Collective: every rank of the group constructs one at the same point.
 
     Args:
-        hosts: which ranks share a host; found out when None.
-        shared_memory: inside a host through shared memory, otherwise over process groups.
-        segment_bytes: of each of the two shared segments; a default that suits the device when None.
-        timeout_s: how long shared memory waits for a rank that lives.
+        hosts: which ranks share a host; detected when None.
+        shared_memory: reduce inside a host through shared memory, otherwise over process groups.
+        segment_bytes: size of each of the two shared segments; the default depends on the device.
+        timeout_s: how long shared memory waits for a rank that is alive.
 
     Raises:
-        TrimtabError: when the ranks have no hierarchy (`Hosts.flat_reason`), or shared memory cannot be had.
+        TrimtabError: when the ranks form no hierarchy (`Hosts.flat_reason`), or shared memory is not available.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class Hierarchy:
         self.host, self.index = self.hosts.seat(rank)
         members = self.hosts.ranks[self.host]
         self.shared_memory = shared_memory
-        self.inside: Inside
+        self.inside: IntraHost
         if shared_memory:
             segments = [
                 SharedMemory(group, device, members=members, nbytes=segment_bytes, timeout_s=timeout_s)
                 for _ in range(2)
             ]
-            self.inside = SharedInside(*segments)
+            self.inside = SharedMemoryIntraHost(*segments)
         else:
-            self.inside = GroupInside(*private_groups(group, device, 2, ranks=members))
+            self.inside = GroupIntraHost(*private_groups(group, device, 2, ranks=members))
         self.between: tuple[dist.ProcessGroup, ...] = ()
         if self.hosts.count > 1:
-            self.between = private_groups(group, device, MAX_STAGES, ranks=self.hosts.peers(rank))
+            self.between = private_groups(group, device, STAGE_GROUPS, ranks=self.hosts.peers(rank))
 
     def shard(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Shard:
         """This rank's part of a bucket."""
         return shards(pieces, dtype, self.hosts.per_host)[self.index]
 
     def close(self) -> None:
-        """Let go of shared memory and groups; the reductions must not be used after this."""
+        """Release shared memory and groups; the reductions must not be used after this."""
         self.inside.close()
         destroy_groups(self.between)
 
@@ -127,61 +127,61 @@ class HierarchicalReduction:
 
     def __init__(
         self,
-        inside: Inside,
+        inside: IntraHost,
         shard: Shard,
         between: Reduction | None,
         *,
         pieces: Sequence[Piece],
-        memory: ErrorFeedback | None = None,
-        owed: ShardFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
+        residuals: ShardFeedback | None = None,
     ) -> None:
         self._inside, self._shard, self._between = inside, shard, between
         self._pieces = [piece for piece in pieces if piece.bits != RAW]
-        self._memory, self._owed = memory, owed
+        self._feedback, self._residuals = feedback, residuals
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. inside the host: reduce-scatter, exact.
         2. between hosts: the compressed reduction of my shard, with my peers.
         3. inside the host: all-gather.
         """
-        if self._memory is not None:
+        if self._feedback is not None:
             if scale != 1.0:
                 flat.mul_(scale)
                 scale = 1.0
             for piece in self._pieces:
-                self._memory.restore(piece.name, flat[piece.offset : piece.offset + piece.numel])
+                self._feedback.restore(piece.name, flat[piece.offset : piece.offset + piece.numel])
         yield from self._inside.reduce_scatter(flat, self._shard.cuts, scale)
-        begun = 0
+        stages = 0
         if self._between is not None:
             for work in self._between.steps(flat, step=step, scale=1.0):
-                begun += 1
+                stages += 1
                 yield work
         # The gather below must run in the same thread for every bucket, or ranks would start theirs in
         # different orders.
-        for _ in range(begun, MAX_STAGES):
+        for _ in range(stages, STAGE_GROUPS):
             yield together(flat)
-        if self._memory is not None:
-            self._keep(self._memory, flat)
+        if self._feedback is not None:
+            self._keep(self._feedback, flat)
         yield from self._inside.all_gather(flat, self._shard.cuts)
 
-    def _keep(self, memory: ErrorFeedback, flat: torch.Tensor) -> None:
-        """What this rank's encodings left out is owed; what others encoded was handed to them exactly."""
-        parts = {} if self._owed is None else self._owed.parts
+    def _keep(self, feedback: ErrorFeedback, flat: torch.Tensor) -> None:
+        """Only this rank's encodings left something out: what others encode reached them exactly."""
+        parts = {} if self._residuals is None else self._residuals.parts
         starts = {part.name: part.offset for part in self._shard.pieces}
         for piece in self._pieces:
-            owed = torch.zeros(piece.numel, dtype=torch.float32, device=flat.device)
-            nothing = torch.zeros_like(owed)
+            residual = torch.zeros(piece.numel, dtype=torch.float32, device=flat.device)
+            nothing = torch.zeros_like(residual)
             if piece.name in parts:
                 part = parts[piece.name]
                 first = starts[piece.name] - piece.offset
-                owed[first : first + part.numel()] = part
-            memory.keep(piece.name, owed, nothing)
+                residual[first : first + part.numel()] = part
+            feedback.keep(piece.name, residual, nothing)
 
 
 class ShardFeedback(ErrorFeedback):
-    """Collects what the reduction of a shard left out; the hierarchy gives it back in the next step.
+    """Collects what the reduction of a shard left out; the hierarchy adds it back in the next step.
 
-    It is given back before the reduce-scatter, by whoever holds it: so nothing is lost when DDP's rebuilt buckets
+    Each rank adds what it holds before the reduce-scatter, so that nothing is lost when DDP's rebuilt buckets
     cut a parameter elsewhere and another rank owns the values from then on.
     """
 
@@ -190,10 +190,10 @@ class ShardFeedback(ErrorFeedback):
         self.parts: dict[str, torch.Tensor] = {}
 
     def restore(self, name: str, values: torch.Tensor) -> None:
-        """Nothing: it was added before the values were reduced inside the host."""
+        """Does nothing: it was added before the values were reduced inside the host."""
 
-    def keep(self, name: str, meant: torch.Tensor, sent: torch.Tensor) -> None:
-        self.parts[name] = meant.float() - sent.float()
+    def keep(self, name: str, target: torch.Tensor, sent: torch.Tensor) -> None:
+        self.parts[name] = target.float() - sent.float()
 
 
 class PlainShard:

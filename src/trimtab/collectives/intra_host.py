@@ -1,7 +1,7 @@
-"""What happens inside a host: exact reduce-scatter and all-gather of uneven shards.
+"""Inside a host: exact reduce-scatter and all-gather of uneven shards.
 
-Rank r of the host owns elements cuts[r] to cuts[r + 1] of a bucket. Sums run in rank order, in fp32, whatever
-carries the values: Gloo, NCCL or shared memory give the same bits.
+Rank r of the host owns elements cuts[r] to cuts[r + 1] of a bucket. Sums run in rank order, in fp32: Gloo, NCCL
+and shared memory give the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trimtab.collectives.shared_memory import SharedMemory
 
 
-class Inside(Protocol):
+class IntraHost(Protocol):
     """Collectives of a host's ranks; as in a `Reduction`, each yields what it has started."""
 
     rank: int
@@ -36,11 +36,11 @@ class Inside(Protocol):
         """Copy what each rank owns to all."""
 
     def close(self) -> None:
-        """Let go of what is held; the other ranks must not wait for this one any more."""
+        """Release what is held; the other ranks must not wait for this one any more."""
 
 
-class GroupInside:
-    """Over a process group of the host's ranks: one for each of the two, as threads of a pipeline need."""
+class GroupIntraHost:
+    """Over process groups of the host's ranks: one for each collective, since they run in different threads."""
 
     def __init__(self, scatter: dist.ProcessGroup, gather: dist.ProcessGroup) -> None:
         self._scatter, self._gather = scatter, gather
@@ -85,12 +85,11 @@ class GroupInside:
                 flat[start:end] = gathered[rank * longest : rank * longest + end - start]
 
     def close(self) -> None:
-        """The groups end with the job."""
+        """Does nothing: the groups end with the job."""
 
 
-class SharedInside:
-    """Over shared memory: a segment for each of the two, as threads of a pipeline need. Starts nothing; returns
-    when it is done."""
+class SharedMemoryIntraHost:
+    """Over shared memory: a segment for each collective, since they run in different threads. Both block."""
 
     def __init__(self, scatter: SharedMemory, gather: SharedMemory) -> None:
         self._scatter, self._gather = scatter, gather

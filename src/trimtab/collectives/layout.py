@@ -1,4 +1,4 @@
-"""How a bucket is split among its owners: planned once, applied every step."""
+"""How a bucket is split among its owners: computed once, applied every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Piece:
 
     block: int
     first_block: int = 0
-    """Index, within the parameter, of the first block: not 0 where only a part of it is in the bucket."""
+    """Index, within the parameter, of the first block: nonzero where the bucket holds only a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class Layout:
     chunks: tuple[Packing, ...]
 
 
-def fingerprint(*what_travels: object) -> int:
-    """63 bits that agree on two ranks when they would send and expect the same bytes."""
-    text = repr((WIRE_VERSION, *what_travels))
+def fingerprint(*settings: object) -> int:
+    """63 bits that are equal on two ranks if they would send and expect the same bytes."""
+    text = repr((WIRE_VERSION, *settings))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -56,8 +56,8 @@ def plan_layout(pieces: Sequence[Piece], dtype: torch.dtype, owners: int) -> Lay
     owns a block changes. Chunks may be empty when there are fewer blocks than owners.
     """
     assert owners >= 1
-    # A block is the unit of cutting. Walk over all blocks once, handing the next chunk over as
-    # soon as it has its share of the bytes.
+    # Cuts fall between blocks. Walk over all blocks once, and go to the next chunk as soon as
+    # this one has its share of the bytes.
     sizes = [_segment(piece, 0, piece.numel).nbytes(dtype.itemsize) for piece in pieces]
     total = sum(sizes)
     chunks: list[list[Segment]] = [[] for _ in range(owners)]

@@ -1,4 +1,4 @@
-"""PowerSGD's reduction: the thin factors are summed, never the matrices."""
+"""PowerSGD's reduction: sums the thin factors, never the matrices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LowRankReduction:
-    """Two all-reduces of thin fp32 factors, with the last right factor as the next start.
+    """Two all-reduces of thin fp32 factors; each step starts from the right factors of the step before.
 
-    Pieces whose factors would not be smaller than themselves travel raw, in the first all-reduce.
-    `rights` holds those last factors by parameter name; reductions of one job share it.
+    Pieces whose factors would not be smaller than themselves travel uncompressed, in the first all-reduce.
+    `rights` holds the right factors by parameter name; all reductions of a job share it.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class LowRankReduction:
         codec: PowerSGD,
         *,
         seed: int,
-        memory: ErrorFeedback,
+        feedback: ErrorFeedback,
         rights: dict[str, torch.Tensor],
     ) -> None:
-        self._groups, self._seed, self._memory, self._rights = groups, seed, memory, rights
+        self._groups, self._seed, self._feedback, self._rights = groups, seed, feedback, rights
         self._matrices: list[tuple[Piece, tuple[int, int], int]] = []
         self._raw: list[Piece] = []
         for piece, shape in pieces:
@@ -49,7 +49,7 @@ class LowRankReduction:
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. left factors of (values + what was left out before); all-reduce them with the raw pieces.
         2. orthonormalize; right factors; all-reduce them.
-        3. multiply out; remember what each rank's own values had beyond the product.
+        3. multiply; keep what this rank's values had beyond the product as error feedback.
         """
         world = dist.get_world_size(self._groups[0])
         if scale != 1.0:
@@ -57,7 +57,7 @@ class LowRankReduction:
         matrices = []
         for piece, shape, _ in self._matrices:
             values = _part(flat, piece)
-            self._memory.restore(piece.name, values)
+            self._feedback.restore(piece.name, values)
             matrices.append(values.float().view(shape))
         starts = [self._right(piece, shape[1], rank, flat.device) for piece, shape, rank in self._matrices]
         lefts = [matrix @ right for matrix, right in zip(matrices, starts, strict=True)]
@@ -79,9 +79,9 @@ class LowRankReduction:
             self._matrices, matrices, bases, rights, summed, starts, strict=True
         ):
             product = basis @ part.view_as(right).T
-            # Each rank made up 1/W of the product; what its own values had beyond that is still owed.
-            self._memory.keep(piece.name, matrix, product / world)
-            # Of a matrix that was zero on every rank there is nothing to learn: the last factor stays.
+            # Each rank contributed 1/W of the product; the rest of its own values is the residual.
+            self._feedback.keep(piece.name, matrix, product / world)
+            # Nothing can be learned from a matrix that was zero on every rank: keep the last factor.
             self._rights[piece.name] = torch.where(part.any(), part.view_as(right), before)
             _part(flat, piece).copy_(product.view(-1))
 

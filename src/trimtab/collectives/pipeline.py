@@ -1,9 +1,9 @@
-"""Running reductions beside the backward pass.
+"""Runs reductions while the backward pass continues.
 
 On Gloo, collectives must start in the same order on every rank and nothing may wait inside a
-future's callback. So each stage of a reduction has a thread and a process group of its own, and
-buckets pass through the stages in the order in which DDP hands them over: while one bucket is on
-the wire, the next is being encoded. On CUDA the same steps are queued on a side stream.
+future's callback. So each stage of a reduction has its own thread and process group, and
+buckets pass through the stages in the order in which DDP submits them: while one bucket is on
+the wire, the next is being encoded. On CUDA the same steps are queued on side streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trimtab.collectives.reduction import MOST_STAGES
+from trimtab.collectives.reduction import MAX_STAGES
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """Takes reductions in order, and promises their results."""
+    """Runs reductions in the order in which they are submitted."""
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         """A `torch.futures.Future` that holds `result` when `steps` have finished."""
@@ -38,7 +38,7 @@ class ThreadPipeline:
     """A FIFO thread for each stage, for CPU process groups."""
 
     def __init__(self) -> None:
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(MOST_STAGES + 1)]
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(MAX_STAGES + 1)]
         self._broken: Exception | None = None
         self._threads = [
             threading.Thread(target=self._serve, args=(stage,), name=f"trimtab-stage-{stage}", daemon=True)
@@ -51,8 +51,8 @@ class ThreadPipeline:
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future()
         self._queues[0].put((steps, None, result, future))
-        # DDP takes whatever a future holds for a tensor, an exception too: only one that was raised in
-        # a callback reaches it as an error.
+        # DDP treats whatever a future holds as a tensor, even an exception: only one raised in a callback
+        # reaches it as an error.
         return future.then(_value)
 
     def close(self, timeout: float | None = None) -> None:
@@ -105,19 +105,19 @@ def _value(future: Any) -> Any:
 class StreamRunner:
     """A CUDA side stream for each stage, fed by one thread: neither the device nor the host waits.
 
-    Stages have streams of their own so that the next bucket is encoded while this one is on the
-    wire, and of high priority so that a short kernel of ours need not wait for a long one of the
-    backward pass. The thread launches our kernels while autograd's launches its own.
+    Each stage has its own stream so that the next bucket is encoded while this one is on the
+    wire, with high priority so that a short kernel of ours need not wait for a long one of the
+    backward pass. The thread launches our kernels while autograd's thread launches its own.
 
     After a failure every later reduction fails with the same error: the ranks no longer start their
     collectives in one order, so that a new one would wait forever or mix up buckets.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.index is None:  # a future must know which one
+        if device.index is None:  # a future needs the index
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MOST_STAGES + 1)]
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="trimtab-launch", daemon=True)
@@ -162,5 +162,5 @@ class StreamRunner:
 
 
 def runner_for(device: torch.device) -> Runner:
-    """The runner that suits a device."""
+    """The runner for tensors on a device."""
     return StreamRunner(device) if device.type == "cuda" else ThreadPipeline()

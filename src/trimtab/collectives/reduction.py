@@ -1,4 +1,4 @@
-"""What a reduction is: a sequence of collectives with local work between them."""
+"""The `Reduction` protocol: a sequence of collectives with local work between them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MAX_STAGES = 2
-"""The most collectives a reduction starts on the groups it is given; each stage has a group of its own."""
+STAGE_GROUPS = 2
+"""Process groups that a reduction needs: one for each of its collectives, or stages."""
 
-MOST_STAGES = MAX_STAGES + 2
-"""The most any reduction starts: a hierarchy has one inside each host before those, and one after."""
+MAX_STAGES = STAGE_GROUPS + 2
+"""The most stages of any reduction: a hierarchy has one inside each host before those, and one after."""
 
 
 class Reduction(Protocol):
     """Reduces one bucket, in place, to the same bits on every rank.
 
-    `steps` yields each collective it has started and goes on only when that has finished, so the
+    `steps` yields each collective it has started and continues only when that has finished, so the
     caller decides how to wait: at once (`finish`), in a pipeline of threads (Gloo), or on a CUDA
     stream (NCCL). The k-th collective runs on the k-th of the groups the reduction was given, so
     that reductions overlapping in a pipeline start their collectives in the same order everywhere.
     """
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
-        """Replace `flat` by the sum over ranks of `scale` × `flat`; every rank has a `scale` of its own."""
+        """Replace `flat` by the sum over ranks of `scale` × `flat`; each rank may have its own `scale`."""
 
 
 def finish(steps: Iterator[dist.Work]) -> None:
@@ -37,7 +37,7 @@ def finish(steps: Iterator[dist.Work]) -> None:
 
 
 class PlainReduction:
-    """The backend's own all-reduce: for types the codec does not carry."""
+    """The backend's own all-reduce: for types the codec does not support."""
 
     def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
         self._group = groups[0]
@@ -50,9 +50,9 @@ class PlainReduction:
 
 
 class Works:
-    """Several operations, or none, and on CUDA all that is queued so far, waited for as one.
+    """Waits for several operations, or none, and on CUDA for everything queued so far.
 
-    A collective's own handle carries that order from stream to stream; where none is started, this does.
+    A collective's own handle orders one stream after another; this does so where no collective is started.
     """
 
     def __init__(self, works: Sequence[dist.Work], values: torch.Tensor) -> None:
@@ -72,8 +72,8 @@ class Works:
 def carried(*tensors: torch.Tensor) -> None:
     """Call after a `yield` with the tensors made before it that are still to be used, or are the collective's own.
 
-    On CUDA each stage has a stream of its own, and memory goes back to the stream that made it: the next
-    bucket's first stage would be given it while this one's later stages still read.
+    On CUDA each stage has its own stream, and freed memory returns to the stream that allocated it: the next
+    bucket's first stage could reuse it while this one's later stages still read it.
     """
     for tensor in tensors:
         if tensor.device.type == "cuda":
@@ -81,11 +81,11 @@ def carried(*tensors: torch.Tensor) -> None:
 
 
 def together(values: torch.Tensor, works: Sequence[dist.Work] = ()) -> dist.Work:
-    """Several operations on `values`, or none, as one `dist.Work`; who runs a reduction only waits for it."""
+    """Several operations on `values`, or none, as one `dist.Work`: runners only call its `wait`."""
     return cast("dist.Work", Works(works, values))
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """A collective that was called with `async_op=True`, typed as what it gives."""
-    assert work is not None, "async_op=True always gives a Work"
+    """The handle of a collective that was called with `async_op=True`, without the None in its type."""
+    assert work is not None, "async_op=True always returns a Work"
     return work

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.collectives.block import BlockReduction, keep, restore, rows
-from trimtab.collectives.reduction import carried, started, together
+from trimtab.collectives.block import BlockReduction
+from trimtab.collectives.reduction import started, together
 from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
@@ -32,38 +32,31 @@ class Ring(BlockReduction):
         self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
-        """1. W - 1 hops: add my values to the chunk that came, encode, send it on.
-        2. my own chunk has come round: add, encode the sums, keep their decoded form; all-gather.
+        """1. W - 1 hops: add my values to the chunk that arrived, encode, send it on.
+        2. my own chunk has arrived: add, encode the sums, keep their decoded form; all-gather.
         3. decode the other owners' sums.
         """
         chunks, world, rank = self._layout.chunks, self._world, self._rank
-        meant: torch.Tensor | None = None
-        if self._memory is not None:
-            restore(self._memory, self._layout, flat, scale)
-            scale, meant = 1.0, flat.clone()
+        scale, target = self._restore(flat, scale)
         # Each rank encodes each chunk once, so one stream serves all hops.
         key = stream(self._seed, step, rank, OWN)
-        came: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
         last = together(flat)
         for hop in range(world - 1):
             last.wait()
             chunk, coming = chunks[(rank - 1 - hop) % world], chunks[(rank - 2 - hop) % world]
             leaving, arriving = self._leaving[: chunk.nbytes], self._arriving[: coming.nbytes]
-            self._encode_sum(flat, came, chunk, leaving, stream=key, scale=scale, meant=meant)
+            self._encode_sum(flat, received, chunk, leaving, stream=key, scale=scale, target=target)
             last = self._pass_on(leaving, arriving)
-            came = [arriving]
+            received = [arriving]
         yield last
         own = chunks[rank]
         sums = self._sums[: own.nbytes]
         key = stream(self._seed, step, rank, REDUCED)
-        self._encode_sum(flat, came, own, sums, stream=key, scale=scale, meant=meant)
-        if self._memory is not None and meant is not None:
-            carried(meant)
-            keep(self._memory, self._layout, meant, flat)
+        self._encode_sum(flat, received, own, sums, stream=key, scale=scale, target=target)
+        self._keep(target, flat)
         yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
-        for owner, row in enumerate(rows(self._gathered, self._sums.numel())):
-            if owner != rank and chunks[owner].nbytes:
-                self._kernels.decode(row[: chunks[owner].nbytes], chunks[owner], flat)
+        self._decode_sums(self._gathered, self._sums.numel(), flat)
 
     def _pass_on(self, leaving: torch.Tensor, arriving: torch.Tensor) -> dist.Work:
         group, following, before = self._groups[0], (self._rank + 1) % self._world, self._rank - 1

@@ -1,6 +1,6 @@
-"""Collectives between the ranks of one host, through memory that they share.
+"""Collectives between the ranks of one host, through shared memory.
 
-CPU tensors are copied and added by the C++ library; CUDA tensors go through the same memory, pinned
+The C++ library copies and adds CPU tensors; CUDA tensors go through the same memory, pinned
 (`trimtab.collectives.cuda_staging`). Sums run in rank order, so that every rank computes the same bits.
 """
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SEGMENT_BYTES = 24 << 20
-"""Memory of a segment, if the places in it are not larger than they need to be."""
+"""Default size of a segment of CPU tensors."""
 
 CUDA_SEGMENT_BYTES = 64 << 20
-"""A copy over PCIe must be long to be fast."""
+"""Larger, because only long copies over PCIe are fast."""
 
 MOST_ROOM = 3 << 20
 """Larger places leave the processor's cache; smaller ones make ranks that share a core wait more often."""
 
 TIMEOUT_S = 1800.0
-"""As torch's: a rank may write a checkpoint while the others wait. One that died is noticed at once."""
+"""The same as torch's: a rank may write a checkpoint while the others wait. A dead rank is detected at once."""
 
 _REDUCE_SCATTER, _ALL_GATHER = 1, 2
 _BAD_CALL, _DEAD, _TIMEOUT, _MISMATCH = 1, 2, 3, 4
@@ -57,9 +57,9 @@ class Channel(ctypes.Structure):
 
 
 class SharedMemory:
-    """Collectives of the ranks that share a segment; one thread of each rank at a time, in one order.
+    """Collectives of the ranks that share a segment; each rank calls them from one thread, in the same order.
 
-    Making one is collective over the whole `group`: every rank calls it, with the `members` (ranks of the
+    Constructing one is collective over the whole `group`: every rank does it with the `members` (ranks of the
     group) of its own host. By default all ranks of the group are on this host.
     """
 
@@ -82,7 +82,7 @@ class SharedMemory:
             self._library = _library()
             total = int(self._library.trimtab_shared_bytes(self.world, room))
         except TrimtabError as error:
-            failure = str(error)  # told to the other ranks, which would else wait for this one
+            failure = str(error)  # passed on to the other ranks, which would otherwise wait for this one
         self._segment = share(total, self._members, group, device, failure=failure)
         # The tensor keeps the mapping alive for as long as anything uses it.
         self._bytes = torch.frombuffer(self._segment.memory, dtype=torch.uint8)
@@ -100,7 +100,7 @@ class SharedMemory:
 
     @property
     def room(self) -> int:
-        """Bytes of one place."""
+        """Bytes of one place: the part of the segment for what one rank has for another."""
         return int(self._channel.room)
 
     def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0) -> None:
@@ -114,7 +114,7 @@ class SharedMemory:
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], *, scale: float = 1.0) -> None:
         """Leave rank r with the sum over ranks of `scale` × `flat` in elements cuts[r] to cuts[r + 1].
 
-        What the other ranks own is not to be relied on afterwards.
+        The contents of the other elements are undefined afterwards.
         """
         self._exchange(_REDUCE_SCATTER, flat, cuts, scale)
 
@@ -123,32 +123,32 @@ class SharedMemory:
         self._exchange(_ALL_GATHER, flat, cuts, 1.0)
 
     def barrier(self, tag: int = 0) -> None:
-        """Return when every rank has come here, with the same tag."""
-        self._usable()
+        """Return when every rank has called this, with the same tag."""
+        self._check_usable()
         self._check(self._library.trimtab_shared_barrier(self._channel, tag))
 
     def next_turn(self) -> int:
-        """Which half of the places the coming round uses; counts it."""
+        """Start a round: which half of the places it uses."""
         turn = int(self._channel.rounds) % 2
         self._channel.rounds += 1
         return turn
 
     def place(self, turn: int, source: int, target: int, nbytes: int) -> torch.Tensor:
-        """The first bytes of the place for what `source` has for `target`; they may reach into those after it."""
+        """The first `nbytes` of the place for what `source` has for `target`; they may reach into the next places."""
         assert nbytes <= self.room * (self.world - target)
         start = int(self._library.trimtab_shared_place(self._channel, turn, source, target))
         return self._bytes[start : start + nbytes]
 
     def close(self) -> None:
-        """Leave; a rank that waits for this one gets an error."""
+        """Release the segment; a rank that waits for this one gets an error."""
         if not self._broken:
             self._broken = "it is closed"
         if self._staged is not None:
             self._staged.close()
         self._segment.close()
 
-    def _exchange(self, what: int, flat: torch.Tensor, cuts: Sequence[int], scale: float) -> None:
-        self._usable()
+    def _exchange(self, operation: int, flat: torch.Tensor, cuts: Sequence[int], scale: float) -> None:
+        self._check_usable()
         if flat.dtype not in TYPES or flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
                 f"shared memory takes 1-D contiguous float tensors; got {flat.dtype}, {tuple(flat.shape)}"
@@ -158,32 +158,32 @@ class SharedMemory:
                 f"cuts must be {self.world + 1} ascending places in {flat.numel()} elements; got {cuts}"
             )
         if flat.device.type == "cuda":
-            assert self._staged is not None, "made for the CPU and given a CUDA tensor"
-            if what & _REDUCE_SCATTER:
+            assert self._staged is not None, "constructed for the CPU, called with a CUDA tensor"
+            if operation & _REDUCE_SCATTER:
                 self._staged.reduce_scatter(flat, cuts, scale)
-            if what & _ALL_GATHER:
+            if operation & _ALL_GATHER:
                 self._staged.all_gather(flat, cuts)
             return
         places = (ctypes.c_int64 * len(cuts))(*cuts)
         self._check(
             self._library.trimtab_shared_exchange(
-                self._channel, what, TYPES.index(flat.dtype), flat.data_ptr(), places, scale
+                self._channel, operation, TYPES.index(flat.dtype), flat.data_ptr(), places, scale
             )
         )
 
-    def _usable(self) -> None:
+    def _check_usable(self) -> None:
         if self._broken:
             raise TrimtabError(f"shared memory: this segment cannot be used any more: {self._broken}")
 
     def _check(self, status: int) -> None:
         if not status:
             return
-        assert status != _BAD_CALL, "sizes were checked before"
+        assert status != _BAD_CALL, "_exchange has checked the sizes"
         who = f"rank {self._members[self._channel.culprit]} of the group"
         self._broken = {
             _DEAD: f"{who} has ended or closed it; its own output says why",
-            _TIMEOUT: f"{who} is alive and did not come in {self._channel.timeout_ms / 1000:g} s",
-            _MISMATCH: f"{who} made another call than rank {self._members[self.rank]}",
+            _TIMEOUT: f"{who} is alive but did not take part within {self._channel.timeout_ms / 1000:g} s",
+            _MISMATCH: f"{who} made a different call than rank {self._members[self.rank]}",
         }[status]
         raise TrimtabError(f"shared memory: {self._broken}")
 
@@ -191,7 +191,7 @@ class SharedMemory:
 def _room(world: int, nbytes: int, most: int | None) -> int:
     room = nbytes // (2 * world * world) // 64 * 64
     if room < 64:
-        raise TrimtabError(f"a shared segment of {nbytes} bytes is too small for {world} ranks; ask for more")
+        raise TrimtabError(f"a shared segment of {nbytes} bytes is too small for {world} ranks; request more")
     return room if most is None else min(room, most)
 
 

@@ -1,7 +1,7 @@
-"""A segment of memory that the ranks of one host share: made together, nameless as soon as all have it.
+"""A segment of memory that the ranks of one host share.
 
-The file is unlinked when every rank has mapped it, so that no end of a job, however sudden, leaves it
-behind; what a job leaves that is killed in the moment before is removed by the next one.
+The file is unlinked as soon as every rank has mapped it, so that a job leaves nothing behind however suddenly it
+ends; a file whose job was killed before that moment is removed by the next job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.collectives.topology import tell
+from trimtab.collectives.topology import gather_texts
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 FOLDER = Path("/dev/shm")
 PREFIX = "trimtab-shared-"
 _STALE_S = 600.0
-"""Age from which a segment that still has a name belongs to a job that died while it was made."""
+"""A segment that still has a name at this age belongs to a job that died while creating it."""
 
 
 class SharedSegment:
     """The mapped memory, all zeros at first, and its open file, with this rank's lock on it.
 
-    The lock, on the byte with the rank's index, is how the others see that this process lives. The kernel
-    lets go of it when the process ends; a forked child does not inherit it.
+    The lock, on the byte with the rank's index, tells the others that this process is alive. The kernel
+    releases it when the process ends; a forked child does not inherit it.
     """
 
     def __init__(self, path: Path, nbytes: int, index: int) -> None:
@@ -44,8 +44,8 @@ class SharedSegment:
             size = os.fstat(self._file.fileno()).st_size
             if size != nbytes:
                 raise TrimtabError(
-                    f"the shared segment has {size} bytes where {nbytes} are due: the ranks of a host must run "
-                    "the same trimtab with the same settings"
+                    f"the shared segment has the wrong size: found {size} bytes, expected {nbytes}; the ranks of a "
+                    "host must run the same trimtab with the same settings"
                 )
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
             self.memory = mmap.mmap(self._file.fileno(), nbytes)
@@ -59,7 +59,7 @@ class SharedSegment:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Let go of the lock; the memory goes when nothing refers to it any more."""
+        """Release the lock; the memory is freed when nothing refers to it any more."""
         self._file.close()
 
 
@@ -72,34 +72,36 @@ def share(
     folder: Path = FOLDER,
     failure: str = "",
 ) -> SharedSegment:
-    """A segment for the `members` (ranks of the group, this one among them) of this host.
+    """Create a segment for the `members` of this host: ranks of the group, this one included.
 
-    Collective over the whole group: every rank calls it, each with the members on its own host. When it
-    fails on any rank it fails on all, with the reason; so it does where a rank comes with a `failure`.
+    Collective over the whole group: every rank calls it with the members on its own host. When it fails on one
+    rank it fails on all, with the reason; a rank that has already failed passes its `failure`.
     """
     rank = group.rank()
     leader = min(members)
     path: Path | None = None
     try:
-        said = f"!{failure}" if failure else ""
+        message = f"!{failure}" if failure else ""
         if rank == leader and not failure:
             try:
                 path = _create(nbytes, folder)
-                said = path.name
+                message = path.name
             except (OSError, TrimtabError) as error:
-                said = f"!{error}"
-        names = tell(said, group, device)
+                message = f"!{error}"
+        names = gather_texts(message, group, device)
         _raise_failures(names)
         path = folder / names[leader]
-        segment, said = None, ""
+        segment, message = None, ""
         try:
             segment = SharedSegment(path, nbytes, sorted(members).index(rank))
         except FileNotFoundError:
-            said = f"!{path} of rank {leader} is not there: are they on one host, with one /dev/shm?"
+            message = (
+                f"!{path} of rank {leader} does not exist here: are the ranks on one host, with one /dev/shm?"
+            )
         except (OSError, TrimtabError) as error:
-            said = f"!{error}"
+            message = f"!{error}"
         try:
-            _raise_failures(tell(said, group, device))
+            _raise_failures(gather_texts(message, group, device))
         except BaseException:
             if segment is not None:
                 segment.close()
@@ -116,17 +118,17 @@ def _create(nbytes: int, folder: Path) -> Path:
     path = folder / f"{PREFIX}{os.getuid()}-{secrets.token_hex(12)}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Pages are taken now: a full file system would otherwise kill whoever touches one later.
+        # Allocate the pages now: with a full file system, touching one later would kill the process.
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         path.unlink()
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        room = os.statvfs(folder)
+        space = os.statvfs(folder)
         raise TrimtabError(
-            f"{folder} has room for {room.f_bavail * room.f_frsize / 1e6:.1f} MB and a shared segment takes "
-            f"{nbytes / 1e6:.1f} MB; enlarge it (docker: --shm-size), ask for a smaller segment, or go "
-            "without shared memory"
+            f"{folder} has {space.f_bavail * space.f_frsize / 1e6:.1f} MB left and a shared segment needs "
+            f"{nbytes / 1e6:.1f} MB; enlarge it (docker: --shm-size), request a smaller segment, or disable "
+            "shared memory"
         ) from error
     finally:
         os.close(file)
@@ -140,7 +142,7 @@ def _remove_stale(folder: Path) -> None:
                 path.unlink()
 
 
-def _raise_failures(said: Sequence[str]) -> None:
-    failures = [f"rank {rank}: {text[1:]}" for rank, text in enumerate(said) if text.startswith("!")]
+def _raise_failures(messages: Sequence[str]) -> None:
+    failures = [f"rank {rank}: {text[1:]}" for rank, text in enumerate(messages) if text.startswith("!")]
     if failures:
         raise TrimtabError(f"shared memory: {failures[0]}")

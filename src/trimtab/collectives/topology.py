@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Detects which ranks share a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TEXT = 512
-"""Bytes of what a rank tells the others; the rest is cut off."""
+"""Bytes of a rank's text; longer texts are cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Hosts:
         return len(self.ranks[0])
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """Index of the rank's host, and the rank's index on it."""
+        """The index of the rank's host, and the rank's index on it."""
         for host, members in enumerate(self.ranks):
             if rank in members:
                 return host, members.index(rank)
@@ -49,37 +49,37 @@ class Hosts:
         return tuple(sorted(members[index] for members in self.ranks))
 
     def flat_reason(self) -> str | None:
-        """Why these ranks have no hierarchy, in words; None when they have one."""
+        """Why these ranks form no hierarchy; None if they do."""
         sizes = [len(members) for members in self.ranks]
         if max(sizes) == 1:
             return "every host has one rank: there is nothing to reduce inside a host"
         if len(set(sizes)) > 1:
             shown = ", ".join(map(str, sizes))
             return (
-                f"the hosts have {shown} ranks: a hierarchy needs as many on each, "
+                f"the hosts have {shown} ranks: a hierarchy needs the same number on each, "
                 "so that every shard has a peer on every host"
             )
         return None
 
 
 def hosts_of(names: Sequence[str]) -> Hosts:
-    """The hosts, given what each rank calls its own."""
-    found: dict[str, list[int]] = {}
+    """The hosts, given the name of each rank's host."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
-        found.setdefault(name, []).append(rank)
-    return Hosts(ranks=tuple(tuple(members) for members in found.values()))
+        ranks_of.setdefault(name, []).append(rank)
+    return Hosts(ranks=tuple(tuple(members) for members in ranks_of.values()))
 
 
 def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
-    """Ask every rank of the group for its host. Collective: all of them call it at the same point."""
-    return hosts_of(tell(own_host(), group, device))
+    """The hosts of a group's ranks. Collective: every rank calls it at the same point."""
+    return hosts_of(gather_texts(own_host(), group, device))
 
 
 def own_host() -> str:
-    """A name that the ranks of one host, and no others, have in common.
+    """A name that all ranks of one host, and no others, have in common.
 
-    Under torchrun the number of its agent: emulated hosts share a machine's name. Elsewhere the machine's
-    name with the id of its boot: names alone are often the same on machines of one image.
+    Under torchrun the index of its agent, because emulated hosts share a machine's name. Otherwise the machine's
+    name and boot id, because machines made from one image often have the same name.
     """
     agent = os.environ.get("GROUP_RANK")
     if agent is not None:
@@ -88,7 +88,7 @@ def own_host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def tell(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every rank's text, by rank. Collective."""
     data = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trimtab.collectives.block import BlockReduction, keep, restore
+from trimtab.collectives.block import BlockReduction
 from trimtab.collectives.reduction import started, together
 from trimtab.random_bits import OWN, REDUCED, stream
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Tree(BlockReduction):
     """Rank 0 is the root; the children of rank r are r + 1, r + 2, r + 4, ... below its lowest set bit.
 
-    Every value is encoded once a level, so the error grows with log W; the least latency, and the whole payload
+    Every value is encoded once per level, so the error grows with log W. Latency is lowest, but the whole payload
     passes through the root's link log W times: right for small buckets on many ranks.
     """
 
@@ -26,7 +26,7 @@ class Tree(BlockReduction):
         (self._whole,) = self._layout.chunks
         self._children, self._parent = family(self._rank, self._world)
         size = self._whole.nbytes
-        self._own, self._came = self._bytes(size), [self._bytes(size) for _ in self._children]
+        self._own, self._received = self._bytes(size), [self._bytes(size) for _ in self._children]
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. receive from my children, nearest first; add, encode, send to my parent.
@@ -34,19 +34,15 @@ class Tree(BlockReduction):
         3. decode.
         """
         group = self._groups[0]
-        meant: torch.Tensor | None = None
-        if self._memory is not None:
-            restore(self._memory, self._layout, flat, scale)
-            scale, meant = 1.0, flat.clone()
-        for child, payload in zip(self._children, self._came, strict=True):
+        scale, target = self._restore(flat, scale)
+        for child, payload in zip(self._children, self._received, strict=True):
             for work in dist.batch_isend_irecv(
                 [dist.P2POp(dist.irecv, payload, group=group, group_peer=child)]
             ):
                 work.wait()
         key = stream(self._seed, step, self._rank, REDUCED if self._parent is None else OWN)
-        self._encode_sum(flat, self._came, self._whole, self._own, stream=key, scale=scale, meant=meant)
-        if self._memory is not None and meant is not None:
-            keep(self._memory, self._layout, meant, flat)
+        self._encode_sum(flat, self._received, self._whole, self._own, stream=key, scale=scale, target=target)
+        self._keep(target, flat)
         sending: list[dist.Work] = []
         if self._parent is not None:
             up = dist.P2POp(dist.isend, self._own, group=group, group_peer=self._parent)

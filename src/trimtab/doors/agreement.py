@@ -1,8 +1,8 @@
-"""Refusing to go on when ranks would send or expect different bytes: a hang, or worse."""
+"""Checks before ranks exchange bytes: without them a mismatch is a hang, or a wrong result."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,13 +10,15 @@ from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch.distributed as dist
 
 
 def require_agreement(
     fingerprint: int, device: torch.device, group: dist.ProcessGroup, *, what: str, remedy: str
 ) -> None:
-    """Raise, on every rank, unless all ranks of the group give the same number. Collective."""
+    """Raise, on every rank, unless all ranks of the group have the same fingerprint. Collective."""
     mine = torch.tensor([fingerprint], device=device)
     everyone = torch.empty(group.size(), dtype=mine.dtype, device=device)
     all_gather_single(everyone, mine, group)
@@ -25,3 +27,9 @@ def require_agreement(
         raise TrimtabError(
             f"ranks {differing} of the group compress {what} with other settings than rank {group.rank()}; {remedy}"
         )
+
+
+def check_state_version(what: str, state: Mapping[str, Any], expected: int) -> None:
+    """Refuse the state of another version of trimtab."""
+    if state.get("version") != expected:
+        raise TrimtabError(f"{what}: version mismatch: found {state.get('version')!r}, expected {expected}")

@@ -1,7 +1,7 @@
-"""The backend's door: a process group that sends large all-reduces of floats in fewer bits.
+"""The backend "trimtab": a process group that sends large all-reduces of floats in fewer bits.
 
 `TrimtabGroup` wraps Gloo (CPU tensors) and NCCL (CUDA tensors). Only `allreduce` and its coalesced form are
-ever changed, and only on a group that was opted in; everything else goes straight to the wrapped backends.
+ever changed, and only on a group that was opted in; everything else goes directly to the wrapped backends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab import environment
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES
 from trimtab.collectives.layout import fingerprint
-from trimtab.doors.agreement import require_agreement
+from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup, plain_group, register_view
 from trimtab.doors.backend_reducer import Reducer
 from trimtab.errors import TrimtabError
@@ -157,22 +157,19 @@ class TrimtabGroup(ForwardingGroup):
         self.explanation = ""
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to draw the same random numbers."""
+        """What a resumed run needs to continue with the same random numbers."""
         return {"version": STATE_VERSION, "sequence": self.sequence, "seed": self.options.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        if state.get("version") != STATE_VERSION:
-            raise TrimtabError(
-                f"the group's state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
-            )
+        check_state_version("state of the group", state, STATE_VERSION)
         if state["seed"] != self.options.seed:
             raise TrimtabError(
-                f"the group's state was made with seed {state['seed']}, the group with {self.options.seed}"
+                f"state of the group: seed mismatch: found {state['seed']}, the group has {self.options.seed}"
             )
         self.sequence = state["sequence"]
 
     def shutdown(self) -> None:
-        """Finish what was started, then end the threads and the wrapped backends."""
+        """Finish what was started, then stop the threads and the wrapped backends."""
         if self._is_shut:
             return
         self._is_shut = True
@@ -203,9 +200,9 @@ class TrimtabGroup(ForwardingGroup):
         return self.sequence - 1
 
     def _reducer(self, tensor: torch.Tensor) -> Reducer | None:
-        """What compresses all-reduces on this tensor's device; None if that would not pay.
+        """The reducer for this tensor's device; None if compression would not pay.
 
-        Made at the first large all-reduce, which every rank calls at the same point: it opens connections.
+        Created at the first large all-reduce, which every rank calls at the same point: it opens connections.
         """
         if tensor.device not in self._reducers:
             self._reducers[tensor.device] = self._decide(tensor)
@@ -245,15 +242,15 @@ class TrimtabGroup(ForwardingGroup):
 
 
 def trimtab_group(group: dist.ProcessGroup | None) -> TrimtabGroup:
-    """The group (by default the default group) as one of ours; raises if it is another backend's."""
-    found = dist.group.WORLD if group is None else group
-    if isinstance(found, TrimtabGroup):
-        return found
-    view = getattr(found, "group_desc", "").endswith("exact view")
+    """The group (by default the default group) if it belongs to this backend; raises otherwise."""
+    group = dist.group.WORLD if group is None else group
+    if isinstance(group, TrimtabGroup):
+        return group
+    view = getattr(group, "group_desc", "").endswith("exact view")
     raise TrimtabError(
-        "this is the exact view of the default group that a mesh over all ranks uses; opt in "
-        "dist.group.WORLD, or give the mesh groups of its own"
+        "this is the exact view of the default group that a mesh over all ranks uses; compress "
+        "dist.group.WORLD instead, or give the mesh its own groups"
         if view
-        else f"this process group is not of the backend {NAME!r}: make it by init_process_group({NAME!r}) or "
+        else f"this process group does not use the backend {NAME!r}: create it with init_process_group({NAME!r}) or "
         f"new_group(..., backend={NAME!r})"
     )

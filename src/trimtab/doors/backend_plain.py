@@ -25,7 +25,7 @@ def plain_group(
     global_ranks: Sequence[int],
     nccl_options: Any = None,
 ) -> dist.ProcessGroup:
-    """Gloo for CPU tensors and, where there is a GPU, NCCL for CUDA ones; torch knows nothing of it yet."""
+    """Gloo for CPU tensors and, where there is a GPU, NCCL for CUDA tensors; not registered with torch yet."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
     gloo = gloo_backend(
@@ -75,22 +75,22 @@ OPERATIONS = (
     "scatter",
     "send",
 )
-"""Of a process group, in torch 2.11 to 2.13, which renamed some; each version has the ones it calls."""
+"""Operations of a process group in torch 2.11 to 2.13; some exist under one name in one version only."""
 
 
 class ForwardingGroup(dist.ProcessGroup):
-    """A process group in Python that hands every operation to a plain one; subclasses change some.
+    """A process group in Python that forwards every operation to a plain one; subclasses change some.
 
-    Each operation is forwarded, not left to the base class: that calls the backend with the interpreter's lock
-    held, and Gloo's thread may be waiting for that lock with a lock of Gloo's own, in order to free a tensor of
-    the operation before. The plain group's methods let go of it. They are bound without a function of Python's
+    Operations are forwarded, not left to the base class, because that calls the backend while holding the GIL, and
+    Gloo's thread may be waiting for the GIL while holding a lock of its own, in order to free a tensor of the
+    previous operation. The plain group's methods release the GIL. They are bound without a Python function in
     between, which torch.compile would try to trace.
     """
 
     def __init__(self, plain: dist.ProcessGroup) -> None:
         super().__init__(plain.rank(), plain.size())  # type: ignore[call-arg]
         self._plain = plain
-        # Code that asks for a device's backend, not for an operation (DeviceMesh, FSDP2), finds the plain one's.
+        # Code that looks up a device's backend (DeviceMesh, FSDP2) finds the plain group's.
         kinds = dist.ProcessGroup.BackendType
         for device in plain._device_types:
             kind = kinds.NCCL if device.type == "cuda" else kinds.GLOO
@@ -103,7 +103,7 @@ class ForwardingGroup(dist.ProcessGroup):
 
 
 def register_view(group: dist.ProcessGroup, view: dist.ProcessGroup, name: Any) -> str:
-    """Let torch find `view` by `name`, as a group of the same ranks as `group`; gives the name."""
+    """Let torch find `view` by `name`, as a group of the same ranks as `group`; returns the name."""
     world: Any = dist.distributed_c10d._world
     backend, store = world.pg_map[group]
     register_group(

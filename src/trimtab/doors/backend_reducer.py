@@ -1,4 +1,4 @@
-"""Compressed all-reduces of flat buffers that come in any size and order, on one device of one group."""
+"""Compressed all-reduces of flat buffers of any size and order, on one device of one group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     Key = tuple[tuple[int, ...], torch.dtype]
 
 MOST_IDLE = 64
-"""Reductions kept for the next buffer of their sizes: more than the buckets of a large model."""
+"""Reductions kept for reuse by buffers of the same sizes: more than a large model has buckets."""
 
 
 class Reducer:
-    """Reduces buffers in the order given, several under way at a time; every rank ends with the same bits."""
+    """Reduces buffers in order, several in flight at a time; every rank ends with the same bits."""
 
     def __init__(
         self, group: dist.ProcessGroup, codec: Block, device: torch.device, *, min_numel: int, seed: int
@@ -35,8 +35,8 @@ class Reducer:
         self._codec, self._device, self._min_numel, self._seed = codec, device, min_numel, seed
         self._runner = runner_for(device)
         self._last: Any = None
-        # Buffers of the same sizes may be under way together, so a reduction with its payload buffers is
-        # taken for the time of one all-reduce. Each with the event after which its buffers are free.
+        # Buffers of the same sizes may be in flight together, so each all-reduce takes a reduction, with its
+        # payload buffers, out of this queue. The event is the one after which those buffers are free.
         self._idle: deque[tuple[Key, Reduction, Any]] = deque()
 
     def reduce(self, tensors: Sequence[torch.Tensor], step: int, scale: float) -> Reduced:
@@ -51,9 +51,9 @@ class Reducer:
             self._last.wait()
 
     def close(self, *, destroy: bool) -> None:
-        """Finish what was started and end the threads.
+        """Finish what was started and stop the threads.
 
-        `destroy` the groups of the stages too, unless the default group goes: torch then destroys all others.
+        `destroy` also destroys the groups of the stages; not needed with the default group: torch destroys them.
         """
         self._runner.close()
         if destroy:
@@ -105,7 +105,7 @@ class Reducer:
         return reduction_for(pieces, dtype, self._device, self.groups, self._codec, seed=self._seed)
 
     def _in_use(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from handing the memory on while this stage's stream may still touch it."""
+        """Keep the allocator from reusing the memory while this stage's stream may still access it."""
         if self._device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream(self._device))
 

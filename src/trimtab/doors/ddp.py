@@ -1,14 +1,13 @@
-"""DDP's door: a communication hook that reduces each bucket through a codec.
+"""DDP: a communication hook that reduces each bucket through a codec.
 
-All state is keyed by parameter name: DDP rebuilds its buckets after the first backward pass, in
-another order, and that must change nothing.
+All state is keyed by parameter name, because DDP rebuilds its buckets in another order after the first
+backward pass, and that must not change the result.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,13 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from trimtab._compat import all_gather_single
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.packing import RAW
-from trimtab.collectives import MAX_STAGES, Piece, Reduction, finish, reduction_for, runner_for
+from trimtab.collectives import STAGE_GROUPS, Piece, Reduction, finish, reduction_for, runner_for
 from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
-from trimtab.doors.ddp_resume import AsSaved
+from trimtab.doors.agreement import check_state_version, require_agreement
+from trimtab.doors.ddp_resume import SavedBuckets
+from trimtab.doors.parameters import choose_bits
 from trimtab.errors import TrimtabError
 from trimtab.model_state import Detached, JobBound
 from trimtab.wire_format import MIN_NUMEL
@@ -41,12 +41,12 @@ STATE_VERSION = 2
 
 
 class Watcher(Protocol):
-    """Sees every step of a compression, on its communication threads, and may change bits between steps."""
+    """Observes every step of a compression, on its communication threads, and may change bits between steps."""
 
     def begin(self, step: int) -> None:
         """Called before the first bucket of a step is encoded, when all earlier steps are reduced.
 
-        The last moment for `set_bits(..., at_step=step)`.
+        The last chance to call `set_bits(..., at_step=step)`.
         """
 
     def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class DdpCompression(JobBound):
         hierarchy: Hierarchy | None = None,
         method: Method | None = None,
     ) -> None:
-        """`overrides` maps name patterns (as in shell) to a codec, or to None: leave uncompressed.
+        """`overrides` and `min_numel` are those of `choose_bits`.
 
         `error_feedback` defaults to on for biased codecs and off for stochastic `Block`.
         `observe` is called with (step, pieces, values) before each bucket is reduced.
@@ -83,17 +83,13 @@ class DdpCompression(JobBound):
         """
         self.codec = codec
         self.automatic = False
-        """Whether `trimtab run` made it, so that the script's own choice may take its place."""
+        """Whether `trimtab run` made it, so that the script's own choice may replace it."""
         self.step = 0
         self.seed = seed
-        self.pieces: dict[str, tuple[int, int, int]] = {}
-        """Per parameter name: its numel, bits (0: uncompressed) and block."""
-        self.fixed: set[str] = set()
-        """Parameters that an override speaks of."""
         if error_feedback is None:
             error_feedback = not isinstance(codec, Block)
         self._hold_unused = bool(ddp.find_unused_parameters)
-        self.memory = self._feedback() if error_feedback else None
+        self.feedback = self._new_feedback() if error_feedback else None
         self._rights: dict[str, torch.Tensor] = {}
         self.watcher: Watcher | None = None
         """Set before the first step, on every rank or on none."""
@@ -101,9 +97,11 @@ class DdpCompression(JobBound):
         self._changes: dict[int, dict[str, int]] = {}
         self._kernels, self._observe = kernels, observe
         self._hierarchy, self._method = hierarchy, method
-        self._instead: tuple[object, Callable[[Any, Any], Any]] | None = None
+        self._replacement: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self._choose(ddp, overrides or {}, min_numel)
+        sizes = {name: (p.numel(), p.dim()) for name, p in ddp.module.named_parameters()}
+        self.pieces, self.fixed = choose_bits(sizes, codec, overrides or {}, min_numel)
+        """Per parameter name its numel, bits (0: uncompressed) and block; and the names an override matches."""
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
         self._ddp = weakref.ref(ddp)
         self._own_group = ddp.process_group
@@ -111,8 +109,8 @@ class DdpCompression(JobBound):
         self.scale = 1.0 / dist.get_world_size(self.groups[0])
         self._reductions: dict[Any, tuple[Reduction, list[Piece]]] = {}
         self._in_step: dict[Any, None] = {}
-        """Keys of the step's reductions, in the order of its buckets."""
-        self._as_saved: AsSaved | None = None
+        """Keys of this step's reductions, in the order of its buckets."""
+        self._saved_buckets: SavedBuckets | None = None
         self._runner = runner_for(self.device)
 
     def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses a hook with string annotations
@@ -122,8 +120,8 @@ class DdpCompression(JobBound):
                 "torch.compile's optimize_ddp='python_reducer' does not call communication hooks as DDP "
                 "does; set torch._dynamo.config.optimize_ddp to True (the default) or False"
             )
-        if self._instead is not None:
-            state, hook = self._instead
+        if self._replacement is not None:
+            state, hook = self._replacement
             return hook(state, bucket)
         ddp = self._ddp()
         if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
@@ -137,18 +135,18 @@ class DdpCompression(JobBound):
         step = self.step
         if bucket.is_last():
             self.step += 1
-        if self._as_saved is not None:
-            as_saved = self._as_saved
+        if self._saved_buckets is not None:
+            saved_buckets = self._saved_buckets
             if bucket.is_last():
-                self._as_saved = None
-            return as_saved.take(bucket, lambda p, g, flat: finish(self._steps(p, g, flat, step)))
+                self._saved_buckets = None
+            return saved_buckets.take(bucket, lambda p, g, flat: finish(self._steps(p, g, flat, step)))
         return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
 
     def set_bits(self, bits: Mapping[str, int], *, at_step: int) -> None:
-        """From step `at_step` on, send these parameters in so many bits; the others stay as they are.
+        """From step `at_step` on, send these parameters in so many bits; the others do not change.
 
-        Every rank makes the same call before its step `at_step` begins. What error feedback owes a
-        parameter, and the random streams, go on as they were.
+        Every rank makes the same call before its step `at_step` begins. Residuals and random streams
+        continue as before.
         """
         if not isinstance(self.codec, Block):
             raise TrimtabError(f"set_bits: {self.codec} has no bits; only Block has")
@@ -160,35 +158,37 @@ class DdpCompression(JobBound):
             if not 1 <= value <= 8:
                 raise TrimtabError(f"set_bits: {name}: bits must be 1 to 8, got {value}")
         if at_step <= self._begun:
-            raise TrimtabError(f"set_bits: step {at_step} has begun; give a later one than {self._begun}")
+            raise TrimtabError(
+                f"set_bits: step {at_step} has begun; at_step must be later than {self._begun}"
+            )
         self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
 
-    def become(self, codec: Block, *, error_feedback: bool) -> None:
-        """Take another rounding and block, with or without error feedback; between two steps, on every rank.
+    def switch_codec(self, codec: Block, *, error_feedback: bool) -> None:
+        """Change rounding, block and error feedback; every rank calls it between the same two steps.
 
-        Every parameter keeps its bits, and those with an override their block.
+        Every parameter keeps its bits, and those with an override keep their block.
         """
-        assert isinstance(self.codec, Block), "the family of block codecs"
+        assert isinstance(self.codec, Block), "only block codecs can be switched"
         self.codec = codec
         for name, (numel, bits, _) in self.pieces.items():
             if bits != RAW and name not in self.fixed:
                 self.pieces[name] = numel, bits, codec.block
-        if error_feedback != (self.memory is not None):
-            self.memory = self._feedback() if error_feedback else None
+        if error_feedback != (self.feedback is not None):
+            self.feedback = self._new_feedback() if error_feedback else None
         self._reductions.clear()
         self._in_step.clear()
 
     @property
     def parameter_ids(self) -> frozenset[int]:
-        """Of the parameters that are reduced here."""
+        """The ids of the parameters that are reduced here."""
         return frozenset(self._names)
 
-    def give_way(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Hand every bucket to another communication hook from now on; DDP itself takes only one."""
-        self._instead = (state, hook)
+    def defer_to(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Pass every bucket to another communication hook from now on: DDP itself accepts only one."""
+        self._replacement = (state, hook)
 
     def close(self) -> None:
-        """End the communication threads and groups; the module must not train after this."""
+        """Stop the communication threads and destroy their groups; the module must not train after this."""
         self._runner.close()
         destroy_groups(self.groups)
 
@@ -200,20 +200,17 @@ class DdpCompression(JobBound):
             "step": self.step,
             "bits": {name: bits for name, (_, bits, _) in self.pieces.items() if bits != RAW},
             "changes": {step: dict(bits) for step, bits in self._changes.items()},
-            "residuals": self.memory.state_dict() if self.memory is not None else {},
+            "residuals": self.feedback.state_dict() if self.feedback is not None else {},
             "rights": {name: factor.clone() for name, factor in self._rights.items()},
             "buckets": [[piece.name for piece in self._reductions[key][1]] for key in self._in_step],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != STATE_VERSION:
-            raise TrimtabError(
-                f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
-            )
+        check_state_version("compression state", state, STATE_VERSION)
         unknown = sorted({*state["residuals"], *state["rights"], *state["bits"]} - self.pieces.keys())
         if unknown:
             raise TrimtabError(
-                f"the compression state is of another model: it names {', '.join(unknown[:3])}"
+                f"the compression state belongs to another model: it names {', '.join(unknown[:3])}"
             )
         self.seed, self.step = state["seed"], state["step"]
         self._begun = self.step - 1
@@ -221,40 +218,18 @@ class DdpCompression(JobBound):
         for name, (numel, bits, block) in self.pieces.items():
             if bits != RAW:
                 self.pieces[name] = numel, state["bits"].get(name, bits), block
-        if self.memory is not None:
+        if self.feedback is not None:
             on_device = {name: value.to(self.device) for name, value in state["residuals"].items()}
-            self.memory.load_state_dict(on_device)
+            self.feedback.load_state_dict(on_device)
         self._rights.clear()
         self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})
         self._reductions.clear()  # they hold the seed and the bits
         self._in_step.clear()
         buckets = state.get("buckets")
-        self._as_saved = AsSaved(buckets, self._names) if buckets else None
+        self._saved_buckets = SavedBuckets(buckets, self._names) if buckets else None
 
-    def _feedback(self) -> ErrorFeedback:
+    def _new_feedback(self) -> ErrorFeedback:
         return ErrorFeedback(hold_unused=self._hold_unused)
-
-    def _choose(
-        self, ddp: DistributedDataParallel, overrides: Mapping[str, Codec | None], min_numel: int
-    ) -> None:
-        unused = set(overrides)
-        for name, parameter in ddp.module.named_parameters():
-            codec: Codec | None = (
-                self.codec if parameter.dim() > 1 and parameter.numel() >= min_numel else None
-            )
-            for pattern, choice in overrides.items():
-                if fnmatchcase(name, pattern):
-                    unused.discard(pattern)
-                    self.fixed.add(name)
-                    codec = choice
-                    break
-            bits, block = _bits_and_block(self.codec, codec, name)
-            self.pieces[name] = parameter.numel(), bits, block
-        if unused:
-            some = ", ".join(list(self.pieces)[:4])
-            raise TrimtabError(
-                f"no parameter matches the pattern {sorted(unused)[0]!r}; parameters are called {some}, ..."
-            )
 
     def _steps(
         self,
@@ -279,18 +254,18 @@ class DdpCompression(JobBound):
             self.watcher.reduced(step, pieces, flat)
 
     def _begin(self, step: int) -> None:
-        """The first bucket of a step is about to be encoded: the time to take up new bits.
+        """Apply new bits: the first bucket of a step is about to be encoded.
 
         One thread runs the first stage of every bucket, in order, so no reduction can see half a
-        change. None of an earlier step is in flight: DDP begins a backward pass when it has the last
-        one's results. On CUDA that holds in the order of the first stage's stream, to which the
-        buffers belong: it has just waited for gradients that were computed after the optimizer had
-        waited for all stages of the step before. So freed buffers are safe to be reused here.
+        change. No reduction of an earlier step is in flight: DDP begins a backward pass only when it has
+        the results of the last one. On CUDA that holds in the order of the first stage's stream, to
+        which the buffers belong: it has just waited for gradients that were computed after the optimizer
+        had waited for all stages of the step before. So freed buffers are safe to reuse here.
         """
         if self.watcher is not None:
             self.watcher.begin(step)
         self._begun = step
-        # DDP's buckets of a first step are not those of later ones: theirs hold memory for nothing.
+        # DDP rebuilds its buckets after the first step: free the buffers of the old ones.
         self._reductions = {key: self._reductions[key] for key in self._in_step if key in self._reductions}
         self._in_step.clear()
         for at_step in sorted(at for at in list(self._changes) if at <= step):
@@ -310,7 +285,15 @@ class DdpCompression(JobBound):
             pieces.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
             shapes.append(parameter.shape)
         levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
-        self._compare(fingerprint(pieces, str(flat.dtype), self.codec, self.seed, levels, self._method))
+        require_agreement(
+            fingerprint(pieces, str(flat.dtype), self.codec, self.seed, levels, self._method),
+            self.device,
+            self.groups[
+                0
+            ],  # where the first stage starts its collectives: the order is the same on every rank
+            what="gradients",
+            remedy="give trimtab.compress the same model and arguments on every rank",
+        )
         reduction = reduction_for(
             list(zip(pieces, shapes, strict=True)),
             flat.dtype,
@@ -318,7 +301,7 @@ class DdpCompression(JobBound):
             self.groups,
             self.codec,
             seed=self.seed,
-            memory=self.memory,
+            feedback=self.feedback,
             rights=self._rights,
             kernels=self._kernels,
             hierarchy=self._hierarchy,
@@ -326,25 +309,10 @@ class DdpCompression(JobBound):
         )
         return reduction, pieces
 
-    def _compare(self, own: int) -> None:
-        """Refuse to go on when another rank would send or expect other bytes: a hang, or worse.
-
-        Runs where the first stage's collectives are started, so its order is the same on every rank.
-        """
-        mine = torch.tensor([own], device=self.device)
-        everyone = torch.empty(dist.get_world_size(self.groups[0]), dtype=mine.dtype, device=self.device)
-        all_gather_single(everyone, mine, self.groups[0])
-        differing = (everyone != mine).nonzero().view(-1).tolist()
-        if differing:
-            raise TrimtabError(
-                f"ranks {differing} of the group compress with other settings, or another model, than rank "
-                f"{dist.get_rank(self.groups[0])}; give trimtab.compress the same arguments on every rank"
-            )
-
 
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
     """A process group for each stage of a reduction: Gloo needs one for each thread. Collective."""
-    return private_groups(group, device, MAX_STAGES)
+    return private_groups(group, device, STAGE_GROUPS)
 
 
 def has_other_hook(ddp: DistributedDataParallel) -> bool:
@@ -354,24 +322,10 @@ def has_other_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def refuse_python_reducer() -> None:
-    """Say so before training when torch.compile would bypass the hook."""
+    """Raise before training if torch.compile would bypass the hook."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
         raise TrimtabError(
             "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's communication hooks; "
             "set it to True (the default) or False"
         )
-
-
-def _bits_and_block(main: Codec, chosen: Codec | None, name: str) -> tuple[int, int]:
-    if chosen is None:
-        return RAW, 1024
-    if isinstance(chosen, Block):
-        if not isinstance(main, Block) or main.stochastic != chosen.stochastic:
-            raise TrimtabError(
-                f"{name}: {chosen} cannot ride with {main}; one family and one rounding serve a job"
-            )
-        return chosen.bits, chosen.block
-    if chosen != main:
-        raise TrimtabError(f"{name}: {chosen} cannot ride with {main}; an override here can only be None")
-    return 1, 1024

@@ -1,8 +1,8 @@
-"""The first step of a resumed job, reduced in the buckets of the job that was saved.
+"""Reduces the first step of a resumed job in the buckets of the job that was saved.
 
-DDP learns the order of gradients in a process's first backward pass and only then makes its lasting buckets. With
-three ranks and more a bucket decides who adds up which values, and so their rounding: a resumed job whose first
-step went by DDP's provisional buckets would part from the one that was never interrupted.
+DDP learns the order of gradients in the first backward pass of a process and only then builds its final buckets.
+With three or more ranks, a bucket determines which rank adds up which values, and so their rounding: a resumed job
+whose first step used DDP's provisional buckets would diverge from one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Reduce = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 
 
-class AsSaved:
+class SavedBuckets:
     """Collects the buckets of one step, then reduces their gradients in the saved ones."""
 
     def __init__(self, buckets: Sequence[Sequence[str]], names: Mapping[int, str]) -> None:
@@ -28,7 +28,7 @@ class AsSaved:
         self._held: list[tuple[GradBucket, Any]] = []
 
     def take(self, bucket: GradBucket, reduce: Reduce) -> Any:
-        """A future of the bucket's average; all of them are there when the last bucket has come."""
+        """A future of the bucket's average; all of them complete when the last bucket has arrived."""
         device = bucket.buffer().device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         self._held.append((bucket, future))
@@ -39,19 +39,19 @@ class AsSaved:
         return future
 
     def _reduce(self, reduce: Reduce) -> None:
-        found = {
+        by_name = {
             self._names[id(parameter)]: (parameter, gradient)
             for bucket, _ in self._held
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
-        if sorted(found) != sorted(name for names in self._buckets for name in names):
-            # Other parameters are trained than when it was saved: nothing to repeat.
+        if sorted(by_name) != sorted(name for names in self._buckets for name in names):
+            # The trained parameters differ from those of the saved job: its buckets do not apply.
             for bucket, _ in self._held:
                 reduce(bucket.parameters(), bucket.gradients(), bucket.buffer())
             return
         for names in self._buckets:
-            parameters = [found[name][0] for name in names]
-            gradients = [found[name][1] for name in names]
+            parameters = [by_name[name][0] for name in names]
+            gradients = [by_name[name][1] for name in names]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             parts = [
                 part.view_as(gradient)

@@ -1,12 +1,13 @@
-"""FSDP2's door: gradients reduce-scattered, and if asked weights gathered, in fewer bits.
+"""FSDP2: reduce-scatters gradients, and optionally gathers weights, in fewer bits.
 
-`fully_shard` lets a module's two collectives be replaced. The all-reduce over the replicas of HSDP has no such
-door, so there the group it is called on is replaced by one that compresses. Settings are by parameter name.
+`fully_shard` lets a module's two collectives be replaced. The all-reduce over the replicas of HSDP cannot be
+replaced, so its process group is, by one that compresses. Settings are by parameter name.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,9 @@ from trimtab._compat import all_gather_single, reduce_scatter_single
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
-from trimtab.doors.agreement import require_agreement
+from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup
 from trimtab.doors.fsdp_shards import (
-    Shard,
     ShardLayout,
     WeightGather,
     gradient_key,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 WEIGHT_BLOCK = 256
-"""Values that share a range in gathered weights: rounding to the nearest is finer in small blocks."""
+"""Block of gathered weights: rounding to the nearest is more accurate in small blocks."""
 
 
 class FsdpCompression:
@@ -77,14 +77,11 @@ class FsdpCompression:
         return {"version": STATE_VERSION, "seed": self.seed, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != STATE_VERSION:
-            raise TrimtabError(
-                f"the compression state has version {state.get('version')!r}; this trimtab reads {STATE_VERSION}"
-            )
+        check_state_version("compression state", state, STATE_VERSION)
         own = {name for group in self.groups for name in group.names}
         if own != state["steps"].keys():
             other = sorted(own ^ state["steps"].keys())
-            raise TrimtabError(f"the compression state is of another model: see {', '.join(other[:3])}")
+            raise TrimtabError(f"the compression state belongs to another model: see {', '.join(other[:3])}")
         self.seed = state["seed"]
         for group in self.groups:
             scattered, reduced = state["steps"][group.names[0]]
@@ -92,7 +89,7 @@ class FsdpCompression:
             group.forget()
 
     def close(self) -> None:
-        """Nothing to end: FSDP2 runs its collectives where it calls them."""
+        """Does nothing: FSDP2 runs its collectives itself."""
 
 
 class ShardedGroup:
@@ -114,19 +111,19 @@ class ShardedGroup:
         return list(self._params)
 
     def attach(self, *, shard: bool, replicate: bool) -> None:
-        """Take the place of the collectives."""
+        """Replace FSDP2's collectives."""
         if shard:
             self._module.set_custom_reduce_scatter(_ReduceScatter(self))
         if self._owner.weight_bits is not None:
             self._module.set_custom_all_gather(_AllGather(self))
         info = self._param_group.mesh_info
         if replicate and getattr(info, "replicate_process_group", None) is not None:
-            info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce is replaced
+            info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce changes
             info.replicate_process_group = _ReplicaGroup(self, info.replicate_process_group)
             self._param_group.mesh_info = info
 
     def forget(self) -> None:
-        """Plan anew: the plans hold the seed."""
+        """Drop what was planned with the old seed."""
         self._layouts.clear()
         self._reductions.clear()
 
@@ -154,7 +151,7 @@ class ShardedGroup:
         return WeightGather(output, values, layout, group)
 
     def all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, op: Any) -> bool:
-        """What FSDP2 calls with the reduced shards, for HSDP; says whether it was done."""
+        """What FSDP2 calls with the reduced shards, for HSDP; returns whether it reduced them."""
         params = {name: p for name, p in self._params.items() if p.sharded_param.requires_grad}
         shards = self._shards("gradients", params)
         if sum(shard.numel for shard in shards) != flat.numel() or flat.dtype not in DTYPES:
@@ -168,16 +165,10 @@ class ShardedGroup:
         finish(self._reductions[key].steps(flat, step=step, scale=scale))
         return True
 
-    def _plan_replicas(self, shards: list[Shard], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
+    def _plan_replicas(self, shards: list[Piece], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
         shard_rank = getattr(self._param_group.mesh_info, "shard_mesh_rank", 0)
-        pieces, offset = [], 0
-        for shard in shards:
-            # Each shard draws its own numbers: the ranks of the replicas' groups are the same for all.
-            name = f"{shard.name}[{shard_rank}]"
-            pieces.append(
-                Piece(name=name, offset=offset, numel=shard.numel, bits=shard.bits, block=shard.block)
-            )
-            offset += shard.numel
+        # Each shard draws its own random numbers: the ranks in the replicas' groups are the same for all shards.
+        pieces = [replace(shard, name=f"{shard.name}[{shard_rank}]") for shard in shards]
         self._compare(fingerprint(pieces, str(flat.dtype), self._owner.codec, self._owner.seed), flat, group)
         return reduction_for(
             [(piece, torch.Size((piece.numel,))) for piece in pieces],
@@ -191,7 +182,7 @@ class ShardedGroup:
     def _layout(
         self, what: str, params: Mapping[str, Any], flat: torch.Tensor, chunk: int, group: dist.ProcessGroup
     ) -> ShardLayout | None:
-        """How a buffer travels; None: exactly, as it holds other values than the shards of `params`."""
+        """How a buffer travels; None (exactly) if it does not hold the shards of `params`."""
         key = what, *params, chunk, flat.dtype, group.size()
         if key not in self._layouts:
             shards = self._shards(what, params)
@@ -201,22 +192,24 @@ class ShardedGroup:
             else:
                 self._layouts[key] = None
                 logger().warning(
-                    "%s: its %s travel exactly where a parameter has no gradient, has a type that the codec "
-                    "does not carry, or is resharded to part of the mesh after forward",
+                    "%s: its %s travel exactly when a parameter has no gradient, has a type that the codec "
+                    "does not support, or is resharded to part of the mesh after forward",
                     self.names[0],
                     what,
                 )
         return self._layouts[key]
 
-    def _shards(self, what: str, params: Mapping[str, Any]) -> list[Shard]:
-        shards = []
+    def _shards(self, what: str, params: Mapping[str, Any]) -> list[Piece]:
+        """The parameters' parts of a chunk, padding included."""
+        shards, offset = [], 0
         for name, parameter in params.items():
             _, bits, block = self._owner.pieces[name]
             if what == "weights" and bits != RAW:
                 assert self._owner.weight_bits is not None
                 bits, block = self._owner.weight_bits, WEIGHT_BLOCK
             numel = parameter.padded_sharded_param_size.numel()
-            shards.append(Shard(name=name, numel=numel, bits=bits, block=block))
+            shards.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
+            offset += numel
         return shards
 
     def _scale(self, op: Any, world: int) -> float:
@@ -224,7 +217,7 @@ class ShardedGroup:
             return 1.0
         if op == dist.ReduceOp.AVG:
             return 1.0 / world
-        # NCCL's sum of scaled values, whose factor cannot be read back: FSDP2 makes it of this.
+        # NCCL's sum of scaled values, whose factor cannot be read back: FSDP2 makes it from this one.
         factor = self._param_group.gradient_divide_factor
         assert factor is not None, f"FSDP2 reduces by SUM, AVG, or SUM with a factor, not by {op}"
         return 1.0 / float(factor)
@@ -240,7 +233,7 @@ class _Allocate:
 
 
 class _ReduceScatter(_Allocate):
-    """In the form of FSDP2's `ReduceScatter`, whose class is private."""
+    """Implements FSDP2's `ReduceScatter`, whose class is private."""
 
     def __init__(self, sharded: ShardedGroup) -> None:
         self._sharded = sharded
@@ -258,7 +251,7 @@ class _ReduceScatter(_Allocate):
 
 
 class _AllGather(_Allocate):
-    """In the form of FSDP2's `AllGather`, whose class is private."""
+    """Implements FSDP2's `AllGather`, whose class is private."""
 
     def __init__(self, sharded: ShardedGroup) -> None:
         self._sharded = sharded
@@ -278,14 +271,14 @@ class _AllGather(_Allocate):
 
 
 class _Done(dist.Work):
-    """The handle of a reduction that was waited for (CPU) or queued on the current stream (CUDA)."""
+    """The handle of a reduction that has finished (CPU) or is queued on the current stream (CUDA)."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
 class _ReplicaGroup(ForwardingGroup):
-    """The replicas of a shard: as the group it stands for, with its all-reduces compressed."""
+    """The group of a shard's replicas, with compressed all-reduces."""
 
     def __init__(self, sharded: ShardedGroup, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -329,6 +322,6 @@ def _param_groups(module: Any) -> list[Any]:
     if len(groups) > 1:
         raise TrimtabError(
             "compress: a module of this model is sharded over several meshes at once (shard_placement_fn); "
-            "FSDP2 lets no collective be replaced there"
+            "FSDP2 does not let their collectives be replaced"
         )
     return list(groups)

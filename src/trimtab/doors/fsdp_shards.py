@@ -21,56 +21,40 @@ from trimtab.random_bits import OWN, name_hash, stream
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One parameter's part of a chunk, and how it travels."""
-
-    name: str
-    numel: int
-    """Values in each chunk, padding included."""
-
-    bits: int
-    """1 to 8, or 0 to send the values as they are."""
-
-    block: int
+    from trimtab.collectives import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """The packings of a buffer of chunks; planned once for a rank, applied every step."""
+    """The packings of a buffer of chunks; computed once for a rank, applied every step."""
 
     chunk: int
     """Values in a chunk."""
 
     mine: Packing
-    """A chunk by itself."""
+    """One chunk."""
 
     others: Packing
     """Every chunk but this rank's, in the whole buffer: in rank order, so one run of bytes for each rank."""
 
 
-def plan_shards(shards: Sequence[Shard], dtype: torch.dtype, world: int, rank: int) -> ShardLayout:
-    """The layout of a buffer of `world` chunks of these shards, as `rank` sends it."""
+def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: int) -> ShardLayout:
+    """The layout of a buffer of `world` chunks, as `rank` sends it; `shards` are the parameters' parts of a chunk."""
     chunk = sum(shard.numel for shard in shards)
 
     def segments(owner: int, base: int) -> list[Segment]:
-        found, offset = [], base
-        for shard in shards:
-            # Blocks are numbered through the whole parameter, so that no two chunks draw the same numbers.
-            first = owner * -(-shard.numel // shard.block)
-            found.append(
-                Segment(
-                    offset=offset,
-                    numel=shard.numel,
-                    bits=shard.bits,
-                    block=shard.block,
-                    name_hash=name_hash(shard.name),
-                    first_block=first,
-                )
+        return [
+            Segment(
+                offset=base + shard.offset,
+                numel=shard.numel,
+                bits=shard.bits,
+                block=shard.block,
+                name_hash=name_hash(shard.name),
+                # Blocks are numbered through the whole parameter, so that no two chunks draw the same numbers.
+                first_block=owner * -(-shard.numel // shard.block),
             )
-            offset += shard.numel
-        return found
+            for shard in shards
+        ]
 
     others = [s for owner in range(world) if owner != rank for s in segments(owner, owner * chunk)]
     return ShardLayout(
@@ -115,7 +99,7 @@ def reduce_scatter(
 class WeightGather(dist.Work):
     """An all-gather of weights rounded to few bits; `wait` decodes them, the same bits on every rank.
 
-    The owner too takes what was decoded: all ranks compute with the same weights.
+    The owner decodes too, so that all ranks compute with the same weights.
     """
 
     def __init__(
@@ -128,7 +112,7 @@ class WeightGather(dist.Work):
         self._gathered = torch.empty(
             group.size() * layout.mine.nbytes, dtype=torch.uint8, device=values.device
         )
-        # To the nearest: the forward and the backward pass of a step then see the same weights.
+        # Rounded to the nearest, the forward and the backward pass of a step see the same weights.
         kernels.encode(values, layout.mine, self._payload, stream=0, stochastic=False)
         self._work = started(all_gather_single(self._gathered, self._payload, group, async_op=True))
         self._decoded = False
@@ -150,5 +134,5 @@ class WeightGather(dist.Work):
 
 
 def gradient_key(seed: int, step: int) -> int:
-    """The random stream of this rank's gradients: by global rank, as replicas of a shard must differ too."""
+    """The random stream of this rank's gradients: by global rank, since replicas of a shard must differ too."""
     return stream(seed, step, dist.get_rank(), OWN)

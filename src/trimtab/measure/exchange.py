@@ -89,6 +89,6 @@ def _run(
     piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
     memory = ErrorFeedback() if feedback else None
     pieces = [(piece, flat.shape)]
-    reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, memory=memory)
+    reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, feedback=memory)
     scale = 1 / dist.get_world_size(groups[0])
     return lambda: finish(reduction.steps(flat, step=0, scale=scale))

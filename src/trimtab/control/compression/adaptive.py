@@ -227,7 +227,7 @@ class Controller:
         key = f"look-{step}"
         if self._statistics is None:
             return self._background.fetch(key)
-        snapshot = self._statistics.snapshot(self._compression.memory)
+        snapshot = self._statistics.snapshot(self._compression.feedback)
         losses, self._losses = self._losses, []
         current = {name: self._compression.pieces[name][1] for name in self.first}
         warm = step >= self._config.warmup
@@ -252,7 +252,7 @@ class Controller:
         self.planner.settings, self._family = settings, settings.name
         family = settings.family
         codec = family_codec(family, self._config.start_bits)
-        self._compression.become(codec, error_feedback=family.error_feedback)
+        self._compression.switch_codec(codec, error_feedback=family.error_feedback)
 
     def _apply(self, step: int) -> None:
         assert self._pending is not None

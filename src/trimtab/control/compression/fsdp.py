@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from trimtab.codec import Block, Codec
@@ -55,6 +54,7 @@ def compress_fsdp(
     host and the replicas across the slow link.
     """
     from trimtab.doors.fsdp import FsdpCompression, process_groups
+    from trimtab.doors.parameters import choose_bits
 
     if fsdp_compression_of(model) is not None:
         raise TrimtabError("compress: this model is already compressed; call it once")
@@ -88,7 +88,7 @@ def compress_fsdp(
     compression = FsdpCompression(
         model,
         codec,
-        choose_pieces(sizes, codec, overrides or {}, min_numel),
+        choose_bits(sizes, codec, overrides or {}, min_numel)[0],
         weight_bits=weight_bits,
         seed=seed,
         shard=chosen.get("shard", False),
@@ -98,32 +98,6 @@ def compress_fsdp(
     kept = sum(numel for numel, bits, _ in compression.pieces.values() if bits == 0)
     share = kept / sum(numel for numel, _, _ in compression.pieces.values())
     return f"{explanation}; small or excluded parameters ({share:.1%} of the values) are sent exactly"
-
-
-def choose_pieces(
-    sizes: Mapping[str, tuple[int, int]], codec: Block, overrides: Mapping[str, Codec | None], min_numel: int
-) -> dict[str, tuple[int, int, int]]:
-    """By name: numel, bits (0: exact) and block size, from each parameter's (numel, number of axes)."""
-    unused = set(overrides)
-    pieces = {}
-    for name, (numel, axes) in sizes.items():
-        own: Codec | None = codec if axes > 1 and numel >= min_numel else None
-        for pattern, choice in overrides.items():
-            if fnmatchcase(name, pattern):
-                unused.discard(pattern)
-                own = choice
-                break
-        if own is not None and (not isinstance(own, Block) or own.stochastic != codec.stochastic):
-            raise TrimtabError(
-                f"{name}: {own} cannot be combined with {codec}; a job has one family and one rounding"
-            )
-        pieces[name] = numel, *((own.bits, own.block) if own is not None else (0, codec.block))
-    if unused:
-        some = ", ".join(list(pieces)[:4])
-        raise TrimtabError(
-            f"no parameter matches the pattern {sorted(unused)[0]!r}; parameters are called {some}, ..."
-        )
-    return pieces
 
 
 def _judge(codec: Block, group: dist.ProcessGroup, model: torch.nn.Module) -> tuple[bool, str]:
