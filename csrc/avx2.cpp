@@ -16,7 +16,7 @@ struct Simd {
   static I set_int(uint32_t v) { return I(_mm256_set1_epi32(int32_t(v))); }
   static F as_float(I v) { return F(v); }
 
-  // Of two operands, one of them NaN, these instructions give the second: a NaN in `t` is passed over.
+  // Of two operands, one of them NaN, these instructions give the second: a NaN in `t` is ignored.
   static F lower(F t, F bound) { return _mm256_min_ps(t, bound); }
   static F higher(F t, F bound) { return _mm256_max_ps(t, bound); }
   static float lowest(F v) {

@@ -16,7 +16,7 @@ struct Simd {
   static I set_int(uint32_t v) { return I(_mm512_set1_epi32(int32_t(v))); }
   static F as_float(I v) { return F(v); }
 
-  // Of two operands, one of them NaN, these instructions give the second: a NaN in `t` is passed over.
+  // Of two operands, one of them NaN, these instructions give the second: a NaN in `t` is ignored.
   static F lower(F t, F bound) { return _mm512_min_ps(t, bound); }
   static F higher(F t, F bound) { return _mm512_max_ps(t, bound); }
   static float lowest(F v) { return _mm512_reduce_min_ps(v); }
@@ -64,7 +64,7 @@ struct Simd {
       values_of = set(low) + set(unit) * _mm512_cvtepi32_ps(__m512i(code));
     }
 
-    // The look-up heeds 4 bits of a lane, and its table repeats for shorter codes: no mask is due.
+    // The look-up uses 4 bits of a lane, and its table repeats for shorter codes: no mask is needed.
     void operator()(const uint8_t* in, F (&values)[2]) const {
       __m512i codes[2];
       if constexpr (b == 4) {

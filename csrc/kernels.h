@@ -1,4 +1,4 @@
-// What api.cpp asks of each instruction set: to encode, decode or reduce a run of blocks.
+// What each instruction set implements for api.cpp: encode, decode or reduce a run of blocks.
 #pragma once
 
 #include "trimtab.h"

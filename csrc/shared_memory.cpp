@@ -19,9 +19,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a rank tells the others: alone on its cache lines (processors fetch them in pairs).
+// A rank's state, read by the others: alone on its cache lines (processors fetch them in pairs).
 struct alignas(128) Line {
-  std::atomic<uint32_t> arrived;  // barriers it has come to, modulo 2^32; a futex
+  std::atomic<uint32_t> arrived;  // barriers it has reached, modulo 2^32; a futex
   uint64_t tags[2];               // of the last two; nobody is more than one barrier ahead of another
 };
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is four bytes");
@@ -30,8 +30,8 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "atomics must work bet
 constexpr int64_t kMostRanks = 4096;
 constexpr int64_t kMostRoom = int64_t{1} << 32;
 constexpr int kSpins = 100;   // a few microseconds: longer only helps when every rank has a core
-constexpr int kYields = 4;    // then let a rank on the same core come
-constexpr auto kLook = std::chrono::milliseconds(50);  // how often to see whether the other still lives
+constexpr int kYields = 4;    // then let a rank on the same core run
+constexpr auto kCheck = std::chrono::milliseconds(50);  // how often to check whether the other is alive
 
 Line* lines(const trimtab_channel* c) { return static_cast<Line*>(c->base); }
 
@@ -55,14 +55,14 @@ void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Whether a rank still holds its lock; a question that cannot be asked counts as yes.
-bool lives(const trimtab_channel* c, int64_t rank) {
-  struct flock asked {};
-  asked.l_type = F_WRLCK;
-  asked.l_whence = SEEK_SET;
-  asked.l_start = rank;
-  asked.l_len = 1;
-  return fcntl(int(c->fd), F_GETLK, &asked) != 0 || asked.l_type != F_UNLCK;
+// Whether a rank still holds its lock; if that cannot be determined, it counts as alive.
+bool is_alive(const trimtab_channel* c, int64_t rank) {
+  struct flock query {};
+  query.l_type = F_WRLCK;
+  query.l_whence = SEEK_SET;
+  query.l_start = rank;
+  query.l_len = 1;
+  return fcntl(int(c->fd), F_GETLK, &query) != 0 || query.l_type != F_UNLCK;
 }
 
 bool reached(std::atomic<uint32_t>& word, uint32_t target, uint32_t& seen) {
@@ -84,8 +84,8 @@ int64_t wait_for(trimtab_channel* c, int64_t rank, uint32_t target) {
   const auto deadline = Clock::now() + std::chrono::milliseconds(c->timeout_ms);
   while (!reached(word, target, seen)) {
     const auto now = Clock::now();
-    const bool alive = lives(c, rank);
-    // Looked at again: it may have come, and gone, since.
+    const bool alive = is_alive(c, rank);
+    // Check again: it may have arrived, and exited, since.
     if (!alive && !reached(word, target, seen)) {
       c->culprit = rank;
       return TRIMTAB_SHARED_DEAD;
@@ -94,7 +94,7 @@ int64_t wait_for(trimtab_channel* c, int64_t rank, uint32_t target) {
       c->culprit = rank;
       return TRIMTAB_SHARED_TIMEOUT;
     }
-    sleep_while(word, seen, std::min<Clock::duration>(kLook, deadline - now));
+    sleep_while(word, seen, std::min<Clock::duration>(kCheck, deadline - now));
   }
   return TRIMTAB_SHARED_OK;
 }

@@ -12,7 +12,7 @@ extern "C" {
 // for all); the two turns alternate, so that one round is written while the other is read. A new segment is all zeros.
 //
 // Every rank makes the same calls in the same order. A rank holds a lock (POSIX, exclusive) on the byte of
-// `fd` that has its number, for as long as it takes part: who waits for it sees by that whether it lives.
+// `fd` at its index for as long as it takes part: that tells those who wait for it whether it is alive.
 typedef struct {
   void* base;
   int64_t nbytes;
@@ -20,10 +20,10 @@ typedef struct {
   int64_t rank;
   int64_t world;
   int64_t room;        // a multiple of 64
-  int64_t timeout_ms;  // how long to wait for a rank that lives
+  int64_t timeout_ms;  // how long to wait for a rank that is alive
   int64_t barriers;    // kept here between calls; 0 at first
   int64_t rounds;      // likewise
-  int64_t culprit;     // out: the rank that did not come, or came with another call
+  int64_t culprit;     // out: the rank that did not arrive, or made a different call
 } trimtab_channel;
 
 enum trimtab_shared_type {  // the first three as in trimtab_type
@@ -43,8 +43,8 @@ enum trimtab_shared_status {
   TRIMTAB_SHARED_OK = 0,
   TRIMTAB_SHARED_BAD_CALL = 1,    // sizes that no segment or call may have; nothing was touched
   TRIMTAB_SHARED_DEAD = 2,        // `culprit` ended, or left the segment
-  TRIMTAB_SHARED_TIMEOUT = 3,     // `culprit` lives and did not come in time
-  TRIMTAB_SHARED_MISMATCH = 4,    // `culprit` made another call
+  TRIMTAB_SHARED_TIMEOUT = 3,     // `culprit` is alive but did not arrive in time
+  TRIMTAB_SHARED_MISMATCH = 4,    // `culprit` made a different call
 };
 
 // Bytes that a segment must have.

@@ -1,7 +1,7 @@
 """The backend "trimtab": `torch.distributed.init_process_group("trimtab")`.
 
-Installed, torch finds the name by itself (the entry point `torch.backends`); otherwise, and where
-TORCH_DEVICE_BACKEND_AUTOLOAD=0, call `trimtab.backend.register()` first. Importing this changes nothing.
+With trimtab installed, torch finds the name by itself (entry point `torch.backends`); otherwise, or with
+TORCH_DEVICE_BACKEND_AUTOLOAD=0, call `trimtab.backend.register()` first. Importing this module has no effect.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NAME = "trimtab"
 
 
 def register(options: GroupOptions | None = None) -> None:
-    """Make the name "trimtab" known to torch.distributed in this process; again is allowed.
+    """Register the backend "trimtab" with torch.distributed in this process; may be called again.
 
-    `options` are those of a default group that is made without `pg_options`. Registering imports
-    nothing heavy: torch itself calls it, in every process that imports torch where trimtab is installed.
+    `options` apply to a default group that is created without `pg_options`. Registering imports
+    nothing heavy: where trimtab is installed, torch calls it in every process that imports torch.
     """
     import torch.distributed as dist
 
@@ -41,10 +41,10 @@ def register(options: GroupOptions | None = None) -> None:
 def compress_group(
     group: dist.ProcessGroup | None = None, codec: Block | None = None, *, seed: int = 0
 ) -> None:
-    """Compress the large all-reduces of floats of a group of this backend, such as one from `new_group`.
+    """Compress the large float all-reduces of a group of this backend, for example one from `new_group`.
 
-    Every rank of the group calls it. Without `codec` the link is measured at the first large all-reduce,
-    which then travels in 4 bits a value or, where that would not pay, exactly.
+    Every rank of the group calls it. Without `codec` the link is measured at the first large all-reduce:
+    values then travel in 4 bits or, where that would not pay, exactly.
     """
     from trimtab.doors.backend import GroupOptions, trimtab_group
 
@@ -52,21 +52,21 @@ def compress_group(
 
 
 def exact_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave every all-reduce of a group exact from now on; every rank of the group calls it."""
+    """Make every all-reduce of a group exact from now on; every rank of the group calls it."""
     from trimtab.doors.backend import GroupOptions, trimtab_group
 
     trimtab_group(group).set_options(GroupOptions(compress=False))
 
 
 def state_dict(group: dist.ProcessGroup | None = None) -> dict[str, int]:
-    """For the checkpoint: how far the group's random numbers are. The same on every rank."""
+    """For the checkpoint: the position in the group's random streams. The same on every rank."""
     from trimtab.doors.backend import trimtab_group
 
     return trimtab_group(group).state_dict()
 
 
 def load_state_dict(state: Mapping[str, int], group: dist.ProcessGroup | None = None) -> None:
-    """Continue with the random numbers that come after `state_dict`'s."""
+    """Continue the random streams from where `state_dict` was taken."""
     from trimtab.doors.backend import trimtab_group
 
     trimtab_group(group).load_state_dict(state)
@@ -77,7 +77,7 @@ class _Defaults:
 
 
 def _create(group: Any, pg_options: Any) -> Any:
-    """What torch calls for every group of this backend; the default group is the one without a list of ranks."""
+    """Called by torch for every group of this backend; the default group is the one without a list of ranks."""
     from trimtab.doors.backend import GroupOptions, TrimtabGroup
     from trimtab.errors import TrimtabError
 
@@ -108,18 +108,18 @@ def _create(group: Any, pg_options: Any) -> Any:
     )
 
 
-_TRIAL_NUMEL = 1 << 20
+_MIN_TRIAL_NUMEL = 1 << 20
 
 
 def _judge(
     codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int
 ) -> tuple[bool, str]:
-    """Whether compressing pays on this group's link, measured; and the reason in words."""
+    """Measure whether compression pays on this group's link; returns that and the reason."""
     from trimtab.measure.exchange import measure_exchange
     from trimtab.planning.compression.payoff import decide
 
-    # DDP's first bucket is smaller than those that follow: judge by a buffer of their size.
-    exchange = measure_exchange(codec, groups, device, max(numel, _TRIAL_NUMEL))
+    # DDP's first bucket is smaller than the following ones: measure with a buffer of their size.
+    exchange = measure_exchange(codec, groups, device, max(numel, _MIN_TRIAL_NUMEL))
     decision = decide(exchange, exchange.nbytes)
     return decision.compress, decision.reason
 

@@ -1,6 +1,6 @@
-"""The environment variables trimtab listens to, and its logger.
+"""The environment variables that trimtab reads, and its logger.
 
-``TRIMTAB_DISABLE=1`` turns every adjustment off: the job runs as if trimtab were not there.
+``TRIMTAB_DISABLE=1`` turns every adjustment off: the job runs as if trimtab were not installed.
 ``TRIMTAB_LOG`` sets the level of the ``trimtab`` logger (debug, info, warning, error).
 """
 
@@ -25,7 +25,7 @@ def disabled() -> bool:
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
-    """Writes to whatever standard error is at that moment, not to what it was when first used."""
+    """Writes to the current `sys.stderr`, not to the one at the time of the first message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -38,7 +38,7 @@ def logger() -> logging.Logger:
     if not log.handlers:
         level = os.environ.get("TRIMTAB_LOG", "info").strip().lower()
         if level not in _LEVELS:
-            raise TrimtabError(f"TRIMTAB_LOG={level!r} is not a level; use one of {', '.join(_LEVELS)}")
+            raise TrimtabError(f"TRIMTAB_LOG={level!r} is not a log level; use one of {', '.join(_LEVELS)}")
         handler = _StandardError()
         handler.setFormatter(logging.Formatter("trimtab: %(message)s"))
         log.addHandler(handler)

@@ -25,7 +25,7 @@ _MIX64 = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def stream(seed: int, step: int, rank: int, stage: int) -> int:
-    """The 64 bits that set one message's randomness apart from every other's."""
+    """The 64 bits that make one message's random numbers differ from every other's."""
     h = 0
     for value in (seed, step, rank, stage):
         h = absorb(h, value)
@@ -33,7 +33,7 @@ def stream(seed: int, step: int, rank: int, stage: int) -> int:
 
 
 def name_hash(name: str) -> int:
-    """64 bits that stand for a parameter's name in the random streams."""
+    """The 64 bits that represent a parameter's name in the random streams."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

@@ -197,7 +197,7 @@ def refused(case: str) -> str:
         ("another backend", "does not use the backend 'trimtab'"),
         ("codec", "sees only flat buffers"),
         ("view", "exact view of the default group"),
-        ("state", "made with seed 2"),
+        ("state", "seed mismatch: found 2"),
         ("settings", "with other settings than rank 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tensors in fewer bits: codecs on one contract, and the kernels of the block codec."""
+"""Codecs, which send tensors in fewer bits, and the kernels of the block codec."""
 
 from trimtab.codec.codec import Block, Codec, Uncompressed
 from trimtab.codec.error_feedback import ErrorFeedback

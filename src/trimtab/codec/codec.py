@@ -1,8 +1,7 @@
 """The codec contract: encode, decode, exact size.
 
-A codec turns one tensor into bytes and back. The reductions in `trimtab.collectives` speak to
-the block kernels directly where that is faster; this is the form for everything else, and what
-a new codec has to offer.
+A codec turns one tensor into bytes and back. The reductions in `trimtab.collectives` call the block
+kernels directly, which is faster; this contract is for everything else, and what a new codec implements.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Uncompressed:
-    """The values as they are: the baseline, and what travels for small parameters."""
+    """Sends the values as they are: the baseline, and the codec of small parameters."""
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return shape.numel() * dtype.itemsize
@@ -87,9 +86,9 @@ class Uncompressed:
 
 
 def check_size(codec: Codec, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Refuse a payload whose size is not the one predicted."""
-    due = codec.nbytes(shape, dtype)
-    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != due:
+    """Refuse a payload of another size than `nbytes`."""
+    expected = codec.nbytes(shape, dtype)
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != expected:
         raise ValueError(
-            f"{codec}: the payload is {payload.dtype} of shape {tuple(payload.shape)} where {due} bytes are due"
+            f"{codec}: wrong payload: found {payload.dtype} of shape {tuple(payload.shape)}, expected {expected} bytes"
         )

@@ -1,7 +1,7 @@
-"""The kernel contract, and which implementation serves a device.
+"""The kernel contract, and the choice of its implementation for a device.
 
 Three implementations give the same bits (docs/wire-format.md): the PyTorch reference
-anywhere, C++ on CPU tensors, Triton on CUDA tensors.
+on any device, C++ for CPU tensors, Triton for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(Protocol):
-    """What every implementation offers. Buffers are checked by `check_buffers` before use."""
+    """What every implementation offers. It checks buffers with `check_buffers` before use."""
 
     name: str
 
@@ -64,7 +64,7 @@ def kernels_for(device: torch.device) -> Kernels:
     return _cuda() if device.type == "cuda" else _cpu() if device.type == "cpu" else _reference()
 
 
-# Imported where they are used: Triton is heavy, and the library is not everywhere.
+# Imported lazily: Triton is slow to import, and the C++ library may be missing.
 @cache
 def _cpu() -> Kernels:
     from trimtab.codec.native import NativeKernels
@@ -72,7 +72,7 @@ def _cpu() -> Kernels:
     try:
         return NativeKernels()
     except TrimtabError as error:
-        logger().warning("compressing on the CPU will be slow, in plain PyTorch: %s", error)
+        logger().warning("CPU tensors fall back to the reference kernels, which are slow: %s", error)
         return _reference()
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.codec.packing import DTYPES, Packing, check_buffers
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -203,10 +203,15 @@ def load() -> ctypes.CDLL:
         "trimtab_decode": [pointer, pointer, integer, pointer, integer, integer],
         "trimtab_reduce_encode": [pointer, pointer, integer, pointer, integer, pointer, integer, *keyed],
     }
+    declare(library, signatures)
+    return library
+
+
+def declare(library: ctypes.CDLL, signatures: Mapping[str, Sequence[Any]]) -> None:
+    """Tell ctypes the argument types of functions that return an int64."""
     for name, arguments in signatures.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, integer
-    return library
+        function.argtypes, function.restype = arguments, ctypes.c_int64
 
 
 def main() -> None:

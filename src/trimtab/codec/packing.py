@@ -1,6 +1,6 @@
-"""Where each parameter's bits go: segments of a flat buffer, and the payload they become.
+"""The layout of encoded parameters: segments of a flat buffer, and the payload they become.
 
-A `Packing` is planned once for a bucket and applied every step. Its sizes are exact:
+A `Packing` is made once for a bucket and applied every step. Its sizes are exact:
 see docs/wire-format.md.
 """
 
@@ -71,10 +71,10 @@ class Packing:
     """Exact size of the payload."""
 
     extent: int = field(init=False)
-    """Elements a flat buffer must have at least."""
+    """The least number of elements of a flat buffer."""
 
     prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """What kernels derive from the segments once (descriptor arrays, device tables), by their own keys."""
+    """What kernels derive from the segments (descriptor arrays, device tables), each under its own key."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -89,7 +89,7 @@ class Packing:
 
 
 def check_buffers(packing: Packing, flat: torch.Tensor, *payloads: torch.Tensor) -> None:
-    """Refuse, before any byte is touched, buffers that do not fit the packing."""
+    """Refuse buffers that do not fit the packing, before any byte is accessed."""
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"the flat buffer must be 1-D and contiguous; got shape {tuple(flat.shape)}")
     if flat.dtype != packing.dtype:
@@ -102,6 +102,6 @@ def check_buffers(packing: Packing, flat: torch.Tensor, *payloads: torch.Tensor)
                 f"a payload is a contiguous 1-D uint8 tensor; got {payload.dtype} {tuple(payload.shape)}"
             )
         if payload.numel() != packing.nbytes:
-            raise ValueError(f"the payload has {payload.numel()} bytes where {packing.nbytes} are due")
+            raise ValueError(f"wrong payload size: found {payload.numel()} bytes, expected {packing.nbytes}")
         if payload.device != flat.device:
             raise ValueError(f"the payload is on {payload.device}, the values on {flat.device}")

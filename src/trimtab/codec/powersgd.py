@@ -1,4 +1,4 @@
-"""PowerSGD: a matrix sent as the product of two thin ones."""
+"""PowerSGD: sends a matrix as the product of two thin ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trimtab.codec.codec import check_size
 class PowerSGD:
     """One power iteration of rank `rank` on the tensor seen as a matrix (first axis × the rest).
 
-    Biased: use it with error feedback. Alone it encodes one rank's tensor; reducing over ranks it
-    is better to sum the thin factors themselves, as `trimtab.collectives.low_rank` does with the
-    three functions below. Payload: left factor, then right factor, fp32.
+    Biased: use it with error feedback. This class encodes the tensor of one rank; a reduction over ranks
+    sums the thin factors themselves, as `trimtab.collectives.low_rank` does with the three functions below.
+    Payload: left factor, then right factor, fp32.
     """
 
     rank: int = 4
@@ -29,7 +29,7 @@ class PowerSGD:
         return 4 * self.rank_for(shape) * (rows + columns)
 
     def rank_for(self, shape: torch.Size) -> int:
-        """The rank used for this shape: never above what the matrix can have."""
+        """The rank used for this shape: at most the matrix's own."""
         return min(self.rank, *matrix_shape(shape))
 
     def encode(self, values: torch.Tensor, *, name: str = "", stream: int = 0) -> torch.Tensor:
@@ -57,19 +57,19 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def start(columns: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
-    """The first right factor: the same on every rank that gives the same seed."""
+    """The first right factor: the same on every rank with the same seed."""
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
     return torch.randn(columns, rank, generator=generator).to(device)
 
 
 def orthonormal(factor: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the factor's columns; a column that adds nothing becomes zero.
+    """An orthonormal basis of the factor's columns; a dependent column becomes zero.
 
-    Modified Gram-Schmidt, in fp32: deterministic for the same input on like devices, and,
-    unlike a QR routine, it lets NaN and Inf through instead of failing.
+    Modified Gram-Schmidt, in fp32: deterministic for the same input on devices of one kind, and,
+    unlike a QR routine, it propagates NaN and Inf instead of failing.
     """
     basis = factor.clone()
-    # What projecting leaves of a dependent column is rounding error: normalized, it would be noise.
+    # A dependent column is only rounding error after projection: normalized, it would be noise.
     floor = 100 * torch.finfo(basis.dtype).eps * basis.norm()
     for i in range(basis.shape[1]):
         column = basis[:, i]

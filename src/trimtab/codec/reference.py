@@ -1,4 +1,4 @@
-"""The codec in plain PyTorch, on any device: the oracle the fast kernels are checked against.
+"""The codec in plain PyTorch, on any device: the fast kernels are checked against it.
 
 It follows docs/wire-format.md step by step. Unlike the fast kernels it cannot protect itself from
 `torch.set_flush_denormal(True)`, which changes the values of blocks near the smallest floats.

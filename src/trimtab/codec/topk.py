@@ -1,4 +1,4 @@
-"""Top-k: send only the entries of largest magnitude, with their places."""
+"""Top-k: sends only the entries of largest magnitude, with their indices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.codec.codec import check_size
 class TopK:
     """The `density` share of entries with the largest magnitude, exactly; zero elsewhere.
 
-    Biased: use it with error feedback. Payload: k places (int64 above 2³¹ entries, else int32), then
+    Biased: use it with error feedback. Payload: k indices (int64 above 2³¹ entries, else int32), then
     k values in the tensor's type.
     """
 
@@ -24,30 +24,30 @@ class TopK:
             raise ValueError(f"TopK: density must be above 0 and at most 1, got {self.density}")
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return self._k(shape.numel()) * (_place_type(shape.numel()).itemsize + dtype.itemsize)
+        return self._k(shape.numel()) * (_index_type(shape.numel()).itemsize + dtype.itemsize)
 
     def encode(self, values: torch.Tensor, *, name: str = "", stream: int = 0) -> torch.Tensor:
         flat = values.reshape(-1)
-        # NaN counts as largest in torch's ordering, so an overflow is always among what is sent.
-        places = flat.abs().topk(self._k(flat.numel()), sorted=False).indices.sort().values
-        kept = flat[places]
-        return torch.cat([places.to(_place_type(flat.numel())).view(torch.uint8), kept.view(torch.uint8)])
+        # NaN counts as largest in torch's ordering, so an overflow is always sent.
+        indices = flat.abs().topk(self._k(flat.numel()), sorted=False).indices.sort().values
+        kept = flat[indices]
+        return torch.cat([indices.to(_index_type(flat.numel())).view(torch.uint8), kept.view(torch.uint8)])
 
     def decode(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         check_size(self, payload, shape, dtype)
         numel, k = shape.numel(), self._k(shape.numel())
-        cut = k * _place_type(numel).itemsize
-        # Bytes are cloned to give the views below the alignment they need.
-        places = payload[:cut].clone().view(_place_type(numel)).long()
-        if k and not bool(((places >= 0) & (places < numel)).all()):
+        cut = k * _index_type(numel).itemsize
+        # Cloning gives the views below the alignment they need.
+        indices = payload[:cut].clone().view(_index_type(numel)).long()
+        if k and not bool(((indices >= 0) & (indices < numel)).all()):
             raise ValueError(f"{self}: the payload names an entry outside the tensor's {numel}")
         flat = torch.zeros(numel, dtype=dtype, device=payload.device)
-        flat[places] = payload[cut:].clone().view(dtype)
+        flat[indices] = payload[cut:].clone().view(dtype)
         return flat.view(shape)
 
     def _k(self, numel: int) -> int:
         return min(numel, max(1, round(numel * self.density))) if numel else 0
 
 
-def _place_type(numel: int) -> torch.dtype:
+def _index_type(numel: int) -> torch.dtype:
     return torch.int32 if numel <= 2**31 else torch.int64

@@ -1,12 +1,12 @@
-"""The block codec's GPU code. docs/wire-format.md gives the arithmetic; `triton_tables` the tables.
+"""The block codec's GPU code. docs/wire-format.md defines the arithmetic, `triton_tables` the tables.
 
 A program works on one tile: ROWS consecutive blocks of one segment, each padded to PAD (a power of
 two) lanes. Full blocks are read from memory once and held in registers. A segment's last tile, where
 blocks may be short or missing, and blocks too long to hold are read twice, CHUNK elements at a time:
-so the masks of the one do not cost the other registers. Launch with enable_fp_fusion=False.
+that code is separate so that its masks cost full blocks no registers. Launch with enable_fp_fusion=False.
 """
 
-# Compile-time constants are capitals, as is the custom; the compiler, not mypy, checks the types here.
+# Compile-time constants are in capitals, as usual in Triton; its compiler, not mypy, checks the types.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _quantize(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: 
         q += 0.5
     if not (FULL and BLOCK == PAD):
         q = tl.where(inside, q, 0.0)
-    # A row that is not finite has no codes to convert; where it is, the clamp comes first, which is the same.
+    # Clamping before the conversion gives the same codes; those of rows that are not finite are replaced.
     code = tl.minimum(q, (1 << BITS) - 1.0).to(tl.int32).to(tl.uint32)
     if COUNT > 0:
         code = tl.where(bad[:, None], 0, code)
@@ -221,7 +221,7 @@ def _quantize(t, low, unit, inv, bad, values, codes, key, first, lengths, BITS: 
 def _offsets(key, first, PAD: tl.constexpr):
     """The rounding offsets of a row's elements from `first`: `trimtab-lb32`'s 16 bits + ½, × 2^-16."""
     i = first + tl.arange(0, PAD)[None, :]
-    # Neighbors compute the same word: the compiler keeps one, since they share a thread.
+    # Neighboring lanes compute the same word: the compiler keeps one, since they share a thread.
     k1 = (key >> 32).to(tl.uint32)[:, None]
     x = (i >> 1).to(tl.uint32) + key.to(tl.uint32)[:, None]
     x ^= x >> 16

@@ -1,8 +1,8 @@
 """The codec on CUDA tensors, in Triton: the same bits as the reference, at memory speed.
 
-Nothing here waits for the device or allocates, past the first use of a packing; launches go to the
-current stream. The exception is `reduce_encode` of payloads that lie at irregular distances: they
-are first copied into one buffer.
+After the first use of a packing nothing here waits for the device or allocates; launches go to the
+current stream. The exception is `reduce_encode` of payloads at irregular distances: they are first
+copied into one buffer.
 """
 
 from __future__ import annotations
@@ -79,29 +79,15 @@ class TritonKernels:
         """
         check_buffers(packing, flat, out, *payloads)
         if not payloads or packing.nbytes == 0:
-            # The sum of one: the rank's own values, which still have to be what the others receive.
+            # A sum of one: the rank's own values, which must still become what the others receive.
             self.encode(flat, packing, out, stream=stream, scale=scale, stochastic=stochastic)
             self.decode(out, packing, flat)
             return
-        places = [payload.data_ptr() for payload in payloads]
-        found = spacing(places)
-        if found is None:
-            together = torch.stack(list(payloads))
-            self._encode(
-                flat,
-                together,
-                len(places),
-                packing.nbytes,
-                len(places),
-                packing,
-                out,
-                stream,
-                scale,
-                stochastic,
-            )
-        else:
-            stride, gap = found
-            self._encode(flat, payloads[0], len(places), stride, gap, packing, out, stream, scale, stochastic)
+        count, first = len(payloads), payloads[0]
+        regular = spacing([payload.data_ptr() for payload in payloads])
+        if regular is None:
+            first, regular = torch.stack(list(payloads)), (packing.nbytes, count)
+        self._encode(flat, first, count, *regular, packing, out, stream, scale, stochastic)
 
     def _encode(
         self,
@@ -134,13 +120,13 @@ class TritonKernels:
                     )
 
 
-def spacing(places: Sequence[int]) -> tuple[int, int] | None:
+def spacing(addresses: Sequence[int]) -> tuple[int, int] | None:
     """(stride, gap) such that address i is the first + (i + (i ≥ gap)) · stride; None if there is none.
 
-    The payloads of a reduction are rows of one buffer without the owner's own: regular, but for one gap.
+    The payloads of a reduction are the rows of one buffer without the owner's own: regular, with one gap.
     """
-    count = len(places)
-    steps = [b - a for a, b in pairwise(places)]
+    count = len(addresses)
+    steps = [b - a for a, b in pairwise(addresses)]
     stride = min(steps, key=abs, default=0)
     gaps = [i + 1 for i, step in enumerate(steps) if step != stride]
     if not gaps:
@@ -154,5 +140,5 @@ def _groups(packing: Packing, device: torch.device) -> tuple[Group, ...]:
     key = (TritonKernels, device)
     if key not in packing.prepared:
         packing.prepared[key] = groups(packing, device)
-    found: tuple[Group, ...] = packing.prepared[key]
-    return found
+    prepared: tuple[Group, ...] = packing.prepared[key]
+    return prepared

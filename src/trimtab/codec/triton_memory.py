@@ -5,7 +5,7 @@ each of them is BLOCK. WIDE says that the payload is aligned to 8 bytes; if not,
 by byte. GROUP is the number of codes that make one stored word, or 0 where codes straddle bytes.
 """
 
-# Compile-time constants are capitals, as is the custom; the compiler, not mypy, checks the types here.
+# Compile-time constants are in capitals, as usual in Triton; its compiler, not mypy, checks the types.
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations

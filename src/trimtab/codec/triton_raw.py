@@ -1,6 +1,6 @@
-"""Raw segments on the GPU: values that travel as they are. A tile is TILE consecutive elements."""
+"""Raw segments on the GPU: uncompressed values. A tile is TILE consecutive elements."""
 
-# Compile-time constants are capitals, as is the custom; the compiler, not mypy, checks the types here.
+# Compile-time constants are in capitals, as usual in Triton; its compiler, not mypy, checks the types.
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode_raw(
     WIDE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Send scale × the values, plus with COUNT payloads theirs in turn; then keep what is sent."""
+    """Write scale × the values to `out`; with COUNT payloads, add theirs in order and keep the sums in `flat`."""
     SIZE: tl.constexpr = flat.dtype.element_ty.primitive_bitwidth // 8
     offset, numel, _, _, start, k = tile(owners, table, 1, UNIT)
     values = flat + offset + k * TILE

@@ -1,8 +1,8 @@
-"""What the GPU code needs to know of a packing, built once and kept with it.
+"""What the GPU code needs to know about a packing, built once and kept with it.
 
-Segments alike in bits and block form a group, and a group is one launch. A program of that launch
+Segments with the same bits and block form a group, and a group is one launch. A program of that launch
 finds its segment through two tables: `owners`, the segment of each tile, and `table`, 8 numbers for
-each segment. So 4 bytes are read per tile, however many segments there are.
+each segment. So it reads 4 bytes per tile, however many segments there are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILE = 1024
 """Elements a warp holds in registers: 32 a thread."""
 
 MAX_WARPS = 8
-"""A block longer than so many times TILE is not held, but read twice."""
+"""A block longer than this many times TILE is read twice instead of held."""
 
 RAW_WARPS = 4
 """Warps that share a tile of raw values."""
@@ -39,7 +39,7 @@ class Group:
     """Lanes a block takes: a power of two."""
 
     chunk: int
-    """Lanes of a block that are worked on at a time where it is not held in registers whole."""
+    """Lanes processed at a time in a block that is not held in registers."""
 
     held: bool
 
@@ -55,7 +55,7 @@ class Group:
     table: torch.Tensor
 
     def constants(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
-        """What the GPU code of this group is compiled for; `wide`: payloads are aligned to 8 bytes."""
+        """Compile-time constants of this group; `wide`: payloads are aligned to 8 bytes."""
         if self.bits == RAW:
             return {"TILE": self.block, "UNIT": self.unit, "WIDE": wide}
         return {
@@ -82,12 +82,12 @@ class Group:
 
 def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int = 0) -> tuple[Group, ...]:
     """The packing's groups, with their tables on `device`. `tile` and `warps` are for tuning."""
-    alike: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
+    by_kind: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
     for segment, start in zip(packing.segments, packing.starts, strict=True):
         if segment.numel:
             key = (RAW, tile) if segment.bits == RAW else (segment.bits, segment.block)
-            alike.setdefault(key, []).append((segment, start))
-    return tuple(_group(*key, members, device, tile, warps) for key, members in alike.items())
+            by_kind.setdefault(key, []).append((segment, start))
+    return tuple(_group(*key, members, device, tile, warps) for key, members in by_kind.items())
 
 
 def _group(

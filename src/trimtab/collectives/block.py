@@ -1,7 +1,7 @@
 """Reductions of block-quantized buckets: scatter-reduce-allgather, and all-gather.
 
-Both leave every rank with the same bits, because everyone, the owner of a value included,
-keeps what was *decoded* from the bytes that traveled, and sums run in rank order.
+Both leave every rank with the same bits, because every rank, the owner of a value included,
+keeps what was *decoded* from the bytes on the wire, and sums run in rank order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BlockReduction:
-    """What the reductions of a bucket share: its layout, the groups, and how values are encoded."""
+    """Base class of the reductions of a bucket: its layout, the groups, and how values are encoded."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class ScatterReduceAllGather(BlockReduction):
 class AllGather(BlockReduction):
     """Each rank sends its whole bucket, encoded, to all others; everyone adds them up.
 
-    Every value is quantized once and one collective's latency is paid; payload sent per rank:
+    Every value is quantized once, with the latency of one collective; payload sent per rank:
     (W - 1) times the bucket's. Right for two ranks, and for tiny buckets.
     """
 
@@ -191,5 +191,5 @@ class AllGather(BlockReduction):
 
 
 def rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """A buffer of payloads of one size, cut into them."""
+    """The payloads of one size that lie one after another in a buffer."""
     return list(buffer.view(-1, size).unbind()) if size else []

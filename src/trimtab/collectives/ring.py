@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Ring(BlockReduction):
-    """Chunk c starts at rank c + 1 and goes round; each rank adds its values; rank c owns the sum.
+    """Chunk c starts at rank c + 1 and travels around the ring; each rank adds its values; rank c owns the sum.
 
-    Every value is encoded once by every rank on the way, so the error grows with W; least memory, and a host's
-    link carries each chunk once however many ranks the host has. Payload sent per rank: 2 (W - 1) / W of the
+    Every value is encoded by every rank on the way, so the error grows with W. It needs the least memory, and each
+    chunk crosses a host's link once, however many ranks the host has. Payload sent per rank: 2 (W - 1) / W of the
     bucket's.
     """
 

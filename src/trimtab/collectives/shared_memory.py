@@ -216,7 +216,5 @@ def _library() -> ctypes.CDLL:
             ctypes.c_double,
         ],
     }
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, integer
+    native.declare(library, signatures)
     return library

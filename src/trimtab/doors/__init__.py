@@ -1,1 +1,1 @@
-"""Where trimtab enters other people's training: DDP's hook, FSDP2's collectives, a backend."""
+"""Integrations with torch.distributed: DDP's hook, FSDP2's collectives, and the backend "trimtab"."""

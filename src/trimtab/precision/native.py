@@ -42,10 +42,11 @@ def available() -> bool:
 def _library() -> ctypes.CDLL:
     library = native.load()
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.trimtab_quantize.argtypes = [ctypes.POINTER(_Task)]
-    library.trimtab_quantize.restype = integer
-    library.trimtab_dequantize.argtypes = [pointer, integer, integer, *[pointer] * 3, integer, integer]
-    library.trimtab_dequantize.restype = integer
+    signatures = {
+        "trimtab_quantize": [ctypes.POINTER(_Task)],
+        "trimtab_dequantize": [pointer, integer, integer, *[pointer] * 3, integer, integer],
+    }
+    native.declare(library, signatures)
     return library
 
 
