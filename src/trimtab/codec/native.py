@@ -14,7 +14,7 @@ from trimtab.codec.packing import DTYPES, Packing, check_buffers
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -197,17 +197,17 @@ def load() -> ctypes.CDLL:
         )
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     keyed = [ctypes.c_uint64, ctypes.c_float, integer]
-    signatures = {
-        "trimtab_best_instruction_set": [],
-        "trimtab_encode": [pointer, pointer, integer, pointer, integer, *keyed],
-        "trimtab_decode": [pointer, pointer, integer, pointer, integer, integer],
-        "trimtab_reduce_encode": [pointer, pointer, integer, pointer, integer, pointer, integer, *keyed],
-    }
-    declare(library, signatures)
+    declare(
+        library,
+        trimtab_best_instruction_set=[],
+        trimtab_encode=[pointer, pointer, integer, pointer, integer, *keyed],
+        trimtab_decode=[pointer, pointer, integer, pointer, integer, integer],
+        trimtab_reduce_encode=[pointer, pointer, integer, pointer, integer, pointer, integer, *keyed],
+    )
     return library
 
 
-def declare(library: ctypes.CDLL, signatures: Mapping[str, Sequence[Any]]) -> None:
+def declare(library: ctypes.CDLL, **signatures: Sequence[Any]) -> None:
     """Tell ctypes the argument types of functions that return an int64."""
     for name, arguments in signatures.items():
         function = getattr(library, name)

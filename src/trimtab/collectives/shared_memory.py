@@ -203,11 +203,12 @@ def _ascending(cuts: Sequence[int]) -> bool:
 def _library() -> ctypes.CDLL:
     library = native.load()
     pointer, integer = ctypes.POINTER(Channel), ctypes.c_int64
-    signatures = {
-        "trimtab_shared_bytes": [integer, integer],
-        "trimtab_shared_place": [pointer, integer, integer, integer],
-        "trimtab_shared_barrier": [pointer, ctypes.c_uint64],
-        "trimtab_shared_exchange": [
+    native.declare(
+        library,
+        trimtab_shared_bytes=[integer, integer],
+        trimtab_shared_place=[pointer, integer, integer, integer],
+        trimtab_shared_barrier=[pointer, ctypes.c_uint64],
+        trimtab_shared_exchange=[
             pointer,
             integer,
             integer,
@@ -215,6 +216,5 @@ def _library() -> ctypes.CDLL:
             ctypes.POINTER(integer),
             ctypes.c_double,
         ],
-    }
-    native.declare(library, signatures)
+    )
     return library

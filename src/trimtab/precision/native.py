@@ -42,11 +42,11 @@ def available() -> bool:
 def _library() -> ctypes.CDLL:
     library = native.load()
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    signatures = {
-        "trimtab_quantize": [ctypes.POINTER(_Task)],
-        "trimtab_dequantize": [pointer, integer, integer, *[pointer] * 3, integer, integer],
-    }
-    native.declare(library, signatures)
+    native.declare(
+        library,
+        trimtab_quantize=[ctypes.POINTER(_Task)],
+        trimtab_dequantize=[pointer, integer, integer, *[pointer] * 3, integer, integer],
+    )
     return library
 
 
