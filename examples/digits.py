@@ -1,6 +1,6 @@
 """Train a small convolutional network on scikit-learn's handwritten digits, which come with the package.
 
-    python examples/digits.py                                    # alone, on a GPU where there is one
+    python examples/digits.py                                    # single process, on a GPU if there is one
     torchrun --nproc-per-node 2 examples/digits.py               # data parallel
     trimtab emulate CLUSTER.yaml -- examples/digits.py           # data parallel over emulated, uneven hosts
     python examples/digits.py --epochs=5 --checkpoint=digits.pt
@@ -28,14 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # --- knobs ---
-epochs = 6  # in all, those before a resume included
+epochs = 6  # in total, including those before a resume
 batch = 32  # images per rank and step
 width = 32  # channels of the first convolution
 lr = 2e-3
 seed = 0
 checkpoint = ""  # file to write after every epoch
-resume = ""  # file to go on from
-device = "auto"  # cpu, cuda, or whichever is there
+resume = ""  # checkpoint to continue from
+device = "auto"  # cpu, cuda, or auto: cuda if available
 json = 0  # 1: a last line with the results as JSON
 # -------------
 
@@ -71,11 +71,11 @@ def read_knobs(arguments: list[str]) -> None:
     if device not in ("auto", "cpu", "cuda"):
         fail(f"--device is auto, cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        fail("--device=cuda, but torch finds no GPU here")
+        fail("--device=cuda, but torch finds no GPU")
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and two linear layers: 8 x 8 grey images to 10 logits."""
+    """Two convolutions and two linear layers: 8 x 8 gray images to 10 logits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ConvNet(nn.Module):
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """1437 images to train on and 360 to validate on, split at random but always the same way."""
+    """1437 training and 360 validation images, in a fixed random split."""
     try:
         from sklearn import datasets
     except ImportError:
@@ -109,7 +109,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TensorDataset, place: torch.device) -> tuple[float, float]:
-    """Loss and accuracy; every rank computes both, the set being small."""
+    """Loss and accuracy; the set is small, so every rank computes both."""
     images, targets = (tensor.to(place) for tensor in data.tensors)
     logits = model(images)
     accuracy = (logits.argmax(1) == targets).double().mean()
@@ -117,7 +117,7 @@ def evaluate(model: nn.Module, data: TensorDataset, place: torch.device) -> tupl
 
 
 def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Write beside the file and then rename: an interruption leaves the old checkpoint whole."""
+    """Write to a temporary file and rename it, so that an interruption leaves the old checkpoint intact."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     torch.save(state, f"{path}.part")
     Path(f"{path}.part").replace(path)
@@ -125,14 +125,14 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: i
 
 def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, place: torch.device) -> int:
     if not Path(path).is_file():
-        fail(f"--resume={path}: there is no such file")
+        fail(f"--resume={path}: no such file")
     try:
         state: dict[str, Any] = torch.load(path, map_location=place, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["epoch"])
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError):
-        fail(f"--resume={path} is no checkpoint of this model; give the knobs it was trained with")
+        fail(f"--resume={path} is not a checkpoint of this model; pass the knobs it was trained with")
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
     train, validation = load_digits()
-    # The order of an epoch depends on (seed, epoch) alone, so a resumed run sees the data it would have seen.
+    # The order of an epoch depends on (seed, epoch) alone, so a resumed run sees the same data.
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
         train, num_replicas=world_size, rank=rank, seed=seed
     )
@@ -159,7 +159,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     start = load(resume, model, optimizer, place) if resume else 0
     if start >= epochs:
-        fail(f"--resume={resume} has done {start} epochs already; ask for more with --epochs")
+        fail(f"--resume={resume} has already done {start} epochs; raise --epochs")
     trained: nn.Module = DistributedDataParallel(model) if distributed else model
 
     durations: list[float] = []
@@ -179,7 +179,7 @@ def main() -> None:
         if rank == 0:
             typical = statistics.median(durations[-len(loader) :])
             quality = f"validation loss {loss:.4f}  accuracy {accuracy:.3f}"
-            print(f"epoch {epoch + 1:3d}  {quality}  {typical * 1e3:6.1f} ms a step", flush=True)
+            print(f"epoch {epoch + 1:3d}  {quality}  {typical * 1e3:6.1f} ms per step", flush=True)
             if checkpoint:
                 save(checkpoint, model, optimizer, epoch + 1)
 
@@ -193,7 +193,7 @@ def main() -> None:
         }
         print(json_module.dumps(results), flush=True)
     if distributed:
-        dist.barrier()  # a rank that leaves while another still works can take that one down
+        dist.barrier()  # a rank that leaves early can make the others abort
         dist.destroy_process_group()
 
 

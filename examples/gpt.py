@@ -1,6 +1,6 @@
-"""Train a small GPT on the source text of Python's own standard library: no download, no dependency but torch.
+"""Train a small GPT on the source text of Python's own standard library: no download, no dependency except torch.
 
-    python examples/gpt.py                                       # alone, on a GPU where there is one
+    python examples/gpt.py                                       # single process, on a GPU if there is one
     torchrun --nproc-per-node 2 examples/gpt.py                  # data parallel
     trimtab emulate CLUSTER.yaml -- examples/gpt.py              # data parallel over emulated, uneven hosts
     python examples/gpt.py --steps=1000 --width=256 --checkpoint=gpt.pt
@@ -30,24 +30,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 # --- knobs ---
-steps = 200  # optimiser steps in all, those before a resume included
+steps = 200  # optimizer steps in total, including those before a resume
 batch = 8  # sequences per rank and step
-context = 128  # bytes the model looks back on
+context = 128  # bytes of context
 width = 128
 layers = 4
 heads = 4
 lr = 2e-3
-warmup = 20  # steps until the learning rate is reached
+warmup = 20  # steps of learning-rate warm-up
 weight_decay = 0.1
-clip = 1.0  # largest norm of the gradient
+clip = 1.0  # gradient-norm clipping
 seed = 0
 log_every = 10
-evaluate_every = 0  # 0: at the end only
+evaluate_every = 0  # 0: only at the end
 evaluate_batches = 16  # over all ranks
 checkpoint = ""  # file to write at the end, and every save_every steps
 save_every = 0
-resume = ""  # file to go on from
-device = "auto"  # cpu, cuda, or whichever is there
+resume = ""  # checkpoint to continue from
+device = "auto"  # cpu, cuda, or auto: cuda if available
 bf16 = 0  # 1: matrix products in bfloat16
 json = 0  # 1: a last line with the results as JSON
 # -------------
@@ -86,11 +86,11 @@ def read_knobs(arguments: list[str]) -> None:
     if device not in ("auto", "cpu", "cuda"):
         fail(f"--device is auto, cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        fail("--device=cuda, but torch finds no GPU here")
+        fail("--device=cuda, but torch finds no GPU")
 
 
-class Block(nn.Module):
-    """Attention to what came before, then a small network on each position; both add to their input."""
+class TransformerLayer(nn.Module):
+    """Causal attention, then an MLP at each position, both with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -112,22 +112,22 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes. Given targets it returns their mean cross-entropy, else the logits."""
+    """A decoder over bytes. Returns the mean cross-entropy if targets are given, else the logits."""
 
     def __init__(self, *, vocabulary: int = 256, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # What adds to the residual stream starts smaller the more layers add to it.
-                adds = name.endswith(("projection.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
+                # Scaled down with depth, since every layer adds to the residual stream.
+                residual = name.endswith(("projection.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -138,7 +138,7 @@ class GPT(nn.Module):
 
 
 def load_text() -> tuple[Tensor, Tensor]:
-    """Bytes to train on and to validate on; every twentieth file is for validation."""
+    """Training and validation text as bytes; every twentieth file is for validation."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     parts = ([file for i, file in enumerate(files) if i % 20], files[::20])
     texts = [bytearray(b"\n".join(file.read_bytes() for file in part)) for part in parts]
@@ -149,7 +149,7 @@ def load_text() -> tuple[Tensor, Tensor]:
 
 
 def draw(text: Tensor, number: int, place: torch.device) -> tuple[Tensor, Tensor]:
-    """The batch of that number. It depends on nothing else, so a resumed run sees the data it would have seen."""
+    """Batch `number`. It depends on nothing else, so a resumed run sees the same data as an uninterrupted one."""
     generator = torch.Generator().manual_seed(number)
     starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
     window = text[starts + torch.arange(context + 1)].to(place, torch.long)
@@ -165,7 +165,7 @@ def mean_over_ranks(total: Tensor, count: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: GPT, text: Tensor, place: torch.device, rank: int, world_size: int) -> float:
-    """Mean loss over fixed validation batches, each done by one rank: the same for any number of ranks."""
+    """Mean loss over fixed validation batches, each computed by one rank: the same on any number of ranks."""
     numbers = range(rank, evaluate_batches, world_size)
     losses = [model(*draw(text, number, place)) for number in numbers]
     total = torch.stack(losses).sum() if losses else torch.zeros((), device=place)
@@ -173,7 +173,7 @@ def evaluate(model: GPT, text: Tensor, place: torch.device, rank: int, world_siz
 
 
 def save(path: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write beside the file and then rename: an interruption leaves the old checkpoint whole."""
+    """Write to a temporary file and rename it, so that an interruption leaves the old checkpoint intact."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, f"{path}.part")
     Path(f"{path}.part").replace(path)
@@ -181,14 +181,14 @@ def save(path: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> 
 
 def load(path: str, model: GPT, optimizer: torch.optim.Optimizer, place: torch.device) -> int:
     if not Path(path).is_file():
-        fail(f"--resume={path}: there is no such file")
+        fail(f"--resume={path}: no such file")
     try:
         state: dict[str, Any] = torch.load(path, map_location=place, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError):
-        fail(f"--resume={path} is no checkpoint of this model; give the knobs it was trained with")
+        fail(f"--resume={path} is not a checkpoint of this model; pass the knobs it was trained with")
 
 
 def main() -> None:
@@ -210,7 +210,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     start = load(resume, model, optimizer, place) if resume else 0
     if start >= steps:
-        fail(f"--resume={resume} is at step {start} already; ask for more with --steps")
+        fail(f"--resume={resume} is already at step {start}; raise --steps")
     trained: nn.Module = DistributedDataParallel(model) if distributed else model
     precision = torch.autocast(place.type, torch.bfloat16) if bf16 else nullcontext()
     if rank == 0:
@@ -219,7 +219,7 @@ def main() -> None:
         print(f"{parameters / 1e6:.2f} M parameters, {len(train_text) / 1e6:.1f} MB of text, {ranks}")
 
     durations: list[float] = []
-    losses: list[float] = []  # those printed
+    losses: list[float] = []  # the printed ones
     validation = math.nan
     for step in range(start, steps):
         begin = time.perf_counter()
@@ -263,7 +263,7 @@ def main() -> None:
         }
         print(json_module.dumps(results), flush=True)
     if distributed:
-        dist.barrier()  # a rank that leaves while another still works can take that one down
+        dist.barrier()  # a rank that leaves early can make the others abort
         dist.destroy_process_group()
 
 

@@ -126,8 +126,8 @@ def test_mistaken_knob_is_named(script: str, arguments: list[str], complaint: st
     ("script", "arguments", "complaint"),
     [
         ("gpt.py", ["--width=10", "--heads=4"], "--width=10 cannot be divided among --heads=4"),
-        ("gpt.py", ["--resume=nowhere.pt"], "--resume=nowhere.pt: there is no such file"),
-        ("digits.py", [f"--resume={__file__}"], "is no checkpoint of this model"),
+        ("gpt.py", ["--resume=nowhere.pt"], "--resume=nowhere.pt: no such file"),
+        ("digits.py", [f"--resume={__file__}"], "is not a checkpoint of this model"),
     ],
 )
 def test_mistake_ends_in_one_line(script: str, arguments: list[str], complaint: str) -> None:
