@@ -134,6 +134,6 @@ def test_cheap_commands_run(path: Path, tmp_path: Path) -> None:
             run_session([(block.place, block.line, block.text)], tmp_path)
         for line in commands(block) if block.run else ():
             done = subprocess.run(
-                ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+                ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=130
             )
             assert done.returncode == 0, f"{block.place}: {line}\n{done.stdout}\n{done.stderr}"

@@ -19,11 +19,11 @@ def test_a_wheel_has_the_docs_and_the_examples(tmp_path: Path) -> None:
     for tool in ("cmake", "make", "sh", "uname"):
         (tools / tool).symlink_to(Path(shutil.which(tool) or "").resolve())
     hidden = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PATH")}
-    build = tmp_path / "build"
-    configure = ["-S", ROOT, "-B", build, "-G", "Unix Makefiles", "-DSKBUILD=2", "-DSKBUILD_STATE=wheel"]
-    for arguments in (configure, ["--install", build, "--prefix", tmp_path / "site"]):
+    build = str(tmp_path / "build")
+    configure = ["-S", str(ROOT), "-B", build, "-G", "Unix Makefiles", "-DSKBUILD=2", "-DSKBUILD_STATE=wheel"]
+    for arguments in (configure, ["--install", build, "--prefix", str(tmp_path / "site")]):
         subprocess.run(
-            [tools / "cmake", *arguments],
+            [str(tools / "cmake"), *arguments],
             check=True,
             capture_output=True,
             env={**hidden, "PATH": str(tools)},
