@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+QUICK  := tests/test_architecture.py tests/cluster tests/workload tests/planning tests/predict/operators \
+          tests/predict/replay tests/codec/test_codec.py tests/codec/test_packing.py tests/codec/test_reference.py tests/api
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test quick soak gpu check docs format bench native clean
@@ -25,6 +27,12 @@ demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(STAMP)  ## the inner loop, at most 90 seconds: decisions, codec and errors, no process groups
+	$(BIN)/python -m pytest --quiet -m 'not ranks and not soak' $(QUICK) $(ARGS)
+
+soak: $(STAMP)  ## long fuzzing, faults and training, which the test suite has in short
+	$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)
 
 gpu: $(STAMP)  ## the tests that need a GPU; JSON=file keeps their outcomes and figures
 	$(BIN)/python -m tests.gpu $(or $(JSON),build/gpu.json) $(ARGS)

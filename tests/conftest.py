@@ -25,6 +25,12 @@ else:
     settings.load_profile("trimtab")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def _environment() -> dict[str, str]:
     """The environment before any test changed it, for ranks that are forked later."""

@@ -13,7 +13,8 @@ from tests.support.requirements import requires
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 SANITIZERS = "-fsanitize=address,undefined"
-COMMON = ["-w", "-std=c++17", "-O1", "-ffp-contract=off", SANITIZERS, "-fno-sanitize-recover=all"]
+# Not optimized: the sanitized kernels compile in a quarter of the time, and every access is still there.
+COMMON = ["-w", "-std=c++17", "-O0", "-ffp-contract=off", SANITIZERS, "-fno-sanitize-recover=all"]
 X86 = {
     "avx2.cpp": ["-mavx2", "-mf16c"],
     "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"],
@@ -21,8 +22,9 @@ X86 = {
 
 
 @requires(compiler=True)
-@pytest.mark.timeout(600)
-def test_no_call_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [300, pytest.param(5000, marks=pytest.mark.soak)])
+def test_no_call_reads_or_writes_out_of_bounds(rounds: int, tmp_path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))))
     probe = tmp_path / "probe.cpp"
     probe.write_text("int main() {}")
@@ -44,9 +46,16 @@ def test_no_call_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
         assert build.returncode == 0, errors
     subprocess.run([compiler, SANITIZERS, "-pthread", *objects, "-o", tmp_path / "fuzz"], check=True)
 
-    for seed in range(3):
-        run = subprocess.run(
-            [tmp_path / "fuzz", "700", str(seed)], capture_output=True, text=True, timeout=200
+    runs = [
+        subprocess.Popen(
+            [tmp_path / "fuzz", str(rounds), str(seed)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.startswith("700 rounds")
+        for seed in range(3)
+    ]
+    for run in runs:
+        out, errors = run.communicate(timeout=600)
+        assert run.returncode == 0, errors
+        assert out.startswith(f"{rounds} rounds")

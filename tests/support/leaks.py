@@ -61,25 +61,50 @@ class Snapshot:
 def descendants() -> dict[int, str]:
     """Running processes that this one started, directly or not: process id to command line.
 
+    Those whose parent died are adopted by an ancestor of ours, and known by the mark in their environment.
     Not counted are the services that multiprocessing starts once per process, and the pool's ranks.
     """
-    me, mark = os.getpid(), f"{MARK}={os.environ.get(MARK)}".encode()
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == me:
+    parents = _parents()
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    me, server = os.getpid(), forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    line = [me]
+    while (above := parents.get(line[-1], 0)) > 0:
+        line.append(above)
+    mark = f"{MARK}={os.environ.get(MARK)}".encode()
+    adopted = [pid for above in line[1:] for pid in children.get(above, []) if pid not in line]
+    todo = [*children.get(me, []), *(pid for pid in adopted if mark in _read(pid, "environ").split(b"\0"))]
+    found: dict[int, str] = {}
+    while todo:
+        pid = todo.pop()
+        if pid == server:
             continue
-        with suppress(OSError):  # it ended while we looked, or belongs to someone else
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state == "Z" or (server is not None and server in (int(entry.name), int(parent))):
-                continue
-            if int(parent) == me or mark in (entry / "environ").read_bytes().split(b"\0"):
-                command = (
-                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-                if _RESOURCE_TRACKER not in command:
-                    found[int(entry.name)] = command
+        todo += children.get(pid, [])
+        command = _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        if _RESOURCE_TRACKER not in command:
+            found[pid] = command
     return found
+
+
+def _parents() -> dict[int, int]:
+    """Every process that is no zombie, and its parent."""
+    parents = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - before and after every test: a Path each would be slow
+        if name.isdigit() and (stat := _read(int(name), "stat")):
+            state, parent = stat.rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                parents[int(name)] = int(parent)
+    return parents
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process; empty when it ended meanwhile, or belongs to someone else."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123 - see `_parents`
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _environment(before: dict[str, str]) -> list[str]:
