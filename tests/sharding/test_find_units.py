@@ -93,7 +93,7 @@ def refusal(model: str, options: dict[str, Any]) -> str:
         (2, "fine", {"shares": [1, -1]}, "give each rank a speed of at least 0"),
         (2, "fine", {"shares": "best"}, "the only word is 'measured'"),
         (2, "fine", {"shares": {"blocks.0.mlp": [[0], [1]]}}, "is in only one of shares and the model"),
-        (2, "fine", {"headroom": -0.1}, "headroom=-0.1 is below 0"),
+        (2, "fine", {"headroom": -0.1}, "headroom must be at least 0, got -0.1"),
     ],
 )
 def test_refused_by_name(ranks: Pool, world: int, model: str, options: dict[str, Any], expected: str) -> None:

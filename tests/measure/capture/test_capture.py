@@ -201,7 +201,7 @@ def test_a_loss_may_follow_the_model() -> None:
 
 def test_a_model_that_looks_at_values_is_refused_by_name_and_runs_for_real() -> None:
     model, x = Peeks(), torch.ones(2, 8)
-    with pytest.raises(TrimtabError, match=r"Peeks did not run on tensors without values.*real=True"):
+    with pytest.raises(TrimtabError, match=r"Peeks did not run on fake tensors.*real=True"):
         capture_workload(model, x)
     workload = capture_workload(model, x, real=True)
     assert "one" in workload.settings
@@ -223,17 +223,17 @@ def test_a_real_run_changes_nothing_either() -> None:
 def test_bad_input_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     set_precision(model, {"0": "bf16"})
-    with pytest.raises(TrimtabError, match=r"set_precision has set 0.*capture it first"):
+    with pytest.raises(TrimtabError, match=r"set_precision has changed 0.*capture it first"):
         capture_workload(model, torch.zeros(2, 4))
     set_precision(model, {})
-    with pytest.raises(TrimtabError, match="holds no tensor with an axis"):
+    with pytest.raises(TrimtabError, match="has no tensor with an axis"):
         capture_workload(model, {"x": 3})
     with pytest.raises(TrimtabError, match="autocast is 'bf16' or 'fp16'"):
         capture_workload(model, torch.zeros(2, 4), autocast="int8")
     with pytest.raises(TrimtabError, match="did not run"):
         capture_workload(model, torch.zeros(2, 5))
     if not torch.cuda.is_available():
-        with pytest.raises(TrimtabError, match="sees no CUDA device"):
+        with pytest.raises(TrimtabError, match="torch finds no CUDA device"):
             capture_workload(model, torch.zeros(2, 4), device="cuda")
 
 

@@ -27,6 +27,6 @@ def test_a_model_that_looks_at_values_says_what_to_do(
         "def make():\n    return Peeks(), torch.zeros(2, 8), lambda y: y.sum()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(TrimtabError, match=r"peeking:make.*looks at values.*--real"):
+    with pytest.raises(TrimtabError, match=r"peeking:make.*depends on values.*--real"):
         workload_of("peeking:make")
     assert workload_of("peeking:make", real=True).operators

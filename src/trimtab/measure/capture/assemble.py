@@ -1,4 +1,4 @@
-"""From what a tracer saw to a `Workload`."""
+"""From traced calls to a `Workload`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assemble(
     autocast: str | None,
     bucket_cap_mb: float | None,
 ) -> Workload:
-    """The workload of `calls`; `second` are the same with one more sample, which tells how shapes grow."""
+    """The workload of `calls`; `second` are the same calls with one more sample, which shows how shapes grow."""
     resizable = second is not None and _grow_alike(calls, second)
     pairs: Sequence[tuple[Call, Call]]
     pairs = list(zip(calls, second if resizable and second else calls, strict=True))
@@ -92,7 +92,7 @@ def _operator(index: int, one: Call, two: Call, writers: dict[int, int], gradien
 
 
 def _gradients(call: Call, calls: Sequence[Call], trained: set[str]) -> int:
-    """How many operands need a gradient, at most two; a bias is none."""
+    """How many operands need a gradient, at most two; a bias does not count."""
     flowing = sum(1 for i, (_, dtype) in zip(call.inputs, call.input_metas, strict=True)
                   if i != OUTSIDE and calls[i].differentiable and dtype in FLOATS)  # fmt: skip
     weights = sum(1 for name, (shape, _) in zip(call.parameters, call.parameter_metas, strict=True)
@@ -123,7 +123,7 @@ def _batch_tensor(meta: Meta, batch_size: int) -> Tensor:
 
 
 def _grow_alike(ones: Sequence[Call], twos: Sequence[Call]) -> bool:
-    """Whether both runs made the same calls, on shapes of as many axes, and kept the same tensors."""
+    """Whether both runs made the same calls, with as many axes, and saved the same tensors."""
 
     def outline(call: Call) -> tuple[Any, ...]:
         metas = (call.input_metas, call.outputs, call.parameter_metas, [m for _, m in call.saved.values()])

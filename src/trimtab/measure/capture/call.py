@@ -1,4 +1,4 @@
-"""An operator as it was seen while a model ran, before it is one of a workload."""
+"""An operator call as it was traced, before it becomes an operator of a workload."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DTYPES = {
 }
 
 Meta = tuple[tuple[int, ...], str]
-"""Shape and type."""
+"""Shape and dtype."""
 
 
 @dataclass
 class Call:
-    """An operator as it was seen; `capture_workload` makes the workload's of it."""
+    """One traced operator call."""
 
     name: str
     kind: Kind
@@ -51,7 +51,7 @@ class Call:
     parameter_metas: list[Meta] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     saved: dict[int, tuple[str, Meta]] = field(default_factory=dict)
-    """By storage: role, and the memory as it was made."""
+    """By storage: role, and its original shape and dtype."""
 
     differentiable: bool = False
     views: int = 0
@@ -75,6 +75,6 @@ def meta_of(tensor: torch.Tensor) -> Meta:
 
 
 def whole_meta(tensor: torch.Tensor) -> Meta:
-    """The memory behind a tensor that is seen for the first time: itself, unless it is part of more."""
+    """Shape and dtype of a tensor's whole storage; the tensor's own unless it is part of a larger one."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     return meta_of(tensor) if tensor.numel() == size else ((int(size),), DTYPES[tensor.dtype])

@@ -1,4 +1,4 @@
-"""From a model and a sample batch to a `Workload`, without running anything at full size."""
+"""From a model and a sample batch to a `Workload`, without allocating memory for it."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def capture_workload(
     bucket_cap_mb: float | None = None,
     real: bool = False,
 ) -> Workload:
-    """What one training step of a model asks for.
+    """The workload of one training step of a model.
 
-    The forward pass runs twice, for two sizes of batch, on tensors without memory and without values: a model
-    that fits on no device at hand is captured in seconds, and it may lie on the meta device. Nothing of the
-    model changes.
+    The forward pass runs twice, with two batch sizes, on fake tensors without memory or values: a model
+    that fits on no available device is captured in seconds, and it may be on the meta device. The model
+    does not change.
 
     Args:
-        model: as it will be trained: its training mode and which parameters need gradients count.
+        model: as it will be trained, in its training mode and with its `requires_grad` flags.
         batch: what the model is called with: a tensor, a tuple of arguments or a dict of keywords. Axis 0 of
             its tensors is the batch.
-        loss: makes the scalar loss of what the model returns; where absent, nothing follows the model.
+        loss: computes the scalar loss from the model's output; without it, nothing follows the model.
         autocast: "bf16" or "fp16", if the step will run under `torch.autocast`.
-        device: "cpu" or "cuda", if not the model's own: kernels and autocast's rules differ.
+        device: "cpu" or "cuda", if not the model's own: kernels and autocast rules differ.
         bucket_cap_mb: as DDP's.
-        real: run the model on its own tensors instead, for one that looks at values. It then runs once, at
-            the batch's size, and the workload cannot be re-sized.
+        real: run the model on its own tensors instead, if its control flow depends on values. It then runs once,
+            with this batch size, and the workload cannot be resized.
 
     Raises:
-        TrimtabError: the model cannot run without values, or `set_precision` has changed it.
+        TrimtabError: the model cannot run on fake tensors, or `set_precision` has changed it.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
     _refuse_changed(model)
@@ -85,8 +85,8 @@ def capture_workload(
         calls = _fake_forward(model, batch, size, loss, autocast, kind)
     except Exception as error:
         raise TrimtabError(
-            f"capture: {type(model).__name__} did not run on tensors without values: "
-            f"{type(error).__name__}: {_first_line(error)}. If it runs by itself, it looks at values: use "
+            f"capture: {type(model).__name__} did not run on fake tensors: "
+            f"{type(error).__name__}: {_first_line(error)}. If it runs normally, it depends on values: use "
             "capture_workload(..., real=True), which runs it once"
         ) from error
     try:
@@ -94,11 +94,11 @@ def capture_workload(
             _fake_forward(model, batch, size + extra, loss, autocast, kind)
             for extra in (1, 2)[: 1 + (size == 1)]
         ]
-    except Exception:  # a model may insist on its batch size: then it has that one only
+    except Exception:  # a model may accept only its own batch size
         return assembled(calls, None, size)
     workload = assembled(calls, more[0], size)
     if size == 1 and not workload.resizable:
-        # An axis of length 1 needs fewer copies. Larger batches tell how it grows, and serve for one too.
+        # An axis of length 1 needs fewer copies. Larger batches show how shapes grow, and apply to size 1 too.
         general = assembled(more[0], more[1], 2)
         return general.at_batch(1) if general.resizable else workload
     return workload
@@ -111,7 +111,7 @@ def _fake_forward(
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        # One for each, so that shared parameters stay shared.
+        # One per tensor, so that shared parameters stay shared.
         if id(tensor) not in made:
             made[id(tensor)] = (
                 torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -160,7 +160,7 @@ def _forward(
         stack.enter_context(torch.enable_grad())
         if autocast is not None:
             stack.enter_context(torch.autocast(device, HALVES[autocast]))
-        stack.enter_context(tracer.watching())
+        stack.enter_context(tracer.tracing())
         result = functional_call(model, values, tuple(args), kwargs, tie_weights=False)
         if loss is not None:
             loss(result)
@@ -168,7 +168,7 @@ def _forward(
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whole numbers keep theirs: see `trimtab.measure.capture.values`."""
+    """Integers keep their values: see `trimtab.measure.capture.values`."""
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     return (
         whole
@@ -179,7 +179,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, and copies of buffers: a forward pass may change those."""
+    """Parameters, and copies of buffers, which a forward pass may change."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
@@ -188,8 +188,8 @@ def _refuse_changed(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             raise TrimtabError(
-                f"capture: set_precision has set {name or 'the model'}, but a workload describes the model before "
-                "that; capture it first, or call trimtab.set_precision(model, {}) and capture then"
+                f"capture: set_precision has changed {name or 'the model'}, but a workload describes the model before "
+                "that; capture it first, or call trimtab.set_precision(model, {}) before"
             )
 
 
@@ -198,7 +198,7 @@ def _device_type(model: nn.Module, wanted: str | None) -> str:
     kind = wanted or own
     if kind == "cuda" and not torch.cuda.is_available():
         raise TrimtabError(
-            "capture: this torch sees no CUDA device, without which CUDA's kernels cannot be named; "
+            "capture: torch finds no CUDA device here, which is needed to trace CUDA kernels; "
             "capture on a machine with one, or leave out device"
         )
     return kind
@@ -217,7 +217,7 @@ def _batch_size(batch: Any) -> int:
     for tensor in _tensors(batch):
         if tensor.dim():
             return len(tensor)
-    raise TrimtabError("capture: the sample batch holds no tensor with an axis; axis 0 is the batch")
+    raise TrimtabError("capture: the sample batch has no tensor with an axis; axis 0 is the batch")
 
 
 def _first_line(error: Exception) -> str:

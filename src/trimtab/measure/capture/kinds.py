@@ -1,4 +1,4 @@
-"""What kind of operator each of torch's own is."""
+"""The kind of each torch operator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BY_NAME: dict[str, Kind] = {name: kind for kind, names in _KINDS.items() for na
 
 
 def kind_of_target(packet: str) -> Kind:
-    """The kind of ``aten.<packet>.<overload>``; `other` for what no table lists."""
+    """The kind of ``aten.<packet>.<overload>``; `other` if it is not listed."""
     if packet.startswith(("_scaled_dot_product", "scaled_dot_product")):
         return "attention"
     return _BY_NAME.get(packet, "other")

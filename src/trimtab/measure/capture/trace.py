@@ -1,7 +1,7 @@
-"""Watching a model's forward: every kernel that is called, by whom, on what, and what autograd keeps of it.
+"""Trace a model's forward pass: every kernel, the module that calls it, its tensors, and what autograd saves.
 
-Works below autograd, on real tensors or fake ones, so it needs no cooperation from the model. Modules that
-`trimtab.set_precision` knows as operators, and calls of attention, are one operator each, whatever they call.
+It works below autograd, on real or fake tensors, so it needs no cooperation from the model. Modules that
+`trimtab.set_precision` treats as operators, and calls of attention, are one operator each, whatever they call.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ KEEP_OUTPUT = frozenset(
 
 @dataclass
 class _Memory:
-    """One storage: who wrote it last, what it was when made, and the parameter it is or was cast from."""
+    """One storage: its last writer, its original shape and dtype, and the parameter that it is or was cast from."""
 
     number: int
     meta: Meta
     writer: int = -1
     parameter: str | None = None
     cast_of: int | None = None
-    """The storage that it is a copy of, in another type."""
+    """The storage that it is a copy of, in another dtype."""
 
 
 class Tracer:
-    """Collects `calls` while `watching`."""
+    """Collects `calls` inside `tracing`."""
 
     def __init__(self, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
         self.calls: list[Call] = []
@@ -71,8 +71,8 @@ class Tracer:
             memory.parameter = memory.parameter or name
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, whatever runs on this thread is seen."""
+    def tracing(self) -> Iterator[None]:
+        """Inside, everything that runs on this thread is traced."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -109,7 +109,7 @@ class Tracer:
         """The innermost module whose forward is running and which is part of the model."""
         return next((self._names[id(m)] for m in reversed(self._stack) if id(m) in self._names), "")
 
-    # Operators that are seen as one, whatever runs inside
+    # Operators that count as one, whatever runs inside
 
     def begin(self, kind: Kind, *, target: str, name: str, setting: str | None) -> Call:
         """From here to `end`, kernels belong to this operator."""
@@ -147,7 +147,7 @@ class Tracer:
         self._record(func, packet, args, kwargs, given, results)
 
     def _inside(self, packet: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """A kernel of an operator that is seen as one: note what its results are copies of."""
+        """A kernel inside such an operator: record what its results are copies of."""
         assert self._whole is not None
         self._whole.differentiable |= torch.is_grad_enabled() and any(t.requires_grad for t in given)
         for tensor in results:
@@ -186,13 +186,13 @@ class Tracer:
 
     def _arguments(self, call: Call, schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         """Arguments by name; tensors as ``$i`` (the i-th input) or ``%i`` (the i-th parameter)."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for place, argument in enumerate(schema):
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             written = self._written(call, value)
             if written is not None:
-                found[argument.name] = written
-        return found
+                arguments[argument.name] = written
+        return arguments
 
     def _written(self, call: Call, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -206,7 +206,7 @@ class Tracer:
     # Functions, above autograd
 
     def function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of torch's Python interface."""
+        """One call of torch's Python API."""
         if self._whole is not None or self._function is not None:
             return func(*args, **kwargs)
         self._settle()
@@ -239,12 +239,12 @@ class Tracer:
             self._function, self._whole = None, None
 
     def _setting(self) -> str | None:
-        """The name that sets the product being called: its innermost module's, if the call can be seen there."""
+        """The name that sets the precision of the current product: its innermost module's, if it can be set there."""
         if not self.module or self._function not in HalfProducts._PRODUCTS:
             return None
         return self.module + ATTENTION
 
-    # What autograd keeps
+    # What autograd saves
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._whole is not None:
@@ -254,21 +254,21 @@ class Tracer:
         return tensor
 
     def _attribute(self, call: Call, index: int, given: list[torch.Tensor]) -> None:
-        """Inputs are kept before their kernel runs, outputs after it: who kept what, between two kernels?"""
+        """Assign tensors saved between two kernels: inputs are saved before their kernel runs, outputs after it."""
         before = self.calls[-1] if self.calls else None
         own = {self._of(tensor).number for tensor in given}
         results = set(before.output_storages) if before is not None and before.keeps_output else set()
         for tensor in self._pending:
             number = self._of(tensor).number
             if before is not None and (number not in own or number in results):
-                results.discard(number)  # a second time, it is this one's input
+                results.discard(number)  # the second time, it is the current kernel's input
                 self._keep(before, index - 1, tensor)
             else:
                 self._keep(call, index, tensor)
         self._pending.clear()
 
     def _settle(self) -> None:
-        """At the end of a call, what is still pending was kept by its last kernel."""
+        """At the end of a call, tensors that are still pending were saved by its last kernel."""
         if self._pending and self.calls:
             for tensor in self._pending:
                 self._keep(self.calls[-1], len(self.calls) - 1, tensor)
@@ -286,7 +286,7 @@ class Tracer:
         ):
             role = "input"
         else:
-            # An output is told from the rest once the outputs are known.
+            # Outputs are distinguished later, once they are known.
             role = "other"
         call.saved[memory.number] = (role, memory.meta)
 

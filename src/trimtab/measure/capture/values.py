@@ -1,7 +1,7 @@
-"""Keeping the values of whole numbers while everything else has none.
+"""Keep the values of integer tensors while all others are fake.
 
-Models look at lengths, positions and masks to choose their way. Those are small and whole: they are computed
-for real among the tensors without values, so that the way chosen is the one that training will take.
+The control flow of models depends on lengths, positions and masks. These are small integers: they are computed
+with values among the fake tensors, so that the control flow is that of training.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 MOST_VALUES = 1 << 22
-"""Larger tensors of whole numbers (a mask of a long context) have no values."""
+"""Larger integer tensors (a mask of a long context) are fake too."""
 
 
 def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator; with values where its arguments have them and its results are whole numbers."""
+    """Call an operator, with values if its arguments have them and its results are integers."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not _fakes_wanted() or any(isinstance(t, FakeTensor) or _floating(t) for t in given):
         return func(*args, **kwargs)
