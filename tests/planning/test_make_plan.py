@@ -62,7 +62,7 @@ def test_even_ranks_are_left_alone() -> None:
     assert not any(role.precisions for role in plan.roles.values())
     assert plan.predicted.step_s == plan.predicted.plain_step_s
     assert plan.predicted.damage == plan.predicted.uniform_damage == 0
-    assert "nothing here makes a step faster than plain DDP's" in plan.reasons
+    assert "nothing makes a step faster than plain DDP here" in plan.reasons
 
 
 def test_free_shares_come_first_and_damage_stays_within_the_budget() -> None:
@@ -202,7 +202,7 @@ def test_a_batch_smaller_than_ranks_is_refused() -> None:
 
 
 def test_an_operator_that_does_not_exist_is_named() -> None:
-    with pytest.raises(TrimtabError, match=r"'blocks\.99' is no operator of"):
+    with pytest.raises(TrimtabError, match=r"'blocks\.99' is not an operator of"):
         make_plan(uneven(), workload(), {"blocks.99": {"int8": 1.0}}, model="m", trimtab="0", batch_size=8)
 
 

@@ -1,4 +1,4 @@
-"""Plans made anew from their own choices."""
+"""New plans from the choices of the old one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_free_shares_follow_a_rank_that_became_slower() -> None:
     )
     assert new.batch_size == plan.batch_size
     assert new.hash != plan.hash
-    assert new.reasons[-1] == "made anew while training: slow took 2 times what was predicted"
+    assert new.reasons[-1] == "replanned during training: slow took 2 times the predicted time"
     assert replan(new, {}) is new
     # And back again, when it recovers.
     back = replan(new, observed(new, slow=0.5))
@@ -116,5 +116,5 @@ def test_what_was_not_observed_is_refused() -> None:
     with pytest.raises(TrimtabError, match="no role 'gpu'; it has fast, slow"):
         replan(plan, {"gpu": 1.0})
     for bad in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(TrimtabError, match="slow cannot have computed for"):
+        with pytest.raises(TrimtabError, match="is not a valid compute time of slow"):
             replan(plan, {SLOW: bad})

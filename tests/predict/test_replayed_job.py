@@ -83,7 +83,7 @@ def test_only_what_was_probed_is_offered() -> None:
 
 
 def test_an_operator_that_does_not_exist_is_named() -> None:
-    with pytest.raises(TrimtabError, match=r"'no\.such' is no operator of"):
+    with pytest.raises(TrimtabError, match=r"'no\.such' is not an operator of"):
         pace().change(SLOW, "no.such", "int8")
 
 

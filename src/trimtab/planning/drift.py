@@ -1,4 +1,4 @@
-"""When the pace of a plan's roles has changed so much that another plan is due. Pure."""
+"""Detects that a plan's roles have changed speed so much that a new plan is needed. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Follow:
-    """When a running job looks whether its plan still fits. The defaults suit steps of any length."""
+    """When a running job checks whether its plan still fits. The defaults suit steps of any length."""
 
     look: int = 20
-    """Steps between two looks."""
+    """Steps between two checks."""
 
     calibrate: int = 2
-    """Looks at first, and after each new plan, that only learn how measured times relate to predicted ones. A
-    prediction that is wrong by a constant factor then never looks like a change."""
+    """Checks at first, and after each new plan, that only learn how measured times relate to predicted ones. A
+    prediction that is wrong by a constant factor is then never mistaken for a change."""
 
     threshold: float = 1.15
-    """A new plan is due when one role has become slower than another by this factor."""
+    """A new plan is needed when one role has become slower than another by this factor."""
 
     patience: int = 2
-    """Looks in a row that must show it."""
+    """Checks in a row that must show it."""
 
     def __post_init__(self) -> None:
         if self.look < 2 or self.calibrate < 1 or self.patience < 1 or not self.threshold > 1:
@@ -39,12 +39,12 @@ class Follow:
 
     @property
     def delay(self) -> int:
-        """Steps from a look to the switch: all ranks know the step beforehand."""
+        """Steps from a check to the switch, so that all ranks know the step in advance."""
         return max(1, min(self.look // 2, 5))
 
 
 class Drift:
-    """Watches each role's measured over predicted time, look by look."""
+    """Follows the ratio of measured to predicted time of each role."""
 
     def __init__(self, rules: Follow) -> None:
         self._rules = rules
@@ -52,9 +52,9 @@ class Drift:
         self._shown: list[dict[str, float]] = []
 
     def look(self, ratios: Mapping[str, float]) -> dict[str, float] | None:
-        """By role how many times longer it takes than at first, when that calls for another plan; else None.
+        """By role, how many times longer it takes than at first, if that requires a new plan; else None.
 
-        After that it learns anew: what the plan predicts, and what is measured, are others then.
+        Afterwards the ratios are learned again, because the new plan predicts other times.
         """
         if len(self._first) < self._rules.calibrate:
             self._first.append(dict(ratios))
@@ -73,11 +73,11 @@ class Drift:
 
 
 def ratios(plan: Plan, seconds: Sequence[float], samples: Sequence[float]) -> dict[str, float]:
-    """By role the median over its ranks of measured time over what was predicted for so many samples."""
-    found: dict[str, list[float]] = {}
-    for rank, (taken, share) in enumerate(zip(seconds, samples, strict=True)):
+    """By role, the median over its ranks of measured time over the time predicted for its samples."""
+    by_role: dict[str, list[float]] = {}
+    for rank, (measured, share) in enumerate(zip(seconds, samples, strict=True)):
         name = plan.role_of(rank)
         role = plan.roles[name]
         growing = max(role.compute_s - role.fixed_s, 0.0)
-        found.setdefault(name, []).append(taken / (role.fixed_s + growing * share / role.samples))
-    return {name: median(of) for name, of in found.items()}
+        by_role.setdefault(name, []).append(measured / (role.fixed_s + growing * share / role.samples))
+    return {name: median(of) for name, of in by_role.items()}

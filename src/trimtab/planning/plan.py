@@ -1,6 +1,6 @@
-"""A plan: what each rank of a job does, what was predicted of that, and why. A file, made anywhere, applied anywhere.
+"""A plan: what each rank of a job does, what is predicted for it, and why. It can be made on any machine.
 
-A plan speaks of *roles*: ranks that are alike share one entry, so a thousand of them cost what one costs.
+Plans are about *roles*: identical ranks share one entry, so a thousand of them cost as much as one.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Choice:
-    """One operator in one precision on one role, as it was predicted: what a later plan may choose among."""
+    """One operator in one precision on one role, as predicted; later plans choose among these."""
 
     seconds: NotNegative
     """Forward and backward of a step with the role's samples."""
 
     damage: NotNegative
-    """Of one rank of the role with its share of the batch; 0 in the model's own precision."""
+    """Damage of one rank of the role with its share of the batch; 0 in the model's own precision."""
 
     memory: int = 0
-    """Bytes of the rank's peak beyond what it is with this operator in the precision that the plan chose."""
+    """Change of the rank's peak memory in bytes, relative to the precision that the plan chose."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Role:
-    """What ranks that are alike do."""
+    """What identical ranks do."""
 
     device: str
     """Their device class in the cluster."""
 
     kind: Literal["cpu", "cuda"] | None = None
-    """What torch calls it; a rank whose model is elsewhere refuses the plan. None where it is not known."""
+    """Its torch device type; a rank whose model is elsewhere refuses the plan. None when unknown."""
 
     samples: Count
-    """Of every step's batch, for each such rank."""
+    """Samples of every step for each such rank."""
 
     precisions: dict[str, str]
-    """By the operator's own name; those that are not named stay as the model has them."""
+    """By operator name; operators that are missing keep the model's precision."""
 
     compute_s: NotNegative
-    """Predicted seconds of a step that each such rank computes, waiting and communication left out."""
+    """Predicted compute seconds of a step on each such rank, without waiting and communication."""
 
     peak_bytes: Annotated[int, Field(ge=0)]
-    """Predicted peak of its memory."""
+    """Predicted peak memory."""
 
     memory_bytes: Annotated[int, Field(ge=0)] | None = None
-    """What its device offers; None for no limit."""
+    """Memory of its device; None for no limit."""
 
     fixed_s: NotNegative = 0.0
-    """The part of `compute_s` that does not grow with samples."""
+    """The part of `compute_s` that does not depend on samples."""
 
     after_s: NotNegative = 0.0
-    """The part of `fixed_s` that comes after the ranks have met: the optimizer."""
+    """The part of `fixed_s` after the gradients are reduced: the optimizer."""
 
     bytes_per_sample: NotNegative = 0.0
-    """How its peak grows with a sample."""
+    """Growth of its peak memory with each sample."""
 
     choices: dict[str, dict[str, Choice]] = Field(default_factory=dict)
-    """By operator and precision (`OWN` is the model's): what plans made while training runs choose among."""
+    """By operator and precision (`OWN` is the model's): what plans made during training choose among."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Predicted:
-    """What the plan is expected to bring."""
+    """What is expected of the plan."""
 
     step_s: NotNegative
     plain_step_s: NotNegative
-    """Of plain DDP on the same cluster with the same batch: equal shares, nothing lowered, nothing compressed."""
+    """Step time of plain DDP on the same cluster and batch: equal shares, nothing lowered or compressed."""
 
     damage: NotNegative
-    """Of all lowered operators of all ranks."""
+    """Damage of all lowered operators of all ranks."""
 
     uniform_damage: NotNegative
-    """Of the slow ranks wholly at their fastest precisions: what a user would do instead."""
+    """Damage with the slow ranks entirely at their fastest precisions, as a user would set them by hand."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,7 +94,7 @@ class Plan:
 
     version: int
     trimtab: str
-    """Version that made it."""
+    """Version of trimtab that made it."""
 
     model: str
     """Fingerprint of the model: its parameters and operators."""
@@ -103,7 +103,7 @@ class Plan:
     """Equal shares, or shares that follow speed."""
 
     bits: Annotated[int, Field(ge=1, le=8)] | Literal["adaptive"] | None
-    """Of compressed gradients; None leaves them as they are."""
+    """Bits of gradients; None sends them uncompressed."""
 
     roles: Annotated[dict[str, Role], Field(min_length=1)]
     ranks: Annotated[tuple[tuple[str, Count], ...], Field(min_length=1, strict=False)]
@@ -111,7 +111,7 @@ class Plan:
 
     predicted: Predicted
     budget: NotNegative = 0.0
-    """The damage that was allowed, with free shares."""
+    """The damage allowed, with free shares."""
 
     reasons: tuple[str, ...] = Field(default=(), strict=False)
 
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Samples of a step on all ranks together."""
         return sum(self.roles[name].samples * count for name, count in self.ranks)
 
     @property
@@ -138,15 +138,15 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """Of what the ranks must agree on: everything but the words and predictions."""
-        said = {
+        """Hash of what the ranks must agree on: everything but reasons and predictions."""
+        agreed = {
             "version": self.version,
             "model": self.model,
             "bits": self.bits,
             "ranks": self.ranks,
             "roles": {name: (role.samples, role.precisions) for name, role in self.roles.items()},
         }
-        return sha256(json.dumps(said, sort_keys=True, default=asdict).encode()).hexdigest()[:16]
+        return sha256(json.dumps(agreed, sort_keys=True, default=asdict).encode()).hexdigest()[:16]
 
     def role_of(self, rank: int) -> str:
         """The name of a rank's role."""

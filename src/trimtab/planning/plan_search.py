@@ -1,4 +1,4 @@
-"""A plan for a job: shares, precisions and bits for every role, what they are expected to bring, and why."""
+"""The search for a plan: shares, precisions and bits for every role of a job."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from trimtab.workload import Workload
 
 BUDGET = 0.01
-"""Damage that free shares may do: the expected square of the gradient's relative error. 0.01 moves the gradient of a
-step by a tenth of its length, which is less than what another batch would move it by."""
+"""Damage allowed with free shares: the expected square of the gradient's relative error. 0.01 moves the gradient of
+a step by a tenth of its length, which is less than another batch would move it."""
 
 GAIN = 1.02
 """Precision or bits are lowered only where that makes the step faster by this factor."""
 
 SLOWER = 1.02
-"""Ranks are slow that compute longer than the fastest ones by this factor."""
+"""Ranks are slow when they compute longer than the fastest ones by this factor."""
 
 AHEAD = 0.1
-"""Lowered ranks are to be done by this part of the others' time before them."""
+"""Lowered ranks should finish before the others by this fraction of their time."""
 
 CLOSE = 1e-3
-"""Steps that differ by less are alike."""
+"""Step times that differ by a smaller fraction count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobCandidate:
-    """A job that could be run."""
+    """A job that could be run, replayed."""
 
     job: RoleLayout
     chosen: dict[str, Chosen]
@@ -58,7 +58,7 @@ class JobCandidate:
 
 
 class PlanSearch:
-    """Plans for one model on one cluster."""
+    """Searches plans for one model on one cluster."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class PlanSearch:
         """
         Args:
             cluster: with its profile.
-            damages: by operator and precision, of a rank that computes the whole batch. What is not finite is
-                never chosen.
+            damages: by operator and precision, for a rank that computes the whole batch. A precision with a damage
+                that is not finite is never chosen.
             total: samples of a step, over all ranks.
 
         Raises:
@@ -83,12 +83,12 @@ class PlanSearch:
         if total < cluster.world_size:
             raise TrimtabError(
                 f"a batch of {total} is smaller than the {cluster.world_size} ranks of the cluster, and each takes at "
-                f"least a sample; give --batch-size {cluster.world_size} or more"
+                f"least one sample; give --batch-size {cluster.world_size} or more"
             )
         unknown = sorted(damages.keys() - workload.settings.keys())
         if unknown:
             raise TrimtabError(
-                f"{unknown[0]!r} is no operator of {workload.model}; there are "
+                f"{unknown[0]!r} is not an operator of {workload.model}; there are "
                 f"{', '.join(list(workload.settings)[:8])}, ..."
             )
         self.profile = with_estimates(cluster, cluster.profile)
@@ -121,7 +121,7 @@ class PlanSearch:
     # Fixed shares
 
     def fixed(self, bits: int | None) -> JobCandidate:
-        """Equal shares; slow ranks, and such as do not fit, are lowered just enough."""
+        """Equal shares; slow ranks, and ranks that do not fit, are lowered just enough."""
         if self.total % len(self.devices):
             below = self.total // len(self.devices) * len(self.devices)
             raise TrimtabError(
@@ -146,12 +146,12 @@ class PlanSearch:
         before = plain.step_s()
         fits = all(self._fits(job.devices[name], job.samples[name]) for name in roles)
         others = max((plain.compute_s(name) for name in job.devices if name not in roles), default=0.0)
-        found = allocate(plain, roles, others_s=others, ahead=AHEAD)
+        lowering = allocate(plain, roles, others_s=others, ahead=AHEAD)
         self.tick()
-        if fits and before < GAIN * found.step_s:
+        if fits and before < GAIN * lowering.step_s:
             return replace(same, replayed=replayed_job(self.measured, self.cluster, job, own, bits))
         return JobCandidate(
-            job=job, chosen={**own, **found.chosen}, replayed=plain, damage=found.damage, bits=bits
+            job=job, chosen={**own, **lowering.chosen}, replayed=plain, damage=lowering.damage, bits=bits
         )
 
     def slow(self, job: RoleLayout) -> set[str]:
@@ -189,14 +189,14 @@ class PlanSearch:
         return sharing if sharing.step_s < GAIN * relieved.step_s else relieved
 
     def _refuse_too_large(self) -> None:
-        """A batch for which there is no memory, however it is shared and lowered."""
+        """Refuse a batch that does not fit, however it is shared and lowered."""
         room = {device: self.tradeoffs.most(device, self.total) for device in self.counts}
         for device, most in room.items():
             if most < 1:
                 need, have = self.tradeoffs.least_peak(device, 1), self.tradeoffs.limits[device] or 0
                 raise TrimtabError(
                     f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
-                    f"that keeps least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
+                    f"that saves least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
                     "missing; leave it out, or use a smaller model"
                 )
         held = sum(self.counts[device] * most for device, most in room.items())
@@ -213,12 +213,12 @@ class PlanSearch:
         best: JobCandidate | None = None
         for _ in range(3):
             shared = quickest(self.tradeoffs, self.counts, self.total, budget=budget, beside_s=beside)
-            found = self._realized(shared, beside, bits)
+            candidate = self._realized(shared, beside, bits)
             self.tick()
-            if best is None or found.step_s < best.step_s:
-                best = found
-            before, beside = beside, self._beside(found)
-            if all(abs(beside[d] - before.get(d, 0.0)) < CLOSE * found.step_s for d in beside):
+            if best is None or candidate.step_s < best.step_s:
+                best = candidate
+            before, beside = beside, self._beside(candidate)
+            if all(abs(beside[d] - before.get(d, 0.0)) < CLOSE * candidate.step_s for d in beside):
                 break
         assert best is not None
         return self._moved(best, beside, bits, budget)
@@ -226,7 +226,7 @@ class PlanSearch:
     def _moved(
         self, best: JobCandidate, beside: Mapping[str, float], bits: int | None, budget: float
     ) -> JobCandidate:
-        """Move single samples between device classes while the replayed step becomes faster."""
+        """Move single samples between device classes as long as the replayed step becomes faster."""
         for _ in range(4):
             better: JobCandidate | None = None
             for giver in self.counts:
@@ -234,9 +234,9 @@ class PlanSearch:
                     samples = _with_one_moved(best.job, giver, taker)
                     shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
                     if shared:
-                        found = self._realized(shared, beside, bits)
-                        if found.step_s < (better or best).step_s * (1 - CLOSE):
-                            better = found
+                        candidate = self._realized(shared, beside, bits)
+                        if candidate.step_s < (better or best).step_s * (1 - CLOSE):
+                            better = candidate
             self.tick()
             if better is None:
                 return best
@@ -257,28 +257,31 @@ class PlanSearch:
             bits=bits,
         )
 
-    def _beside(self, found: JobCandidate) -> dict[str, float]:
-        """What transfers and codec take of each device class's time."""
-        times = {role.name: role for role in found.replayed.timeline().roles}
+    def _beside(self, candidate: JobCandidate) -> dict[str, float]:
+        """How much transfers and codec slow each device class down, in seconds of a step."""
+        times = {role.name: role for role in candidate.replayed.timeline().roles}
         return {
-            device: max(times[role].compute_s - times[role].own_s for role in found.job.of(device))
+            device: max(times[role].compute_s - times[role].own_s for role in candidate.job.of(device))
             for device in self.counts
         }
 
-    def _relieved(self, found: JobCandidate) -> JobCandidate:
-        """With what need not be lowered raised again."""
+    def _relieved(self, candidate: JobCandidate) -> JobCandidate:
+        """The same with every operator raised again that need not be lowered."""
         roles = {
-            name: self._lowerable(device, found.job.samples[name], found.job.counts[name])
-            for name, device in found.job.devices.items()
-            if lowered(found.chosen[name])
+            name: self._lowerable(device, candidate.job.samples[name], candidate.job.counts[name])
+            for name, device in candidate.job.devices.items()
+            if lowered(candidate.chosen[name])
         }
-        done = relieve(
-            found.replayed, roles, {name: found.chosen[name] for name in roles}, pace_s=found.step_s
+        relieved = relieve(
+            candidate.replayed,
+            roles,
+            {name: candidate.chosen[name] for name in roles},
+            pace_s=candidate.step_s,
         )
         self.tick()
-        return replace(found, chosen={**found.chosen, **done.chosen}, damage=done.damage)
+        return replace(candidate, chosen={**candidate.chosen, **relieved.chosen}, damage=relieved.damage)
 
-    # What both ask
+    # Shared by both
 
     def _options(self, device: str, samples: int) -> Options:
         return self.tradeoffs.menu(device, samples).options
@@ -300,30 +303,30 @@ class PlanSearch:
     def choose(
         self, batch: Literal["fixed", "free"], bits: tuple[int | None, ...], budget: float
     ) -> JobCandidate:
-        """The fastest over these bits; fewer bits only where that gains. The first must be possible."""
+        """The fastest candidate over these bits; fewer bits only where that gains. The first must be possible."""
         best: JobCandidate | None = None
         for count in sorted(bits, key=lambda b: -(b or 32)):
             try:
-                found = self.fixed(count) if batch == "fixed" else self.free(count, budget)
+                candidate = self.fixed(count) if batch == "fixed" else self.free(count, budget)
             except TrimtabError:
                 if best is None:
                     raise
-                continue  # the codec takes memory: without it there was enough
-            if best is None or best.step_s >= GAIN * found.step_s:
-                best = found
+                continue  # the codec needs memory; without it there was enough
+            if best is None or best.step_s >= GAIN * candidate.step_s:
+                best = candidate
         assert best is not None
         return best
 
     def bits_measured(self) -> tuple[int, ...]:
-        """Those at which the codec was measured on every device class."""
+        """The bits at which the codec was measured on every device class."""
         known = [set(self.profile.devices[d].codec) for d in self.counts if d in self.profile.devices]
         return tuple(sorted(int(b) for b in set.intersection(*known))) if known else ()
 
-    def damage_of(self, found: JobCandidate) -> float:
+    def damage_of(self, candidate: JobCandidate) -> float:
         return fsum(
-            found.job.counts[name]
-            * damage_of(self._options(device, found.job.samples[name]), found.chosen[name])
-            for name, device in found.job.devices.items()
+            candidate.job.counts[name]
+            * damage_of(self._options(device, candidate.job.samples[name]), candidate.chosen[name])
+            for name, device in candidate.job.devices.items()
         )
 
 
@@ -332,16 +335,16 @@ def _fastest_damage(several: tuple[Option, ...]) -> float:
 
 
 def _with_one_moved(job: RoleLayout, giver: str, taker: str) -> dict[str, tuple[int, ...]] | None:
-    """Shares with a sample of one device class given to another; None where that cannot be."""
+    """Shares with one sample moved from one device class to another; None where that is impossible."""
     if giver == taker:
         return None
     samples: dict[str, list[int]] = {}
     for role, count in job.ranks:
         samples.setdefault(job.devices[role], []).extend([job.samples[role]] * count)
-    given = samples[giver]
-    given[given.index(max(given))] -= 1
-    if min(given) < 1:
+    giving = samples[giver]
+    giving[giving.index(max(giving))] -= 1
+    if min(giving) < 1:
         return None
-    taken = samples[taker]
-    taken[taken.index(min(taken))] += 1
+    taking = samples[taker]
+    taking[taking.index(min(taking))] += 1
     return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}

@@ -1,4 +1,4 @@
-"""A plan made anew while training runs, from what the ranks were measured to take. Pure."""
+"""Makes a new plan while training runs, from the measured times of the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ if TYPE_CHECKING:
     from trimtab.planning.shares.with_precision import Shared
 
 MIN_SPEEDUP = 1.025
-"""Another plan is taken up where it makes the step faster by this factor."""
+"""A new plan must make the step faster by this factor."""
 
 SPARED = 0.9
-"""Or where it is as fast and does at most this part of the damage."""
+"""Or be as fast with at most this fraction of the damage."""
 
-_ANEW = "made anew while training: "
+_REPLANNED = "replanned during training: "
 
 
 def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
-    """The plan that fits what was observed, or the same one where nothing is worth changing.
+    """The plan that fits the observed times, or the same plan if no change is worthwhile.
 
-    It chooses among the `choices` of the plan's roles, whose seconds are taken to add up and to grow with samples;
-    what the step takes beyond its slowest rank's computation is taken to stay. A new plan must make the step faster
-    by a factor of `MIN_SPEEDUP`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size, mode,
-    budget and bits stay.
+    It chooses among the `choices` of the plan's roles, whose seconds are assumed to add up and to grow with samples;
+    what the step takes beyond its slowest rank's computation is assumed to stay the same. A new plan must make the step
+    faster by a factor of `MIN_SPEEDUP`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size,
+    mode, budget and bits stay.
 
     Args:
-        observed: measured compute seconds of a step, waiting and communication left out, by role. Roles that
-            are not named count as predicted. Every rank passes the same numbers, so all get the same plan.
+        observed: measured compute seconds of a step by role, without waiting and communication. Roles that are
+            missing count as predicted. Every rank passes the same numbers, so all get the same plan.
 
     Raises:
-        TrimtabError: a role that the plan does not have, or a time that is none.
+        TrimtabError: a role that the plan does not have, or an invalid time.
     """
     for name, seconds in observed.items():
         if name not in plan.roles:
             raise TrimtabError(f"replan: the plan has no role {name!r}; it has {', '.join(plan.roles)}")
         if not 0 < seconds < float("inf"):
-            raise TrimtabError(f"replan: {name} cannot have computed for {seconds} seconds")
+            raise TrimtabError(f"replan: {seconds} seconds is not a valid compute time of {name}")
     tradeoffs = PlanTradeoffs(plan, observed)
     present = _Candidate(
         plan, tradeoffs, _layout(plan), {name: chosen_of(role) for name, role in plan.roles.items()}
     )
     try:
-        found = _free(plan, tradeoffs) if plan.batch == "free" else _fixed(plan, tradeoffs, present)
-    except TrimtabError:  # no choice that fits: what runs does
+        proposed = _free(plan, tradeoffs) if plan.batch == "free" else _fixed(plan, tradeoffs, present)
+    except TrimtabError:  # nothing else fits the memory; the running plan does
         return plan
-    if found.same_as(present):
+    if proposed.same_as(present):
         return plan
-    as_fast = found.step_s <= present.step_s * (1 + 1e-3)
-    faster = present.step_s >= MIN_SPEEDUP * found.step_s
-    if not faster and not (as_fast and found.damage <= SPARED * present.damage):
+    as_fast = proposed.step_s <= present.step_s * (1 + 1e-3)
+    faster = present.step_s >= MIN_SPEEDUP * proposed.step_s
+    if not faster and not (as_fast and proposed.damage <= SPARED * present.damage):
         return plan
-    return found.plan(observed)
+    return proposed.plan(observed)
 
 
 class _Candidate:
-    """A job that could be run from now on."""
+    """A job that could be run from now on, with its predicted times."""
 
     def __init__(
         self, plan: Plan, tradeoffs: PlanTradeoffs, job: RoleLayout, chosen: Mapping[str, Chosen]
@@ -79,7 +79,7 @@ class _Candidate:
         before = max(role.compute_s - role.after_s for role in plan.roles.values())
         exposed = max(0.0, plan.predicted.step_s - before)
         meet = {
-            name: tradeoffs.meet_s(device, job.samples[name], chosen[name])
+            name: tradeoffs.reduce_s(device, job.samples[name], chosen[name])
             for name, device in job.devices.items()
         }
         self.step_s = max(meet.values()) + exposed
@@ -93,19 +93,19 @@ class _Candidate:
         )
 
     def same_as(self, other: _Candidate) -> bool:
-        return self._said() == other._said()
+        return self._signature() == other._signature()
 
-    def _said(self) -> list[tuple[int, Chosen, int]]:
+    def _signature(self) -> list[tuple[int, Chosen, int]]:
         return [(self.job.samples[name], lowered(self.chosen[name]), count) for name, count in self.job.ranks]
 
     def plan(self, observed: Mapping[str, float]) -> Plan:
         old = self.old
         drift = ", ".join(
-            f"{name} took {seconds / old.roles[name].compute_s:.3g} times what was predicted"
+            f"{name} took {seconds / old.roles[name].compute_s:.3g} times the predicted time"
             for name, seconds in observed.items()
             if old.roles[name].compute_s > 0
         )
-        kept = tuple(reason for reason in old.reasons if not reason.startswith(_ANEW))
+        kept = tuple(reason for reason in old.reasons if not reason.startswith(_REPLANNED))
         return replace(
             old,
             roles={name: self._role(name) for name in self.job.devices},
@@ -113,7 +113,7 @@ class _Candidate:
             predicted=replace(
                 old.predicted, step_s=self.step_s, plain_step_s=self._plain_s(), damage=self.damage
             ),
-            reasons=(*kept, f"{_ANEW}{drift}"),
+            reasons=(*kept, f"{_REPLANNED}{drift}"),
         )
 
     def _role(self, name: str) -> Role:
@@ -142,7 +142,7 @@ class _Candidate:
         )
 
     def _plain_s(self) -> float:
-        """Plain DDP as it would be now: its slowest rank in place of the one that was predicted."""
+        """Plain DDP as it would be now, with the observed time of its slowest rank."""
         devices = _devices(self.old)
         shares = even(devices, self.old.batch_size)
         before = PlanTradeoffs(self.old, {})

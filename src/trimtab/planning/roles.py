@@ -22,7 +22,7 @@ Ranks = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLayout:
-    """Which role every rank has, and what the roles are."""
+    """The role of every rank, and each role's device class and share."""
 
     devices: dict[str, str]
     """By role: its device class."""
@@ -32,17 +32,17 @@ class RoleLayout:
 
     @property
     def counts(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for role, count in self.ranks:
-            found[role] = found.get(role, 0) + count
-        return found
+            counts[role] = counts.get(role, 0) + count
+        return counts
 
     def of(self, device: str) -> list[str]:
         return [role for role, own in self.devices.items() if own == device]
 
 
 def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> RoleLayout:
-    """Roles for shares: one for each device class, two where its ranks differ by a sample.
+    """Roles for given shares: one for each device class, two where its ranks differ by a sample.
 
     Args:
         devices: the device class of every rank, in rank order.
@@ -90,7 +90,7 @@ def replayed_job(
     chosen: Mapping[str, Chosen],
     bits: int | None,
 ) -> ReplayedJob:
-    """The job, replayable."""
+    """The job in these precisions and bits, ready to be replayed."""
     roles = {
         name: RoleSetting(device=device, samples=job.samples[name], precisions=lowered(chosen.get(name, {})))
         for name, device in job.devices.items()
@@ -100,11 +100,11 @@ def replayed_job(
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:
     """Operators in the same place of repeated blocks, by the names that set them."""
-    found = []
+    groups = []
     for block in workload.blocks:
         for place in range(block.length):
             names = [workload.operators[start + place].setting for start in block.starts]
             group = tuple(name for name in names if name is not None)
             if len(group) == len(names) > 1 and len(set(group)) == len(group):
-                found.append(group)
-    return tuple(dict.fromkeys(found))
+                groups.append(group)
+    return tuple(dict.fromkeys(groups))

@@ -32,7 +32,7 @@ class Outcome:
     """One simulated job."""
 
     name: str
-    """What was changed, or "as given"."""
+    """The change, or "as given"."""
 
     cluster: Cluster
     setting: JobSetting
@@ -43,7 +43,7 @@ class Outcome:
     """Device classes whose times come from datasheets."""
 
     out_of_reach: str | None = None
-    """What to say, and do, where batches are far from those that were probed."""
+    """A warning when batches are extrapolated far from those that were probed."""
 
     @property
     def samples(self) -> int:
@@ -56,14 +56,14 @@ class Outcome:
 
     @property
     def cost_per_million(self) -> float | None:
-        """Of samples, in the currency of the cluster file; None unless every device has a price."""
+        """Cost of a million samples in the currency of the cluster file; None unless every device has a price."""
         counts = rank_counts(self.cluster)
         prices = {name: self.cluster.devices[name].price_per_hour for name in counts}
         hourly = [price * counts[name] for name, price in prices.items() if price is not None]
         return sum(hourly) / 3600 / self.samples_per_s * 1e6 if len(hourly) == len(counts) else None
 
     def row(self) -> dict[str, Any]:
-        """The outcome in one line of a table."""
+        """The outcome as one row of a table."""
         parts = self.timeline.breakdown()
         row: dict[str, Any] = {
             "what": self.name,
@@ -81,25 +81,25 @@ class Outcome:
         return row
 
     def words(self) -> str:
-        """What holds it up, and what does not fit."""
-        said = [f"{self.name}: {bottleneck(self.timeline)}"]
+        """The bottleneck, and what does not fit, in words."""
+        sentences = [f"{self.name}: {bottleneck(self.timeline)}"]
         for name, need in self.memory.items():
             have = self.cluster.devices[name].memory_gib
             if have is not None and need.reserved > have * 2**30:
-                said.append(
+                sentences.append(
                     f"{name} has {have:g} GiB and needs {need.reserved / 2**30:.1f} GiB (most in {need.phase} at "
                     f"{need.operator}); give it a smaller share or lower precisions"
                 )
-        return ". ".join(said)
+        return ". ".join(sentences)
 
 
 def simulate(
     cluster: Cluster, workload: Workload, setting: JobSetting | None = None, *, name: str = "as given"
 ) -> Outcome:
-    """Predict one job. Without a setting every rank takes the workload's batch, in full precision and bits.
+    """Predict one job. Without a setting every rank takes the workload's batch, with nothing lowered or compressed.
 
     Raises:
-        TrimtabError: a cluster without measurements, an operator, link or codec that was not measured.
+        TrimtabError: the cluster has no profile, or an operator, link or codec was not measured.
     """
     profile = _profile(cluster)
     filled = with_estimates(cluster, profile)
@@ -131,16 +131,16 @@ def _profile(cluster: Cluster) -> Profile:
 
 
 def even(cluster: Cluster, samples: int, *, bits: int | None = None) -> JobSetting:
-    """Every rank the same share, in the model's own precision."""
+    """The same share for every rank, in the model's own precision."""
     ranks = {name: RankSetting(samples=samples, precisions={}) for name in rank_counts(cluster)}
     return JobSetting(ranks=ranks, bits=bits)
 
 
 def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
-    """The job of a plan: the cluster with its roles for device classes, and what they do.
+    """The job of a plan: the cluster with roles as device classes, and their settings.
 
     Raises:
-        TrimtabError: a plan for another number of ranks, or other devices.
+        TrimtabError: the plan is for another number of ranks or other devices.
     """
     roles = {
         name: RoleSetting(device=role.device, samples=role.samples, precisions=role.precisions)
@@ -152,7 +152,7 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
         name: RankSetting(samples=role.samples, precisions=role.precisions)
         for name, role in plan.roles.items()
     }
-    # Adaptive bits are about as many.
+    # Adaptive bits are about this many.
     return changed, JobSetting(ranks=ranks, bits=4 if plan.bits == "adaptive" else plan.bits)
 
 
@@ -160,7 +160,7 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
 
 
 def without(cluster: Cluster, what: str) -> Cluster:
-    """The cluster with one rank less: of the host of that name, or of the first host with that device class."""
+    """The cluster without one rank: of the host of that name, or of the first host with that device class."""
     for index, host in enumerate(cluster.hosts):
         fits = [d for d in host.devices if d == what or fnmatchcase(host.name, what)]
         if not fits:
@@ -188,7 +188,7 @@ def added(cluster: Cluster, what: str) -> Cluster:
     matched = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9_-]+)", what)
     if matched is None:
         raise TrimtabError(
-            f"simulate: {what!r} is nothing to add; write 2xT4, or 1x and a device class of the cluster"
+            f"simulate: cannot add {what!r}; write 2xT4, or 1x and a device class of the cluster"
         )
     count, name = int(matched[1] or 1), matched[2]
     devices = dict(cluster.devices)
@@ -207,7 +207,7 @@ def added(cluster: Cluster, what: str) -> Cluster:
 
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with links of so many times the rate; latencies stay."""
+    """The cluster with links this many times as fast; latencies stay the same."""
     if not factor > 0:
         raise TrimtabError(f"simulate: a link cannot be {factor:g} times as fast")
     links = {
@@ -224,7 +224,7 @@ def faster_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def adapted(setting: JobSetting, cluster: Cluster, samples: int) -> JobSetting:
-    """The setting for another cluster: classes that are new take `samples` as they are."""
+    """The setting for another cluster: new device classes take `samples`, with nothing lowered."""
     ranks: Mapping[str, RankSetting] = {
         name: setting.ranks.get(name, RankSetting(samples=samples, precisions={}))
         for name in rank_counts(cluster)
@@ -242,7 +242,7 @@ def what_ifs(
     link_factor: float | None = None,
     bits: int | None = None,
 ) -> list[Outcome]:
-    """The job as given, and with each change by itself."""
+    """The job as given, and with each single change."""
     samples = workload.batch_size
     cases = [("as given", cluster, setting)]
     cases += [

@@ -30,7 +30,7 @@ def test_several_ranks_a_host_and_a_slow_link_take_two_levels() -> None:
     assert route.hierarchical
     assert route.method == "all_gather"
     assert "2 hosts of 2 ranks, 100 MB" in route.reason
-    assert "best flat way" in route.reason
+    assert "best flat route" in route.reason
 
 
 def test_one_rank_a_host_has_no_second_level() -> None:

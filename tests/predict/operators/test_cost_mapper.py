@@ -176,5 +176,5 @@ def test_only_what_can_be_set_is_set() -> None:
     gelu = mapper.workload.by_name["blocks.0/gelu"].index
     with pytest.raises(TrimtabError, match=r"blocks\.0/gelu: its precision cannot be set; it is dependent"):
         mapper.change(gelu, "bf16")
-    with pytest.raises(TrimtabError, match="'nobody' is no operator of Gpt; there are tokens"):
+    with pytest.raises(TrimtabError, match="'nobody' is not an operator of Gpt; there are tokens"):
         mapper.change("nobody", "bf16")

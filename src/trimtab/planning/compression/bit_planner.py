@@ -1,4 +1,4 @@
-"""Rank 0's mind: from statistics to bits for every layer, with the reasons in words."""
+"""Chooses the bits of every layer from statistics of its gradient, and gives the reasons in words."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from trimtab.planning.compression.family import Family
 
 DRIFTED = 1.25
-"""A plan whose error has grown to so many times what it may be is made again before its time."""
+"""Bits are chosen again early when the total error exceeds its budget by this factor."""
 
 MIN_SAVING = 0.02
-"""A plan that saves less than this share of the cost is not worth a switch."""
+"""New bits must save at least this fraction of the cost."""
 
 KEPT_LOSSES, KEPT_NORMS = 50, 5
-"""Looks whose mean loss, and whose norms, are remembered."""
+"""How many mean losses, and how many norms, are remembered."""
 
 LEAST_BITS, MOST_LEAST_BITS = 2, 5
-"""What a layer is sent in at least: the first, and with its strain added no more than the second."""
+"""Fewest bits of a layer, and the most that its strain can raise this minimum to."""
 
 SLACK = 1.25
-"""The guard steps in at so many times the limit that plans keep to, so that the two do not quarrel."""
+"""The guard acts at this many times the limit that plans keep to, so that the two do not undo each other."""
 
 
 class LayerStatistics(Protocol):
@@ -55,7 +55,7 @@ class LayerStatistics(Protocol):
 
     @property
     def latest(self) -> float:
-        """The same in the last step that was sampled; NaN or Inf if it overflowed."""
+        """The same in the last step that before_mean sampled; NaN or Inf if it overflowed."""
         ...
 
     @property
@@ -79,16 +79,16 @@ class LayerStatistics(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """What stays for a run, and goes into its checkpoint."""
+    """What stays the same for a run and is saved in its checkpoint."""
 
     name: str
-    """Of the family."""
+    """The family's name."""
 
     gbit_per_s: float
-    """Of the link; 0 where it is not known, and bytes are counted instead of seconds."""
+    """Rate of the link; 0 when unknown, and then costs are bytes instead of seconds."""
 
     fastest: str | None = None
-    """The family that the first plan takes up if it serves the optimizer; None keeps the one there is."""
+    """The family that the first plan switches to if it suits the optimizer; None keeps the current one."""
 
     @property
     def family(self) -> Family:
@@ -96,7 +96,7 @@ class PlannerSettings:
 
 
 class BitPlanner:
-    """Guard and plan, with what they must remember from look to look."""
+    """The guard and the planning, with the state they keep between looks."""
 
     def __init__(self, policy: str, settings: PlannerSettings, *, guard: bool, seed: int) -> None:
         self._policy, self._guard, self._seed = policy, guard, seed
@@ -119,13 +119,13 @@ class BitPlanner:
         period: int,
         optimizer: str = ADAMW,
     ) -> dict[str, Any]:
-        """The family and bits that change, and why: what is published; `optimizer` is `SGD` or `ADAMW`."""
-        # A layer without a gradient so far (a closed gate, an overflow) has nothing to be judged by: its bits stay.
+        """The decision to publish: the family, the bits that change, and why. `optimizer` is `SGD` or `ADAMW`."""
+        # A layer without a gradient so far (a closed gate, an overflow) cannot be judged: its bits stay.
         sound = [layer for layer in layers if math.isfinite(layer.norm) and layer.norm > 0]
         before = self.settings.name
         if loss is not None:
             self._losses = [*self._losses, loss][-KEPT_LOSSES:]
-        why = self._due(step, sound, current, period) if may_plan else ""
+        due = self._due(step, sound, current, period) if may_plan else ""
         reasons: list[str] = []
         new = dict(current)
         if self._guard:
@@ -139,23 +139,23 @@ class BitPlanner:
                 )
                 new[raised.name] = self._floors[raised.name] = raised.bits
                 if "loss" in raised.reason:
-                    del self._losses[:-PATIENCE]  # give the new bits time to show
-        if why and self._planned_at is None and self.settings.fastest is not None:
+                    del self._losses[:-PATIENCE]  # give the new bits time to take effect
+        if due and self._planned_at is None and self.settings.fastest is not None:
             reasons.append(self._settle(self.settings.fastest, optimizer))
-        turned = self.settings.name != before
-        if why:
+        family_changed = self.settings.name != before
+        if due:
             self._relative = {layer.name: self._errors(layer, ALL_BITS) for layer in sound}
             self._planned_at = step
-            plan, said = self._plan(sound, new, at_any_gain=turned)
+            plan, description = self._plan(sound, new, at_any_gain=family_changed)
             new.update(plan)
-            if said:
-                reasons.insert(0, f"planned {said}; {why}")
+            if description:
+                reasons.insert(0, f"planned {description}; {due}")
         changed = {name: bits for name, bits in new.items() if bits != current[name]}
         return {
             "family": self.settings.name,
             "bits": changed,
-            "reasons": reasons if changed or turned else [],
-            "planned": bool(why),
+            "reasons": reasons if changed or family_changed else [],
+            "planned": bool(due),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,23 +179,23 @@ class BitPlanner:
     def _due(
         self, step: int, layers: Sequence[LayerStatistics], current: Mapping[str, int], period: int
     ) -> str:
-        """Why a plan is due; empty when none is."""
+        """Why bits should be chosen now; empty when they should not."""
         if not layers:
             return ""
         if self._planned_at is None:
             return "the warm-up is over"
         if step - self._planned_at >= period:
-            return f"{period} steps after the last"
+            return f"{period} steps after the last plan"
         known = [layer for layer in layers if layer.name in self._relative]
         family = self.settings.family
         now = total_error(self._relative[x.name][current[x.name]] * _weight(family, x) for x in known)
         allowed = total_error(self._relative[x.name][family.reference] * _weight(family, x) for x in known)
         if now > DRIFTED * allowed:
-            return f"the gradients have drifted: the error is {_ratio(now, allowed)} of what it may be"
+            return f"the gradients have drifted: the error is {_ratio(now, allowed)} of its budget"
         return ""
 
     def _settle(self, fastest: str, optimizer: str) -> str:
-        """Take up the family for this optimizer; why, in words."""
+        """Switch to the family for this optimizer, and say due."""
         if fastest in passed_families(optimizer=optimizer):
             self.settings = replace(self.settings, name=fastest)
             return f"{fastest}: this optimizer takes gradients as they come"
@@ -229,7 +229,7 @@ class BitPlanner:
     def _plan(
         self, layers: Sequence[LayerStatistics], current: Mapping[str, int], *, at_any_gain: bool = False
     ) -> tuple[dict[str, int], str]:
-        """New bits within the budget, and what they do; or nothing, where they would gain next to nothing."""
+        """New bits within the budget and what they change; nothing when they would save too little."""
         family = self.settings.family
         options = [self._options(layer) for layer in layers]
         budget = total_error(self._relative[x.name][family.reference] * _weight(family, x) for x in layers)
@@ -242,16 +242,16 @@ class BitPlanner:
             return {}, ""
         numel = sum(layer.numel for layer in layers)
         mean = sum(assignment.options[x.name] * x.numel for x in layers) / numel
-        was = sum(current[x.name] * x.numel for x in layers) / numel
-        said = (
-            f"{mean:.2f} bits a value where it was {was:.2f}, {assignment.cost / before.cost:.2f} of the "
+        before_mean = sum(current[x.name] * x.numel for x in layers) / numel
+        description = (
+            f"{mean:.2f} bits a value instead of {before_mean:.2f}, {assignment.cost / before.cost:.2f} of the "
             f"{'time' if self.settings.gbit_per_s else 'bytes'}, at {_ratio(assignment.error, budget)} of the error "
             f"of {family.reference} bits for all"
         )
-        return dict(assignment.options), said
+        return dict(assignment.options), description
 
     def _options(self, layer: LayerStatistics) -> LayerOptions:
-        """What the layer may be sent in: not below what its strain or the guard ask for, nor beyond the limit."""
+        """The bits the layer may have: what its strain and the guard require, with an error within the limit."""
         table = self._relative[layer.name]
         family = self.settings.family
         least = min(LEAST_BITS + int(layer.strain(family.block)), MOST_LEAST_BITS)

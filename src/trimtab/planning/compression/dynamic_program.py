@@ -29,45 +29,45 @@ MAX_CELLS = 1 << 24
 
 
 def dynamic(layers: Sequence[LayerOptions], budget: float, bins: int = BINS) -> list[int]:
-    """The program: the cheapest indices of options within the budget, exact up to its bins.
+    """The cheapest options (by index) within the budget, exact up to the width of the bins.
 
     1. Relax: one price for squared error gives every layer its best option, hence a lower bound of the
-       cost and, with the room that is left filled up, an assignment.
+       cost and, once the remaining budget is filled, an assignment.
     2. Drop every option that could not beat that assignment even if all others were perfect, which is
-       most; the layers with one option left are settled exactly.
-    3. Over the rest, least cost for every number of bins of squared error spent. Errors are rounded up, so
-       what fits in bins truly fits; what rounding left unused is filled up at the end.
+       most of them; layers with one option left are settled exactly.
+    3. For the rest, compute the least cost for every number of bins of squared error spent. Errors are rounded
+       up, so what fits in bins truly fits; what rounding left unused is filled at the end.
     """
-    # A budget that is an assignment's own error must admit it, though sums are rounded: first a hair more
-    # room than there is and, if that was too much, a hair less.
-    for hair in (ROUNDING, -ROUNDING):
-        found = _solve(layers, Table(layers, budget, hair), budget, bins)
-        if within(layers, found, budget):
-            return found
+    # A budget equal to an assignment's own error must admit it although sums are rounded: try slightly more
+    # than the budget first and, if that was too much, slightly less.
+    for margin in (ROUNDING, -ROUNDING):
+        chosen = _solve(layers, Table(layers, budget, margin), budget, bins)
+        if within(layers, chosen, budget):
+            return chosen
     return most_exact(layers)
 
 
 def _solve(layers: Sequence[LayerOptions], table: Table, budget: float, bins: int) -> list[int]:
     price, bound = table.relax()
-    found = table.fill(table.cheapest(price))
+    chosen = table.fill(table.cheapest(price))
     priced = table.priced(price)
     reduced = priced - priced.min(axis=1, keepdims=True)
-    gap = table.cost(found) - bound
+    gap = table.cost(chosen) - bound
     if gap > 0:
-        found = _better(table, found, table.fill(_over_bins(table, reduced < gap, bins)))
+        chosen = _better(table, chosen, table.fill(_over_bins(table, reduced < gap, bins)))
     for index in range(table.costs.shape[1]):
-        # Never dearer than the same option everywhere, which the bins may have rounded out of the budget.
+        # Never more expensive than the same option everywhere, which the bins may have rounded out of the budget.
         same = np.full(len(layers), index)
         if table.there[:, index].all() and within(layers, same.tolist(), budget):
-            found = _better(table, found, same)
-    return [int(i) for i in found]
+            chosen = _better(table, chosen, same)
+    return [int(i) for i in chosen]
 
 
 class Table:
-    """Errors and costs of all layers as arrays (layer × option), and the room for squared error."""
+    """Errors and costs of all layers as arrays (layer × option), and the budget of squared error."""
 
-    def __init__(self, layers: Sequence[LayerOptions], budget: float, hair: float = -ROUNDING) -> None:
-        """`hair`: how much more room there is than the budget's, as a fraction; sums are rounded."""
+    def __init__(self, layers: Sequence[LayerOptions], budget: float, margin: float = -ROUNDING) -> None:
+        """`margin` is added to the budget as a fraction of it, because sums are rounded."""
         widest = max(len(layer.options) for layer in layers)
         shape = (len(layers), widest)
         self.costs: Floats = np.full(shape, np.inf)
@@ -77,7 +77,7 @@ class Table:
             self.squares[row, : len(layer.errors)] = np.square(layer.errors)
         self.there = np.isfinite(self.costs)
         self._rows = np.arange(len(layers))
-        self.room = budget * budget * (1 + hair)
+        self.room = budget * budget * (1 + margin)
         self.least = self._order(self.squares, self.costs)
         """The most exact option of each layer, the cheapest of equals."""
 
@@ -92,17 +92,17 @@ class Table:
         return fsum(self.at(self.squares, chosen))
 
     def cheapest(self, price: float) -> Indices:
-        """Each layer's best option when squared error costs `price`; the more exact of equals."""
+        """Each layer's best option when squared error costs `price`; the more exact one of equals."""
         return self._order(self.priced(price), self.squares)
 
     def priced(self, price: float) -> Floats:
-        """What every option costs when squared error costs `price`."""
+        """Total cost of every option when squared error costs `price`."""
         with np.errstate(invalid="ignore"):
             total: Floats = np.where(self.there, self.costs + price * self.squares, np.inf)
         return total
 
     def relax(self) -> tuple[float, float]:
-        """The lowest price at which the layers' own best options fit the room, and the bound it gives."""
+        """The lowest price at which the layers' own best options fit the budget, and the bound it gives."""
         if self.spent(self.cheapest(0.0)) <= self.room:
             return 0.0, self.cost(self.cheapest(0.0))
         prices = self._prices()
@@ -118,9 +118,9 @@ class Table:
         return price, self.cost(chosen) - price * (self.room - self.spent(chosen))
 
     def fill(self, chosen: Indices) -> Indices:
-        """Spend what is left of the room: again and again the change that saves most among those that fit.
+        """Spend the rest of the budget: repeatedly make the change that saves most among those that fit.
 
-        From the most exact options when the given ones do not fit.
+        Starts from the most exact options when the given ones do not fit.
         """
         chosen = (chosen if self.spent(chosen) <= self.room else self.least).copy()
         while True:
@@ -133,17 +133,17 @@ class Table:
             chosen[best // saved.shape[1]] = best % saved.shape[1]
 
     def _prices(self) -> Floats:
-        """Prices at which some layer changes its option, rising."""
-        found = []
+        """Prices at which some layer changes its option, in increasing order."""
+        ratios = []
         for i in range(self.costs.shape[1]):
             for j in range(i):
                 both = self.there[:, i] & self.there[:, j]
                 less = self.costs[both, j] - self.costs[both, i]
                 more = self.squares[both, i] - self.squares[both, j]
                 with np.errstate(all="ignore"):
-                    found.append(less / more)
-        prices = np.concatenate(found) if found else np.zeros(0)
-        # Just above each: there the more exact of the two wins whatever the rounding.
+                    ratios.append(less / more)
+        prices = np.concatenate(ratios) if ratios else np.zeros(0)
+        # Slightly above each, where the more exact of the two wins whatever the rounding.
         rising: Floats = np.unique(prices[np.isfinite(prices) & (prices > 0)]) * (1 + 1e-9)
         return rising
 
@@ -154,7 +154,7 @@ class Table:
 
 
 def _over_bins(table: Table, kept: npt.NDArray[np.bool_], bins: int) -> Indices:
-    """The dynamic program over the options that are kept."""
+    """The dynamic program over the remaining options."""
     kept = kept & table.there
     squares = np.where(kept, table.squares, np.inf)
     chosen = np.where(kept.any(axis=1), squares.argmin(axis=1), table.least)
@@ -167,7 +167,7 @@ def _over_bins(table: Table, kept: npt.NDArray[np.bool_], bins: int) -> Indices:
     for row in open_rows:
         extra = (table.squares[row] - table.squares[row, chosen[row]]) / room * bins
         fitting = [i for i in np.flatnonzero(kept[row]) if extra[i] <= bins]
-        # Rising in error, and only where more error saves cost.
+        # By increasing error, and only where more error saves cost.
         fitting.sort(key=lambda i: (extra[i], table.costs[row, i]))
         cost = (table.costs[row] - table.costs[row, fitting].min()).astype(np.float32)
         steps: list[tuple[int, int, np.float32]] = []
@@ -175,7 +175,7 @@ def _over_bins(table: Table, kept: npt.NDArray[np.bool_], bins: int) -> Indices:
             if not steps or cost[i] < steps[-1][2]:
                 steps.append((int(i), int(np.ceil(extra[i])), cost[i]))
         moves.append(steps)
-    # Single precision of what a layer costs beyond its least: half the memory to touch, 7 digits of a difference.
+    # Costs beyond each layer's cheapest, in single precision: half the memory traffic, and 7 digits of a difference.
     least = np.empty((len(moves) + 1, bins + 1), dtype=np.float32)
     spare = np.empty(bins + 1, dtype=np.float32)
     least[0] = 0.0

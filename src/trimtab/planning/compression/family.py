@@ -1,9 +1,9 @@
-"""Which family of compression serves a job on this link: the one predicted fastest among those that do no harm.
+"""Which family of compression to use on this link: the fastest of those that do not harm the loss.
 
-Pure functions of what was measured. A *family* is a set of settings whose errors are of one kind, and so
-share a budget: bits alone (unbiased), bits with error feedback, PowerSGD's ranks. What does harm depends on the
-optimizer: one that scales every value by its own size, as Adam does, makes the small values of a block as
-important as the large ones, and rounding drowns the small ones first.
+Pure functions of measurements. A *family* is a set of settings whose errors are of one kind, and so
+share a budget: bits alone (unbiased), bits with error feedback, PowerSGD's ranks. Which of them do harm depends
+on the optimizer: one that scales every value by its own size, as Adam does, makes the small values of a block
+as important as the large ones, and rounding drowns the small ones first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BITS_SCALED = "bits-scaled"
 SGD, ADAMW = "SGD", "AdamW"
 
 SAME = 0.1
-"""Where bits alone take at most this much longer than the fastest family, they are taken: they have the smaller
-error in each step, and owe nothing."""
+"""Bits alone are preferred while they take at most this much longer than the fastest family: their error in a
+step is smaller, and no error is carried over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class Family:
     """The budget is the error of these bits for every layer."""
 
     limit: float
-    """The most that a layer's error may be, over its own gradient."""
+    """The largest error of a layer, relative to its own gradient."""
 
     expected: int
-    """About the mean bits that plans come to: what its exchange is timed with."""
+    """Roughly the mean bits that plans choose; its exchange is timed with these."""
 
     block: int = 1024
-    """Values that share a range."""
+    """Values that share a range: the codec's block."""
 
     relative: bool = False
     """Whether a layer's error counts against its own gradient, and each of its values alike."""
@@ -62,7 +62,7 @@ FAMILIES = {
 }
 
 AT_FIRST = BITS_SCALED
-"""Until the optimizer is known: it serves them all."""
+"""The family until the optimizer is known: it suits all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +71,16 @@ class Verdict:
 
     family: str
     setting: str
-    """In which setting it was tried: budgets are set by its error."""
+    """The setting that was trained with; budgets are set by its error."""
 
     optimizer: str
-    """With which it was trained: `SGD` stands for those that take values as they come, `ADAMW` for all others."""
+    """The optimizer of that training: `SGD` stands for those that take values as they come, `ADAMW` for all others."""
 
     passed: bool
-    """Whether its loss could not be told from fp32's."""
+    """Whether its loss was indistinguishable from fp32's."""
 
     evidence: str
-    """The committed result that says so."""
+    """The committed result that shows it."""
 
 
 _TRAINED, _ON_A_LINK = "benchmarks/results/adaptive.json", "benchmarks/results/ddp-100mbit-untrained.json"
@@ -95,24 +95,24 @@ LOSS_BENCH = (
     ),
     Verdict(family=POWERSGD, setting="rank 4", optimizer=ADAMW, passed=False, evidence=_ON_A_LINK),
 )
-"""Families that were tried. One that is not here, or did not pass, is never picked."""
+"""Families that were trained with. One that is missing here, or did not pass, is never chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCandidate:
-    """A family as it would run here."""
+    """A family and the time it would take on this link."""
 
     family: str
     seconds: float
-    """Of a step's exchange: encoding, sending, decoding."""
+    """Time of a step's exchange: encoding, sending, decoding."""
 
     how: str
-    """Where the seconds come from, in words."""
+    """Where the time comes from, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyChoice:
-    """The family, what it is predicted to take, and why in words."""
+    """The chosen family, its time, and the reason in words."""
 
     family: str
     seconds: float
@@ -120,14 +120,14 @@ class FamilyChoice:
 
 
 def passed_families(verdicts: Sequence[Verdict] = LOSS_BENCH, *, optimizer: str = SGD) -> frozenset[str]:
-    """The families whose loss could not be told from fp32's under an optimizer."""
+    """The families whose loss was indistinguishable from fp32's with this optimizer."""
     return frozenset(v.family for v in verdicts if v.passed and v.optimizer == optimizer)
 
 
 def choose_family(
     candidates: Sequence[FamilyCandidate], *, passed: Collection[str] | None = None
 ) -> FamilyChoice:
-    """The candidate that takes least time among the families that passed the loss bench; see `SAME`.
+    """The fastest candidate among the families that passed the loss bench; see `SAME`.
 
     Raises:
         ValueError: when no candidate is of a family that passed.
@@ -135,27 +135,27 @@ def choose_family(
     allowed = passed_families() if passed is None else passed
     fitting = sorted((c for c in candidates if c.family in allowed), key=lambda c: (c.seconds, c.family))
     if not fitting:
-        tried = ", ".join(c.family for c in candidates) or "nothing"
+        rejected = ", ".join(c.family for c in candidates) or "nothing"
         raise ValueError(
-            f"none of the families {tried} passed the loss bench ({', '.join(sorted(allowed))} did)"
+            f"none of the families {rejected} passed the loss bench ({', '.join(sorted(allowed))} did)"
         )
     best = fitting[0]
-    said = [f"{best.family} takes least time on this link, {_timed(best)}"]
+    reasons = [f"{best.family} takes least time on this link, {_timed(best)}"]
     gentle = next(
         (c for c in fitting[1:] if c.family == BITS and c.seconds <= (1 + SAME) * best.seconds), None
     )
     if gentle is not None:
         best = gentle
-        said = [
+        reasons = [
             f"{best.family} is about as fast as any on this link and errs least in a step, {_timed(best)}"
         ]
-    said += [f"{c.family} {_timed(c)}" for c in fitting if c is not best]
-    said += [
+    reasons += [f"{c.family} {_timed(c)}" for c in fitting if c is not best]
+    reasons += [
         f"{c.family} {_timed(c)} is left out: its loss was not shown to match fp32's"
         for c in candidates
         if c.family not in allowed
     ]
-    return FamilyChoice(family=best.family, seconds=best.seconds, reason="; ".join(said))
+    return FamilyChoice(family=best.family, seconds=best.seconds, reason="; ".join(reasons))
 
 
 def _timed(candidate: FamilyCandidate) -> str:

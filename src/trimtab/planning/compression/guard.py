@@ -1,7 +1,7 @@
-"""When fewer bits do harm: which layers to send in more, a pure function of what a run shows.
+"""Detects harm from too few bits and raises the layers concerned: a pure function of a run's statistics.
 
-Signs, from the surest to the vaguest: a layer's compression error against its own gradient, what error
-feedback owes it, and the run itself (gradients that run away or are no longer numbers, the loss).
+Signs, from the strongest to the weakest: a layer's compression error relative to its own gradient, what error
+feedback owes it, and the run itself (gradients that explode or are not finite, the loss).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 MOST_BITS = 8
 
 TARGET = 1.0
-"""A layer that is beyond its limit is raised until its error is about so many times its gradient."""
+"""A layer beyond its limit is raised until its error is about this many times its gradient."""
 
 OWED_LIMIT = 4.0
-"""Error feedback may owe a layer so many times its gradient; settled, it owes about one at 2 bits."""
+"""Error feedback may owe a layer this many times its gradient; in steady state it owes about one at 2 bits."""
 
 GROWTH_LIMIT = 10.0
-"""A gradient so many times what it was at the looks before is running away."""
+"""A gradient this many times as large as at earlier looks is exploding."""
 
 WORSE_BY = 0.05
-"""A mean loss so much above the best counts as a sign, if that is also three times what it rose by before."""
+"""A mean loss this far above the best counts as a sign, if that is also three times its earlier rises."""
 
 PATIENCE = 2
-"""Signs in a row before the loss counts as trouble: one bad stretch happens in any run."""
+"""Signs in a row before the loss counts as trouble: a single bad interval happens in any run."""
 
 BEFORE = 3
-"""Mean losses that must have come before, to know how a run's own scatter."""
+"""Mean losses needed first, to know how much those of this run vary."""
 
 BROKEN_PATIENCE = 3
-"""Looks in a row without finite gradients before that counts: a loss scaler begins with a few overflows."""
+"""Looks in a row without finite gradients before they count: a loss scaler starts with a few overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +45,24 @@ class LayerHealth:
     name: str
     bits: int
     norm: float
-    """Of its gradient in a typical step."""
+    """Norm of its gradient in a typical step."""
 
     error: float
-    """Of the compression at these bits, over the gradient's norm."""
+    """Compression error at these bits, relative to the gradient's norm."""
 
     owed: float = 0.0
-    """What error feedback holds back, over the gradient's norm."""
+    """What error feedback holds back, relative to the gradient's norm."""
 
     growth: float = 1.0
-    """Its norm over what that was at the looks before."""
+    """Its norm relative to earlier looks."""
 
     broken: int = 0
-    """How many looks in a row its gradient was not finite."""
+    """Looks in a row in which its gradient was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Raise:
-    """A layer to be sent in more bits, and why."""
+    """A layer that needs more bits, and why."""
 
     name: str
     bits: int
@@ -73,8 +73,8 @@ def guard(layers: Sequence[LayerHealth], *, limit: float, losses: Sequence[float
     """The layers that need more bits.
 
     Args:
-        limit: the most that a layer's `error` may be.
-        losses: mean losses between looks, oldest first, where the loss is told; it may be empty.
+        limit: the largest `error` a layer may have.
+        losses: mean losses between looks, oldest first; empty when the script reports none.
     """
     raises: dict[str, Raise] = {}
     for layer in layers:
@@ -103,14 +103,14 @@ def guard(layers: Sequence[LayerHealth], *, limit: float, losses: Sequence[float
 
 
 def loss_trouble(losses: Sequence[float]) -> str:
-    """In words, what is wrong with a row of mean losses; empty when nothing is."""
+    """What is wrong with a sequence of mean losses, in words; empty when nothing is."""
     if losses and not isfinite(losses[-1]):
         return "the loss is not finite"
     before = [loss for loss in losses[:-PATIENCE] if isfinite(loss)]
     if len(before) < BEFORE:
         return ""
     best = min(before)
-    rises = [b - a for a, b in pairwise(before) if b > a]  # falling is what a loss should do
+    rises = [b - a for a, b in pairwise(before) if b > a]  # by_error is what a loss should do
     scatter = sqrt(sum(rise * rise for rise in rises) / len(rises)) if rises else 0.0
     bound = best + max(WORSE_BY * abs(best), 3 * scatter)
     if all(not loss <= bound for loss in losses[-PATIENCE:]):
@@ -119,14 +119,14 @@ def loss_trouble(losses: Sequence[float]) -> str:
 
 
 def _most_of_the_error(layers: Sequence[LayerHealth]) -> list[LayerHealth]:
-    """The fewest layers that hold half of the squared error."""
-    falling = sorted(layers, key=lambda layer: (-layer.error * layer.norm, layer.name))
+    """The fewest layers that together have half of the squared error."""
+    by_error = sorted(layers, key=lambda layer: (-layer.error * layer.norm, layer.name))
     total = sum((layer.error * layer.norm) ** 2 for layer in layers)
-    found: list[LayerHealth] = []
-    held = 0.0
-    for layer in falling:
-        if held >= total / 2:
+    largest: list[LayerHealth] = []
+    covered = 0.0
+    for layer in by_error:
+        if covered >= total / 2:
             break
-        found.append(layer)
-        held += (layer.error * layer.norm) ** 2
-    return found
+        largest.append(layer)
+        covered += (layer.error * layer.norm) ** 2
+    return largest

@@ -20,7 +20,7 @@ ALL_BITS = tuple(range(1, 9))
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """A layer, and what each way to send its gradient would do and take."""
+    """A layer, with the error and the cost of each way to send its gradient."""
 
     name: str
     numel: int
@@ -28,17 +28,17 @@ class LayerOptions:
     """Euclidean norm of the gradient that the errors were measured on."""
 
     options: tuple[int, ...]
-    """Bits, PowerSGD ranks or per-mille densities, in rising cost."""
+    """Bits, PowerSGD ranks or per-mille densities, by increasing cost."""
 
     errors: tuple[float, ...]
-    """Euclidean norm of each option's error; need not fall as the cost rises."""
+    """Euclidean norm of each option's error; it need not decrease as the cost increases."""
 
     costs: tuple[float, ...]
-    """Seconds on the measured link, or bytes where no link is known."""
+    """Seconds on the measured link, or bytes when its rate is unknown."""
 
     def __post_init__(self) -> None:
         if not self.options or not len(self.options) == len(self.errors) == len(self.costs):
-            raise ValueError(f"{self.name}: give each of its options ({self.options}) one error and one cost")
+            raise ValueError(f"{self.name}: every option of {self.options} needs one error and one cost")
         if len(set(self.options)) != len(self.options):
             raise ValueError(f"{self.name}: an option appears twice in {self.options}")
         if not all(isfinite(v) and v >= 0 for v in (self.norm, *self.errors, *self.costs)):
@@ -53,7 +53,7 @@ class Assignment:
     """An option for every layer."""
 
     options: dict[str, int]
-    """By layer name: bits, or whatever the options of the family are."""
+    """By layer name: bits, or the family's other kind of option."""
 
     cost: float
     error: float
@@ -61,16 +61,16 @@ class Assignment:
 
     policy: str
     met: bool
-    """Whether the error is within the budget; otherwise this is the most exact assignment there is."""
+    """Whether the error is within the budget; otherwise this is the most exact assignment possible."""
 
 
 def total_error(errors: Iterable[float]) -> float:
-    """Square root of the sum of squares, the same whatever the order."""
+    """Square root of the sum of squares, independent of the order."""
     return sqrt(fsum(error * error for error in errors))
 
 
 def uniform_error(layers: Sequence[LayerOptions], option: int = 4) -> float:
-    """Total error with the same option for every layer: what budgets are measured against."""
+    """Total error with the same option for every layer: the reference for budgets."""
     return total_error(layer.errors[_index(layer, option)] for layer in layers)
 
 
@@ -80,7 +80,7 @@ def uniform_cost(layers: Sequence[LayerOptions], option: int = 4) -> float:
 
 
 def most_exact(layers: Sequence[LayerOptions]) -> list[int]:
-    """Each layer's option of least error, the cheapest of equals."""
+    """Each layer's option with the smallest error, the cheapest of equals."""
     return [
         min(range(len(layer.options)), key=lambda i, layer=layer: (layer.errors[i], layer.costs[i]))  # type: ignore[misc]
         for layer in layers
@@ -88,12 +88,12 @@ def most_exact(layers: Sequence[LayerOptions]) -> list[int]:
 
 
 def within(layers: Sequence[LayerOptions], chosen: Sequence[int], budget: float) -> bool:
-    """Whether these options' total error is at most the budget."""
+    """Whether the total error of these options is at most the budget."""
     return total_error(layer.errors[i] for layer, i in zip(layers, chosen, strict=True)) <= budget
 
 
 def assigned(layers: Sequence[LayerOptions], chosen: Sequence[int], budget: float, policy: str) -> Assignment:
-    """The assignment that these indices of options stand for."""
+    """The assignment of these options, which are given by index."""
     picked = list(zip(layers, chosen, strict=True))
     error = total_error(layer.errors[i] for layer, i in picked)
     return Assignment(

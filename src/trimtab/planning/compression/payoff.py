@@ -1,4 +1,4 @@
-"""Does compression pay on this link? A pure function of what was measured."""
+"""Whether compression pays on this link: a pure function of measured exchanges."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from trimtab.predict.exchange import Exchange
 
 MAX_TIME_RATIO = 0.85
-"""Compress when the exchange takes at most this fraction of the plain one: less gain than that is
-within what a step varies by, and exact gradients are worth more."""
+"""Compress when the exchange takes at most this fraction of the plain one: a smaller gain is within
+the variation of steps, and exact gradients are worth more."""
 
 KEEP_MARGIN = 0.10
 """How much the ratio must pass that limit by before a decision of an earlier run is reversed: a measurement that
 varies from run to run must not turn the same job's compression on and off."""
 
 MIN_SAVED_S = 5e-4
-"""And when it saves at least so many seconds a step: a small model's exchange is all latency."""
+"""And when it saves at least this many seconds a step: a small model's exchange is all latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether to compress, and the reason in words."""
+    """Whether to compress, and why."""
 
     compress: bool
     gain: float
@@ -52,21 +52,23 @@ def decide(exchange: Exchange, gradient_bytes: int, before: bool | None = None) 
     margin = {None: 0.0, True: KEEP_MARGIN, False: -KEEP_MARGIN}[before]
     clearly = exchange.compressed_s <= (MAX_TIME_RATIO + margin) * exchange.plain_s
     compress = clearly and plain_ms - compressed_ms >= MIN_SAVED_S * 1e3
-    said = (
+    times_in_words = (
         f"{gradient_bytes / 1e6:.0f} MB of gradients a step take {plain_ms:.0f} ms by plain all-reduce "
         f"({exchange.gbit_per_s:.2g} Gbit/s) and {compressed_ms:.0f} ms in {exchange.bits} bits"
     )
     if compress:
-        reason = f"the link is the bottleneck: {said}; compressing, predicted {gain:.1f}x shorter exchange"
+        reason = f"the link is the bottleneck: {times_in_words}; compressing, predicted {gain:.1f}x shorter exchange"
     else:
-        reason = f"the link is not the bottleneck: {said}; compression would not pay, so it stays off"
+        reason = (
+            f"the link is not the bottleneck: {times_in_words}; compression would not pay, so it stays off"
+        )
     return Decision(compress=compress, gain=gain, reason=reason)
 
 
 def decide_family(
     exchanges: Mapping[str, Exchange], gradient_bytes: int, before: bool | None = None
 ) -> tuple[str, Decision]:
-    """The family that takes least time, of those that were tried on this link, and whether even that pays."""
+    """The fastest of the families that were timed on this link, and whether it pays."""
     candidates = [
         FamilyCandidate(
             family=name,

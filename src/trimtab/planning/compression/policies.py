@@ -1,7 +1,7 @@
-"""Ways to choose an option for every layer, behind one interface; graded against `dynamic`, the exact one.
+"""Policies that choose an option for every layer, behind one interface; `dynamic` is the exact one.
 
-Each takes the layers and a budget that their most exact options are known to meet, and gives, for every layer,
-the index of an option. All are deterministic.
+Each takes the layers and a budget that their most exact options are known to meet, and returns the index of an
+option for every layer. All are deterministic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Policy = Callable[[Sequence[LayerOptions], float], list[int]]
 
 
 def uniform(layers: Sequence[LayerOptions], budget: float) -> list[int]:
-    """The same option everywhere: the cheapest that fits; where none does, every layer's most exact."""
+    """The same option everywhere: the cheapest one that fits, or every layer's most exact if none does."""
     common = set.intersection(*(set(layer.options) for layer in layers))
     each = ([layer.options.index(option) for layer in layers] for option in sorted(common))
     return _cheapest(layers, each, budget)
@@ -40,7 +40,7 @@ def uniform(layers: Sequence[LayerOptions], budget: float) -> list[int]:
 def linear(layers: Sequence[LayerOptions], budget: float) -> list[int]:
     """One option less for every halving of a layer's norm per value, from the cheapest start that fits.
 
-    Norms per value, not norms: two layers of one distribution then get the same, whatever their sizes.
+    Norms per value are used so that two layers of one distribution get the same option whatever their sizes.
     """
     typical = np.array([layer.norm / sqrt(max(layer.numel, 1)) for layer in layers])
     with np.errstate(divide="ignore"):
@@ -54,10 +54,10 @@ def linear(layers: Sequence[LayerOptions], budget: float) -> list[int]:
 
 
 def kmeans(layers: Sequence[LayerOptions], budget: float) -> list[int]:
-    """Layers alike in size and norm share an option: as many clusters as there are options.
+    """Layers of similar size and norm share an option: there are as many clusters as options.
 
-    Which option each cluster gets is left to the dynamic program, over a handful of clusters: ordering them
-    by size and norm, as is usual, says which should get fewer bits but not how many fit the budget.
+    The dynamic program then chooses an option for each of the few clusters: ordering them by size and norm,
+    as is usual, says which should get fewer bits but not how many fit the budget.
     """
     members: list[list[int]] = []
     for options in dict.fromkeys(layer.options for layer in layers):
@@ -77,7 +77,7 @@ def kmeans(layers: Sequence[LayerOptions], budget: float) -> list[int]:
 def search(
     layers: Sequence[LayerOptions], budget: float, seed: int = 0, generations: int = 120, population: int = 64
 ) -> list[int]:
-    """Evolution: assignments are crossed and mutated; those within the budget, then the cheap, survive."""
+    """Evolutionary search: assignments are crossed and mutated; those within the budget, then the cheapest, survive."""
     random = np.random.default_rng(seed)
     table = Table(layers, budget)
     rows, last = np.arange(len(layers)), np.array([len(layer.options) - 1 for layer in layers])
@@ -86,7 +86,7 @@ def search(
     for _ in range(generations):
         mothers, fathers = alive[random.integers(population, size=(2, population))]
         children = np.where(random.random(mothers.shape) < 0.5, mothers, fathers)
-        # A couple of layers a child: a change of many at once hardly ever fits the budget.
+        # About two layers per child: a change of many at once hardly ever fits the budget.
         struck = random.random(children.shape) < 2.0 / len(layers)
         children = np.clip(children + struck * random.choice((-1, 1), size=children.shape), 0, last)
         both = np.concatenate([alive, children])
@@ -106,16 +106,16 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def choose_bits(layers: Sequence[LayerOptions], *, budget: float, policy: str = "dynamic") -> Assignment:
-    """The cheapest assignment the policy finds whose total error is at most `budget`.
+    """The cheapest assignment that the policy finds with a total error of at most `budget`.
 
     Args:
-        budget: of the total error, usually `uniform_error(layers, 4)` or a little more.
+        budget: limit of the total error, usually `uniform_error(layers, 4)` or a little more.
         policy: a name in `POLICIES`: dynamic (exact up to its bins), uniform, linear, kmeans or search.
     """
     if policy not in POLICIES:
         raise ValueError(f"there is no policy {policy!r}; choose {', '.join(POLICIES)}")
     if not budget >= 0:
-        raise ValueError(f"a budget of error is at least 0; got {budget}")
+        raise ValueError(f"the error budget must be at least 0; got {budget}")
     if len({layer.name for layer in layers}) != len(layers):
         raise ValueError("two layers have the same name")
     exact = most_exact(layers)
@@ -134,13 +134,13 @@ def _cheapest(layers: Sequence[LayerOptions], candidates: Iterable[list[int]], b
 
 
 def _clusters(layers: Sequence[LayerOptions], k: int) -> npt.NDArray[np.intp]:
-    """A label for every layer: k-means of (log size, log norm per value), each scaled by its spread."""
+    """A label for every layer: k-means of (log size, log norm per value), each scaled by its standard deviation."""
     tiny = min((layer.norm for layer in layers if layer.norm > 0), default=1.0)
     size = np.log([max(layer.numel, 1) for layer in layers])
     norm = np.log([max(layer.norm, tiny * 1e-3) for layer in layers]) - size / 2
     points = np.stack([size, norm], axis=1)
     points = (points - points.mean(axis=0)) / np.maximum(points.std(axis=0), 1e-12)
-    # From the middle outwards: every next center is the point farthest from those there are.
+    # Start from the middle; every next center is the point farthest from the existing ones.
     centers = points[[int(np.square(points).sum(axis=1).argmin())]]
     while len(centers) < min(k, len(points)):
         distance = np.square(points[:, None] - centers).sum(axis=2).min(axis=1)
@@ -161,7 +161,7 @@ def _clusters(layers: Sequence[LayerOptions], k: int) -> npt.NDArray[np.intp]:
 
 
 def _merged(name: str, layers: Sequence[LayerOptions]) -> LayerOptions:
-    """Layers that share their option, as one layer."""
+    """Layers that share an option, as one layer."""
     choices = range(len(layers[0].options))
     return LayerOptions(
         name=name,

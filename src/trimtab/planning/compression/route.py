@@ -1,7 +1,7 @@
-"""How the ranks should reduce a bucket: flat or in two levels, and by which exchange. Pure arithmetic.
+"""How the ranks should reduce a bucket: flat or in two levels, and by which algorithm. Pure arithmetic.
 
-A model of the time of each way, from the hosts, the bucket's size and what was measured of links and codec. It needs
-to rank the ways, not to predict a step: what all have in common is left out.
+A model of each route's time, from the hosts, the bucket's size and measured speeds of links and codec. It only
+ranks the routes and does not predict a step, so what all have in common is left out.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
 
 EXTRA_ROUNDING_RATIO = 0.85
-"""A way that rounds every value more often, or adds a level, must take at most this fraction of the time."""
+"""A route that rounds values more often, or adds a level, must take at most this fraction of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The chosen way, and the reason in words."""
+    """The chosen route, and the reason in words."""
 
     hierarchical: bool
     method: Method
-    """Of all ranks, or with `hierarchical` of the hosts."""
+    """Among all ranks, or with `hierarchical` among the hosts."""
 
     seconds: float
     """Modeled time of one bucket."""
 
     reason: str
     others: dict[str, float] = field(default_factory=dict)
-    """Modeled seconds of every way that was weighed, by name."""
+    """Modeled seconds of every route that was considered, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
+class _Route:
     hierarchical: bool
     method: Method
     seconds: float
     roundings: int
-    """How often a value is encoded on its way into the sum."""
+    """How often a value is rounded before it is in the sum."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class _Way:
 
 
 def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int, links: HostLinks) -> Route:
-    """The fastest way for a bucket of `nbytes` that is encoded in `payload_bytes`.
+    """The fastest route for a bucket of `nbytes` that is encoded in `payload_bytes`.
 
     Hosts with unequal numbers of ranks have no second level. Among routes about as fast
     (`EXTRA_ROUNDING_RATIO`) the one that rounds least often wins, then the flat one.
@@ -63,54 +63,56 @@ def choose_route(ranks_per_host: Sequence[int], nbytes: int, payload_bytes: int,
     world, local = sum(ranks_per_host), max(ranks_per_host)
     hosts = len(ranks_per_host)
     even = len(set(ranks_per_host)) == 1
-    ways = [_flat(method, world, local, hosts, nbytes, payload_bytes, links) for method in _METHODS]
+    routes = [_flat(method, world, local, hosts, nbytes, payload_bytes, links) for method in _METHODS]
     if even and local > 1:
-        ways += [_levels(method, hosts, local, nbytes, payload_bytes, links) for method in _METHODS]
-    best = _pick(ways)
-    flat = _pick([way for way in ways if not way.hierarchical])
+        routes += [_levels(method, hosts, local, nbytes, payload_bytes, links) for method in _METHODS]
+    best = _pick(routes)
+    flat = _pick([route for route in routes if not route.hierarchical])
     return Route(
         hierarchical=best.hierarchical,
         method=best.method,
         seconds=best.seconds,
         reason=_reason(best, flat, ranks_per_host, even, nbytes),
-        others={way.name: way.seconds for way in ways},
+        others={route.name: route.seconds for route in routes},
     )
 
 
 _METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree")
 
 
-def _pick(ways: Sequence[_Way]) -> _Way:
-    fastest = min(way.seconds for way in ways)
-    close = [way for way in ways if way.seconds * EXTRA_ROUNDING_RATIO <= fastest]
-    return min(close, key=lambda way: (way.roundings, way.hierarchical, way.seconds))
+def _pick(routes: Sequence[_Route]) -> _Route:
+    fastest = min(route.seconds for route in routes)
+    close = [route for route in routes if route.seconds * EXTRA_ROUNDING_RATIO <= fastest]
+    return min(close, key=lambda route: (route.roundings, route.hierarchical, route.seconds))
 
 
 def _flat(
     method: Method, world: int, local: int, hosts: int, nbytes: float, payload: float, links: HostLinks
-) -> _Way:
-    """All ranks as equals: `local` of them share their host's interface."""
+) -> _Route:
+    """All ranks alike; the `local` ranks of a host share its interface."""
     messages, crossing, coded, roundings = _exchange(method, world, local, payload)
     path = links.between if hosts > 1 else links.inside
     seconds = path.seconds(messages, crossing) + coded * nbytes / links.codec_bytes_per_s
-    return _Way(hierarchical=False, method=method, seconds=seconds, roundings=roundings)
+    return _Route(hierarchical=False, method=method, seconds=seconds, roundings=roundings)
 
 
-def _levels(method: Method, hosts: int, local: int, nbytes: float, payload: float, links: HostLinks) -> _Way:
-    """Exact inside; each of `local` ranks exchanges its shard, and they share the interface."""
+def _levels(
+    method: Method, hosts: int, local: int, nbytes: float, payload: float, links: HostLinks
+) -> _Route:
+    """Exact inside a host; each of its `local` ranks exchanges its shard over the shared interface."""
     inside = 2 * links.inside.seconds(1, nbytes * (local - 1) / local)
     if hosts == 1:
-        return _Way(hierarchical=True, method=method, seconds=inside, roundings=0)
+        return _Route(hierarchical=True, method=method, seconds=inside, roundings=0)
     messages, crossing, coded, roundings = _exchange(method, hosts, 1, payload)
     between = links.between.seconds(messages, crossing)
     seconds = inside + between + coded * nbytes / local / links.codec_bytes_per_s
-    return _Way(hierarchical=True, method=method, seconds=seconds, roundings=roundings)
+    return _Route(hierarchical=True, method=method, seconds=seconds, roundings=roundings)
 
 
 def _exchange(method: Method, world: int, local: int, payload: float) -> tuple[float, float, float, int]:
-    """Messages one after another, bytes through the busiest interface, passes of the codec, and roundings.
+    """Sequential messages, bytes through the busiest interface, passes of the codec, and roundings.
 
-    `local` ranks share an interface; where that is all of them, it is memory, and each has its own.
+    `local` ranks share an interface; when that is all of them, the link is memory, and each rank has its own.
     """
     away = world - local
     if away <= 0:
@@ -121,17 +123,17 @@ def _exchange(method: Method, world: int, local: int, payload: float) -> tuple[f
     if method == "scatter_reduce":
         return 2, 2 * local * away * payload / world, 3, 2
     if method == "ring":
-        # One connection of a host leads out, however many ranks it has.
+        # A single connection leaves each host, however many ranks it has.
         return 2 * (world - 1), 2 * (world - 1) * payload / world, 3, world
-    # The root's interface takes a payload from each level, and gives as many.
+    # The root's interface receives a payload from each level, and sends as many.
     return 2 * levels, 2 * levels * payload, levels + 2, levels + 1
 
 
-def _reason(best: _Way, flat: _Way, ranks_per_host: Sequence[int], even: bool, nbytes: int) -> str:
+def _reason(best: _Route, flat: _Route, ranks_per_host: Sequence[int], even: bool, nbytes: int) -> str:
     shape = f"{len(ranks_per_host)} hosts of {ranks_per_host[0]} ranks"
     if not even:
         shape = f"hosts of {', '.join(map(str, ranks_per_host))} ranks (unequal: no second level)"
-    said = f"{shape}, {nbytes / 1e6:.3g} MB: {best.name} takes about {best.seconds * 1e3:.3g} ms"
+    words = f"{shape}, {nbytes / 1e6:.3g} MB: {best.name} takes about {best.seconds * 1e3:.3g} ms"
     if best.hierarchical:
-        return f"{said}, the best flat way ({flat.name}) {flat.seconds * 1e3:.3g} ms"
-    return said
+        return f"{words}, the best flat route ({flat.name}) {flat.seconds * 1e3:.3g} ms"
+    return words

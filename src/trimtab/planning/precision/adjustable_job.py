@@ -1,4 +1,4 @@
-"""What an allocator asks of whoever knows how long a step takes; and the simplest that knows: everything adds up."""
+"""A job whose precisions can be changed, as the allocator sees it; and the simplest one, where everything adds up."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
 
 class AdjustableJob(Protocol):
-    """A job whose operators' precisions can be changed, and what it then takes."""
+    """A job whose operators' precisions can be changed, with its time and memory."""
 
     def change(self, role: str, operator: str, precision: str) -> Any:
-        """Set an operator of a role; returns what `undo` takes."""
+        """Set an operator of a role; returns the argument of `undo`."""
         ...
 
     def undo(self, change: Any) -> None:
-        """Take back the last change: everything is again as it was, to the bit."""
+        """Undo the last change, exactly."""
         ...
 
     def step_s(self) -> float:
-        """A step of the whole job."""
+        """Step time of the whole job."""
         ...
 
     def compute_s(self, role: str) -> float:
-        """What a rank of the role computes until the ranks meet, with its device to itself."""
+        """Compute time of a rank of the role until gradients are reduced, with its device to itself."""
         ...
 
     def peak(self, role: str) -> int:
-        """Bytes that a rank of the role needs."""
+        """Peak memory of a rank of the role, in bytes."""
         ...
 
 
 class AdditiveJob:
-    """Seconds and bytes of operators add up, and a step lasts as long as its slowest rank and what follows."""
+    """Seconds and bytes of operators add up; a step lasts as long as its slowest rank and what is exposed."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class AdditiveJob:
         """
         Args:
             options: by role.
-            base_s: by role, what it computes beside the operators.
-            base_bytes: by role, what it holds beside.
-            least_s: compute seconds of the slowest of the ranks that are not among the roles.
-            exposed_s: what a step takes beyond the computation of its slowest rank.
+            base_s: by role, its compute time besides these operators.
+            base_bytes: by role, its memory besides these operators.
+            least_s: compute time of the slowest rank that has none of these roles.
+            exposed_s: step time beyond the computation of its slowest rank.
         """
         self.options = options
         self.base_s, self.base_bytes = base_s or {}, base_bytes or {}
@@ -64,7 +64,7 @@ class AdditiveJob:
 
     def change(self, role: str, operator: str, precision: str) -> tuple[str, str, str]:
         before = self.chosen[role][operator]
-        option_of(self.options[role], operator, precision)  # it must exist
+        option_of(self.options[role], operator, precision)  # raises if it does not exist
         self.chosen[role][operator] = precision
         return role, operator, before
 

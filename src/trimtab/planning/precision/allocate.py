@@ -1,12 +1,12 @@
-"""Which operators of which ranks are lowered: as many as it takes to keep pace and to fit, and no more.
+"""Which operators of which ranks are lowered: just enough to keep the pace and to fit the memory.
 
 1. Start each role at its fastest precisions that fit its memory.
-2. The step of that start, or the other ranks' own time where that is longer, is the pace to keep.
-3. Recover: raise the operator that gains most, one step at a time, as long as the replayed step keeps the pace
-   and the memory suffices; take back what does not, exactly.
-4. Refine: recovering in the order of damage alone ignores what each step costs. So it is done in the order of
-   damage for each second, too, and held against the best trade of the operators' own seconds and damages (see
-   `frontier`); the least damaging that keeps the pace when replayed is taken.
+2. The step time from there, or the other ranks' own time if that is longer, is the pace to keep.
+3. Recover: raise the operator that gains most, one at a time, as long as the replayed step keeps the pace
+   and the memory suffices; undo what does not.
+4. Refine: recovering in the order of damage ignores what each raise costs. So it is also done in the order of
+   damage per second, and compared with the best trade-off of the operators' own seconds and damages (see
+   `frontier`); the least damaging choice that keeps the pace when replayed wins.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen, Options
 
 TOLERANCE = 0.002
-"""The part by which a step may exceed the pace. Far below what a prediction is off by; without it the last digit
+"""Fraction by which a step may exceed the pace. Far below the error of predictions; without it the last digit
 of a sum would decide."""
 
 ATTEMPTS = 8
-"""How often a trade that does not keep the pace when replayed is made a little faster and tried again."""
+"""How often a choice that misses the pace when replayed is made slightly faster and tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What an allocator chose."""
+    """What the allocator chose."""
 
     chosen: dict[str, Chosen]
     """By role and operator; `OWN` for the model's precision."""
 
     options: dict[str, Options]
-    """What it chose among, by role."""
+    """The options by role."""
 
     pace_s: float
-    """The step that had to be kept to."""
+    """The step time to keep."""
 
     step_s: float
     damage: float
-    """Of all ranks of these roles."""
+    """Damage of all ranks of these roles."""
 
     start_damage: float
-    """With every operator at its fastest precision that fits: what recovering began with."""
+    """Damage at the start, with every operator at its fastest precision that fits."""
 
     recovered: int
-    """Operators that were raised from there."""
+    """Operators that were raised since."""
 
     trials: int
     """Steps that were replayed."""
@@ -70,16 +70,16 @@ def allocate(
     ahead: float = 0.0,
     tolerance: float = TOLERANCE,
 ) -> Allocation:
-    """Lower the given roles just enough to keep the pace of their fastest precisions. Leaves `job` so set.
+    """Lower the given roles just enough to keep the pace of their fastest precisions. `job` is left in that state.
 
     Args:
         job: the job, nothing lowered yet.
-        others_s: the step of the ranks that stay as they are, by themselves: nobody needs to be faster.
-        ahead: the part of that by which the lowered roles shall be done before, where they can: real times
-            flutter, and of two that are equal on average the longer one counts in every step.
+        others_s: step time of the other ranks by themselves; no role needs to be faster.
+        ahead: fraction of that by which the lowered roles should finish earlier, where they can: step times vary,
+            and the slower of two ranks that are equal on average sets the pace of every step.
 
     Raises:
-        TrimtabError: a role that does not fit its memory at any precisions; how much is missing.
+        TrimtabError: a role does not fit its memory at any precisions; the message says how much is missing.
     """
     start = {name: fastest(job, name, role) for name, role in roles.items()}
     most = {name: max((1 - ahead) * others_s, job.compute_s(name)) for name in roles} if ahead else {}
@@ -94,7 +94,7 @@ def relieve(
     pace_s: float,
     tolerance: float = TOLERANCE,
 ) -> Allocation:
-    """Raise what need not be lowered to keep a given pace; `job` is set to `chosen`, and is left as found."""
+    """Raise operators that need not be lowered to keep a given pace; `job` is in the state `chosen`."""
     return _improved(job, roles, chosen, pace_s, tolerance)
 
 
@@ -127,7 +127,7 @@ def _improved(
 
 
 class _Recovery:
-    """Roles at some precisions, and what may still be raised."""
+    """Roles at some precisions, and the search for operators that can be raised."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Recovery:
         limit_s: float,
         most: Mapping[str, float],
     ) -> None:
-        """The step may take `limit_s`, and each role in `most` may compute so long."""
+        """`limit_s` limits the step time, `most` the compute time of roles."""
         self.job, self.roles, self.options, self.limit_s = job, roles, options, limit_s
         self._most = most
         self.chosen = {name: dict(own) for name, own in chosen.items()}
@@ -150,20 +150,20 @@ class _Recovery:
         )
 
     def improve(self) -> None:
-        """Recover in both orders, refine, and stay at the least damaging that was found."""
+        """Recover in both orders, refine, and keep the least damaging result."""
         start = self._saved()
         self.recover("damage")
-        found = [(self.damage(), self._saved())]
+        results = [(self.damage(), self._saved())]
         self._set(start)
         self.recover("rate")
-        found.append((self.damage(), self._saved()))
-        best = min(found, key=lambda one: one[0])  # the first of equals
+        results.append((self.damage(), self._saved()))
+        best = min(results, key=lambda one: one[0])  # the first of equals
         self._set(best[1])
         if self.refine():
             self.recover("rate")
 
     def recover(self, order: Literal["damage", "rate"]) -> None:
-        """Raise one operator after another, the one first that gains most (or most for its seconds)."""
+        """Raise one operator after another, the one first that gains most (or most per second)."""
         ladders = {
             (name, operator): ladder(several, memory=self.roles[name].memory_bytes is not None)
             for name, own in self.options.items()
@@ -196,13 +196,13 @@ class _Recovery:
                 heappush(heap, heap.pop())
 
     def refine(self) -> bool:
-        """Replace a role's choice by a better trade of its operators' seconds and damages, if that keeps the pace."""
+        """Replace a role's choice by a better trade-off of seconds and damage, if that keeps the pace."""
         better = False
         for name, role in self.roles.items():
             options = self.options[name]
             if damage_of(options, self.chosen[name]) == 0:
                 continue
-            # At most: what others or the link add to the step shows when a trade is tried.
+            # An upper bound: what other roles or the link add shows when the choice is tried.
             limit = min(self.limit_s, self._most.get(name, inf))
             room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.job.compute_s(name))
             if role.memory_bytes is None:
@@ -218,36 +218,36 @@ class _Recovery:
             place = frontier.place(room)
             if place is None:
                 return False
-            found = frontier.chosen(place)
-            if damage_of(options, found) >= damage * (1 - 1e-9):
+            choice = frontier.chosen(place)
+            if damage_of(options, choice) >= damage * (1 - 1e-9):
                 return False
-            missed = self._missed(name, found)
+            missed = self._missed(name, choice)
             if missed is None:
                 return True
             room = min(room, float(frontier.seconds[place])) - max(missed[0], 1e-6 * room)
         return False
 
     def _trade_both(self, name: str, room: float, limit: int) -> bool:
-        """The same under a limit of memory, whose bytes add up as well as they do."""
+        """The same with a memory limit, under the approximation that bytes add up."""
         options = self.options[name]
         damage = damage_of(options, self.chosen[name])
         free = memory_of(options, self.chosen[name]) + limit - self.job.peak(name)
         for _ in range(ATTEMPTS):
-            found = within_both(options, seconds=room, memory=free)
-            if found is None or damage_of(options, found) >= damage * (1 - 1e-9):
+            choice = within_both(options, seconds=room, memory=free)
+            if choice is None or damage_of(options, choice) >= damage * (1 - 1e-9):
                 return False
-            missed = self._missed(name, found)
+            missed = self._missed(name, choice)
             if missed is None:
                 return True
             late, over = missed
             if late > 0:
-                room = min(room, seconds_of(options, found)) - max(late, 1e-6 * room)
+                room = min(room, seconds_of(options, choice)) - max(late, 1e-6 * room)
             if over > 0:
-                free = min(free, memory_of(options, found)) - over
+                free = min(free, memory_of(options, choice)) - over
         return False
 
     def _missed(self, name: str, wanted: Chosen) -> tuple[float, int] | None:
-        """Set a role; take it back if it misses the pace or does not fit, and say by how much. None where it stays."""
+        """Set a role; undo it if it misses the pace or the memory, and return by how much. None if it is kept."""
         before = dict(self.chosen[name])
         self._apply(name, wanted)
         self.trials += 1
@@ -260,7 +260,7 @@ class _Recovery:
         return late, over
 
     def _try(self, name: str, changes: Mapping[str, str]) -> bool:
-        """Change operators; keep that if the pace is kept and the memory suffices, else take it back exactly."""
+        """Change operators; undo it unless the pace is kept and the memory suffices."""
         made = [
             self.job.change(name, operator, precision)
             for operator, precision in changes.items()
@@ -275,7 +275,7 @@ class _Recovery:
         return False
 
     def _late(self, name: str) -> float:
-        """Seconds by which the step, or the role by itself, is too long."""
+        """Seconds by which the step, or the role by itself, is too slow."""
         own = self.job.compute_s(name) - self._most[name] if name in self._most else 0.0
         return max(0.0, self.job.step_s() - self.limit_s, own)
 

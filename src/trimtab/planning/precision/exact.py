@@ -1,4 +1,4 @@
-"""How far the allocator is from the best that could have been chosen: an exact solver, and plain enumeration."""
+"""How far the allocator is from the optimum: an exact solver, and exhaustive enumeration."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen, Options
 
 MOST_OPERATORS = 10
-"""More than these are not enumerated."""
+"""Limit of the enumeration."""
 
 
 def exact(options: Options, *, seconds: float, memory: int | None = None) -> Chosen | None:
-    """The least damaging choice whose seconds (and bytes) add up to no more than given; None if there is none.
+    """The least damaging choice within limits of seconds (and bytes); None if there is none.
 
     Raises:
-        TrimtabError: SciPy, whose solver this is, is not installed.
+        TrimtabError: SciPy is not installed.
     """
     try:
         from scipy.optimize import milp
@@ -44,13 +44,13 @@ def exact(options: Options, *, seconds: float, memory: int | None = None) -> Cho
         within = seconds_of(options, chosen) <= seconds * (1 + 1e-12)
         return within and (memory is None or memory_of(options, chosen) <= memory)
 
-    # The solver lets constraints be missed by a millionth: then it is asked for a little less.
+    # The solver may violate constraints by a millionth: then they are tightened a little.
     for less in (0.0, 2e-6, 1e-5):
-        found = _solved(milp, options, seconds, memory, less)
-        if found is None or fits(found):
+        solution = _solved(milp, options, seconds, memory, less)
+        if solution is None or fits(solution):
             break
-    if found is not None and fits(found):
-        return found
+    if solution is not None and fits(solution):
+        return solution
     fastest = {name: min(several, key=lambda o: o.seconds).precision for name, several in options.items()}
     return fastest if fits(fastest) else None
 
@@ -87,7 +87,7 @@ def _solved(milp: Any, options: Options, seconds: float, memory: int | None, les
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """HiGHS writes stray lines to the process's standard output whatever it is told, which would spoil JSON there."""
+    """HiGHS prints to the process's standard output regardless of its options, which would corrupt JSON there."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -103,7 +103,7 @@ def _quiet() -> Iterator[None]:
 def exhaustive(
     job: AdjustableJob, roles: Mapping[str, Lowerable], *, limit_s: float
 ) -> dict[str, Chosen] | None:
-    """The least damaging of all choices whose step keeps within the limit and that fit, every one of them replayed.
+    """The least damaging of all choices within the step time and memory limits; every one is replayed.
 
     `job` is left with nothing lowered. Damages are those of `Lowerable`.
     """
@@ -114,7 +114,7 @@ def exhaustive(
     ]
     if len(places) > MOST_OPERATORS:
         raise TrimtabError(
-            f"{len(places)} operators are too many to try every choice; at most {MOST_OPERATORS}, or use `exact`"
+            f"{len(places)} operators are too many to enumerate every choice; at most {MOST_OPERATORS}, or use `exact`"
         )
     best: tuple[float, dict[str, Chosen]] | None = None
     for precisions in product(*(offered for _, _, offered in places)):
@@ -142,14 +142,14 @@ def exhaustive(
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """The allocator beside the exact solver, on operators that add up."""
+    """The allocator compared with the exact solver, on operators that add up."""
 
     damage: float
     exact_damage: float
 
     @property
     def gap(self) -> float:
-        """The part by which the allocator's damage is above the least; 0.02 is 2 %."""
+        """Fraction by which the allocator's damage exceeds the optimum; 0.02 is 2 %."""
         if self.damage <= self.exact_damage:
             return 0.0
         return self.damage / self.exact_damage - 1 if self.exact_damage > 0 else float("inf")
@@ -160,14 +160,14 @@ def grade(options: Options, *, pace_s: float) -> Grade:
 
     Args:
         options: with the seconds that operators take in each precision.
-        pace_s: what they may take together; the rest of the cluster's own time.
+        pace_s: time limit of all operators together: the time of the rest of the cluster.
     """
     least = fsum(min(o.seconds for o in several) for several in options.values())
-    # The allocator may exceed the pace by its tolerance: both get that.
+    # The allocator may exceed the pace by its tolerance, so the solver may, too.
     limit = max(pace_s, least)
     role = Lowerable(damages={n: {o.precision: o.damage for o in several} for n, several in options.items()})
     job = AdditiveJob({"role": options}, least_s=pace_s)
-    found = allocate(job, {"role": role}, others_s=pace_s)
+    solution = allocate(job, {"role": role}, others_s=pace_s)
     best = exact(options, seconds=limit * (1 + TOLERANCE))
     assert best is not None, "the fastest of each is within the limit"
-    return Grade(damage=found.damage, exact_damage=damage_of(options, best))
+    return Grade(damage=solution.damage, exact_damage=damage_of(options, best))

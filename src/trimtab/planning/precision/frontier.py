@@ -1,8 +1,8 @@
-"""All best trades between seconds and damage of a set of operators at once.
+"""The Pareto frontier between seconds and damage of a set of operators.
 
-Operators add up, so the choice is a multiple-choice knapsack. Its undominated partial choices are carried from
-operator to operator; where they become too many, those of nearly equal time are thinned out. Times are never
-rounded, so what is found is always feasible, and off the optimum only by what was thinned.
+Operators add up, so this is a multiple-choice knapsack. Undominated partial choices are carried from operator to
+operator; when they become too many, those of nearly equal time are thinned out. Times are never rounded, so
+every point is feasible, and off the optimum only by what was thinned.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from trimtab.planning.precision.options import Chosen, Options
 
 RESOLUTION = 4000
-"""Partial choices that are carried along."""
-
+"""Partial choices that are kept."""
 
 CELLS = 64
-"""Of time, and of memory, into which partial choices are sorted where both are limited."""
+"""Intervals of time, and of memory, by which partial choices are thinned when both are limited."""
 
 
 class Frontier:
-    """For every number of seconds, the least damage with which the operators keep to it."""
+    """For every time limit, the least damage with which the operators keep it."""
 
     def __init__(
         self, options: Options, *, price_of_memory: float = 0.0, resolution: int = RESOLUTION
     ) -> None:
         """
         Args:
-            price_of_memory: damage that a byte counts for. Zero where memory is no concern.
+            price_of_memory: damage that a byte counts as; zero when memory does not matter.
         """
         self.operators = list(options)
         self._ladders = [ladder(options[name], memory=price_of_memory > 0) for name in self.operators]
@@ -53,55 +52,54 @@ class Frontier:
             self._picks.append(order % len(steps))
             seconds, cost = all_seconds[order], all_cost[order]
         self.seconds, self.cost = seconds, cost
-        """Rising and falling."""
+        """Increasing, and decreasing."""
 
     @property
     def fastest_s(self) -> float:
         return float(self.seconds[0])
 
     def place(self, seconds: float) -> int | None:
-        """Which of the trades is the least damaging within so many seconds; None if even the fastest is not."""
+        """Index of the least damaging point within a time limit; None if even the fastest is too slow."""
         place = int(np.searchsorted(self.seconds, seconds * (1 + 1e-12), side="right")) - 1
         return place if place >= 0 else None
 
     def chosen(self, place: int) -> Chosen:
-        """The precisions of a trade."""
-        found: Chosen = {}
+        """The precisions of a point."""
+        chosen: Chosen = {}
         for index in range(len(self.operators) - 1, -1, -1):
             pick = int(self._picks[index][place])
-            found[self.operators[index]] = self._ladders[index][pick].precision
+            chosen[self.operators[index]] = self._ladders[index][pick].precision
             place = int(self._parents[index][place])
-        return {name: found[name] for name in self.operators}
+        return {name: chosen[name] for name in self.operators}
 
 
 def within_both(options: Options, *, seconds: float, memory: int, cells: int = CELLS) -> Chosen | None:
-    """The least damaging choice found whose seconds and bytes add up to no more than given; None if none was.
+    """The least damaging choice found within limits of both seconds and bytes; None if there is none.
 
-    As `Frontier`, for one limit in each of two respects: of partial choices of nearly equal time and size the least
-    damaging is carried along.
+    Like `Frontier` with two limits: of partial choices of nearly equal time and size, the least damaging is kept.
     """
     names = list(options)
     ladders = [ladder(options[name], memory=True) for name in names]
-    # What the operators still to come take at least.
+    # The least that the remaining operators need.
     rest_s = np.append(np.cumsum([min(o.seconds for o in steps) for steps in ladders][::-1])[::-1], 0.0)
     rest_bytes = np.append(np.cumsum([min(o.memory for o in steps) for steps in ladders][::-1])[::-1], 0)
-    taken, held, cost = np.zeros(1), np.zeros(1), np.zeros(1)
+    seconds_so_far, bytes_so_far, cost = np.zeros(1), np.zeros(1), np.zeros(1)
     history: list[tuple[NDArray[np.int64], int]] = []
     for index, steps in enumerate(ladders):
-        taken = (taken[:, None] + np.array([o.seconds for o in steps])).ravel()
-        held = (held[:, None] + np.array([o.memory for o in steps])).ravel()
+        seconds_so_far = (seconds_so_far[:, None] + np.array([o.seconds for o in steps])).ravel()
+        bytes_so_far = (bytes_so_far[:, None] + np.array([o.memory for o in steps])).ravel()
         cost = (cost[:, None] + np.array([o.damage for o in steps])).ravel()
         room_s, room_bytes = seconds - rest_s[index + 1], memory - rest_bytes[index + 1]
-        kept = np.flatnonzero((taken <= room_s * (1 + 1e-12)) & (held <= room_bytes))
+        kept = np.flatnonzero((seconds_so_far <= room_s * (1 + 1e-12)) & (bytes_so_far <= room_bytes))
         if not len(kept):
             return None
-        cell = _cell(taken[kept], cells) * cells + _cell(held[kept], cells)
-        order = kept[np.lexsort((held[kept], taken[kept], cost[kept], cell))]
+        cell = _cell(seconds_so_far[kept], cells) * cells + _cell(bytes_so_far[kept], cells)
+        order = kept[np.lexsort((bytes_so_far[kept], seconds_so_far[kept], cost[kept], cell))]
         cell = np.sort(cell, kind="stable")
         order = order[np.append(True, cell[1:] != cell[:-1])]
         history.append((order, len(steps)))
-        taken, held, cost = taken[order], held[order], cost[order]
-    place = int(np.lexsort((held, taken, cost))[0]) if len(cost) else 0
+        seconds_so_far, bytes_so_far, cost = seconds_so_far[order], bytes_so_far[order], cost[order]
+    place = int(np.lexsort((bytes_so_far, seconds_so_far, cost))[0]) if len(cost) else 0
     chosen: Chosen = {}
     for index in range(len(names) - 1, -1, -1):
         order, count = history[index]
@@ -114,12 +112,12 @@ def _cell(values: NDArray[np.float64], cells: int) -> NDArray[np.int64]:
     low, high = values.min(), values.max()
     if high <= low:
         return np.zeros(len(values), dtype=np.int64)
-    found: NDArray[np.int64] = ((values - low) * (cells / (high - low))).astype(np.int64)
-    return np.minimum(found, cells - 1)
+    cell: NDArray[np.int64] = ((values - low) * (cells / (high - low))).astype(np.int64)
+    return np.minimum(cell, cells - 1)
 
 
 def _falling(cost: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where the cost is below all that came before: slower and no less damaging is of no use."""
+    """Where the cost is below all previous ones: slower and no less damaging points are useless."""
     least = np.minimum.accumulate(cost)
     kept = np.ones(len(cost), dtype=bool)
     kept[1:] = cost[1:] < least[:-1]
@@ -127,7 +125,7 @@ def _falling(cost: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _thinned(seconds: NDArray[np.float64], resolution: int) -> NDArray[np.int64]:
-    """The least damaging in each stretch of time, and the very fastest."""
+    """The least damaging point in each interval of time, and the fastest one."""
     count = len(seconds)
     if count <= resolution:
         return np.arange(count)

@@ -1,4 +1,4 @@
-"""What an allocator chooses among: every operator in every precision, with its seconds, damage and memory."""
+"""The allocator's options: every operator in every precision, with its seconds, damage and memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Option:
     seconds: float
     damage: float
     memory: int = 0
-    """Bytes of the peak, up to a constant that the operator's options share."""
+    """Contribution to peak memory in bytes, up to a constant that all options of the operator share."""
 
 
 Options = dict[str, tuple[Option, ...]]
-"""By operator; the first is the most damaging."""
+"""By operator; the first option is the most damaging."""
 
 Chosen = dict[str, str]
-"""By operator: the precision."""
+"""Precision by operator."""
 
 
 def ladder(options: Iterable[Option], *, memory: bool) -> tuple[Option, ...]:
-    """Options from the most damaging to the least, without those that another one beats in all respects.
+    """Options from the most damaging to the least, without those that another one dominates.
 
     Args:
-        memory: whether memory is among the respects.
+        memory: whether memory counts, too.
     """
     kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.damage, o.seconds, o.memory)):
@@ -53,7 +53,7 @@ def own_only(options: Options) -> Chosen:
 
 
 def lowered(chosen: Mapping[str, str]) -> Chosen:
-    """Those that are not in the model's own precision."""
+    """The operators that are not in the model's own precision."""
     return {operator: precision for operator, precision in chosen.items() if precision != OWN}
 
 
@@ -74,7 +74,7 @@ def memory_of(options: Options, chosen: Mapping[str, str]) -> int:
 
 
 def scaled(options: Options, *, seconds: float = 1.0, damage: float = 1.0, memory: float = 1.0) -> Options:
-    """All options with their figures multiplied."""
+    """All options with their figures scaled."""
     return {
         operator: tuple(
             replace(o, seconds=o.seconds * seconds, damage=o.damage * damage, memory=round(o.memory * memory))

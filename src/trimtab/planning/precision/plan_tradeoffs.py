@@ -1,4 +1,4 @@
-"""What ranks can trade, recalled from a plan's own choices and corrected by what was observed since."""
+"""Trade-offs of ranks from a plan's own choices, corrected by observed times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlanTradeoffs(Tradeoffs):
-    """Times of the plan's roles by device class, each multiplied by how far off the prediction was."""
+    """Times of the plan's roles by device class, each scaled by observed over predicted."""
 
     def __init__(self, plan: Plan, observed: Mapping[str, float], *, resolution: int = 1500) -> None:
         self.roles: dict[str, Role] = {}
@@ -27,16 +27,16 @@ class PlanTradeoffs(Tradeoffs):
         for name, role in plan.roles.items():
             self.roles.setdefault(role.device, role)
             ratio = observed.get(name, role.compute_s) / role.compute_s if role.compute_s > 0 else 1.0
-            # Of several roles on one class the slowest counts: a step waits for it.
+            # Among several roles of one class the slowest counts, because a step waits for it.
             self.slower[role.device] = max(self.slower.get(role.device, 0.0), ratio)
         super().__init__({d: role.memory_bytes for d, role in self.roles.items()}, resolution=resolution)
         self._menus: dict[tuple[str, int], RankMenu] = {}
 
     def menu(self, device: str, samples: int) -> RankMenu:
-        asked = (device, samples)
-        if asked not in self._menus:
-            self._menus[asked] = self._menu(self.roles[device], samples, self.slower[device])
-        return self._menus[asked]
+        key = (device, samples)
+        if key not in self._menus:
+            self._menus[key] = self._menu(self.roles[device], samples, self.slower[device])
+        return self._menus[key]
 
     def _menu(self, role: Role, samples: int, slower: float) -> RankMenu:
         part = samples / role.samples
@@ -54,15 +54,15 @@ class PlanTradeoffs(Tradeoffs):
         grown = role.peak_bytes + (samples - role.samples) * role.bytes_per_sample
         return round(grown) + memory_of(options, every)
 
-    def meet_s(self, device: str, samples: int, chosen: Mapping[str, str]) -> float:
-        """What a rank computes until it meets the others."""
+    def reduce_s(self, device: str, samples: int, chosen: Mapping[str, str]) -> float:
+        """Compute time of a rank until gradients are reduced."""
         menu = self.menu(device, samples)
         every = {operator: chosen.get(operator, OWN) for operator in menu.options}
         return menu.base_s + seconds_of(menu.options, every)
 
 
 def options_of(role: Role) -> Options:
-    """What a role's plan chose among."""
+    """The options that a role's plan chose among."""
     return {
         operator: tuple(
             Option(precision=name, seconds=c.seconds, damage=c.damage, memory=c.memory)

@@ -1,4 +1,4 @@
-"""What each device class measured at each share: seconds, damage and memory of every operator, from measurements."""
+"""Trade-offs of each device class at each share, from the profile of the cluster."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 
 EVERY = 16
-"""Up to this many samples, costs are looked up one by one; above, at steps of a fifth, and between them linear."""
+"""Up to this many samples costs are looked up for each share; above, in steps of a fifth, with linear interpolation."""
 
 
 class ProfileTradeoffs(Tradeoffs):
-    """Of the device classes of a cluster, from its profile."""
+    """Trade-offs of the device classes of a cluster, from its profile."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class ProfileTradeoffs(Tradeoffs):
     ) -> None:
         """
         Args:
-            damages: by operator and precision: of a rank that computes the whole batch.
+            damages: by operator and precision, for a rank that computes the whole batch.
             total: samples of the whole batch.
         """
         self.measured, self.cluster, self.damages, self.total = measured, cluster, damages, total
         self.bits: int | None = None
-        """Of gradients, whose codec takes memory."""
+        """Bits of gradients; the codec needs memory."""
 
         limits = {
             name: None if device.memory_gib is None else int(device.memory_gib * 2**30)
@@ -54,29 +54,29 @@ class ProfileTradeoffs(Tradeoffs):
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
 
     def menu(self, device: str, samples: int) -> RankMenu:
-        asked = (device, samples)
-        if asked not in self._menus:
+        key = (device, samples)
+        if key not in self._menus:
             low, high = _around(samples)
-            self._menus[asked] = (
+            self._menus[key] = (
                 self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
             )
-        return self._menus[asked]
+        return self._menus[key]
 
     # Memory
 
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
-        """Bytes that a rank needs of its device."""
+        """Peak memory of a rank in bytes."""
         lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
-        asked = (device, samples, self.bits, lowered)
-        if asked not in self._peaks:
-            self._peaks[asked] = needed_bytes(
+        key = (device, samples, self.bits, lowered)
+        if key not in self._peaks:
+            self._peaks[key] = needed_bytes(
                 self.measured.operators.at(samples),
                 dict(lowered),
                 self.cluster.devices[device].kind,
                 self.cluster.world_size,
                 self.bits,
             )
-        return self._peaks[asked]
+        return self._peaks[key]
 
     # From measurements
 
@@ -96,15 +96,15 @@ class ProfileTradeoffs(Tradeoffs):
             choices = offered[name]
             if not choices:
                 continue
-            key = (tuple(key_of(workload.operators[i]) for i in indices), choices)
-            if key not in of_key:
+            operator_key = (tuple(key_of(workload.operators[i]) for i in indices), choices)
+            if operator_key not in of_key:
                 own = fsum(mapper.forward_s[i] + mapper.backward_s[i] for i in indices)
                 figures = {OWN: own}
                 for precision in choices:
                     change = mapper.change(name, precision)
                     figures[precision] = max(0.0, own + change.delta_s)
                     mapper.undo(change)
-                of_key[key] = figures
+                of_key[operator_key] = figures
             options[name] = tuple(
                 Option(
                     precision=precision,
@@ -112,7 +112,7 @@ class ProfileTradeoffs(Tradeoffs):
                     damage=0.0 if precision == OWN else self.damages[name][precision] * weight,
                     memory=-saved.get((name, precision), 0),
                 )
-                for precision, seconds in of_key[key].items()
+                for precision, seconds in of_key[operator_key].items()
             )
         own = fsum(several[0].seconds for several in options.values())
         return RankMenu(base_s=max(0.0, whole - own), own_s=whole, options=options)
@@ -120,14 +120,14 @@ class ProfileTradeoffs(Tradeoffs):
     def _saved(
         self, device: str, samples: int, offered: Mapping[str, tuple[str, ...]]
     ) -> dict[tuple[str, str], int]:
-        """By operator and precision, its part of what the peak falls by when all of them have that precision.
+        """By operator and precision, its part of the memory saved when all operators have that precision.
 
-        One by itself need not change the peak, which may be elsewhere; together they do. Parts go by the size of
-        what comes in, which is what operators keep. Not worked out where there is no limit.
+        A single operator need not change the peak, which may be elsewhere; together they do. The saving is divided
+        in proportion to the size of inputs, which is what operators save. Empty when there is no memory limit.
         """
-        found: dict[tuple[str, str], int] = {}
+        savings: dict[tuple[str, str], int] = {}
         if self.limits[device] is None:
-            return found
+            return savings
         workload = self.measured.operators.at(samples)
         for precision in dict.fromkeys(p for several in offered.values() for p in several):
             names = [name for name, several in offered.items() if precision in several]
@@ -139,8 +139,8 @@ class ProfileTradeoffs(Tradeoffs):
             }
             all_low = self.peak(device, samples, dict.fromkeys(names, precision))
             per_byte = (self.peak(device, samples, {}) - all_low) / max(1, sum(sizes.values()))
-            found |= {(name, precision): round(size * per_byte) for name, size in sizes.items()}
-        return found
+            savings |= {(name, precision): round(size * per_byte) for name, size in sizes.items()}
+        return savings
 
     def _between(self, device: str, samples: int, low: int, high: int) -> RankMenu:
         a, b = self.menu(device, low), self.menu(device, high)
@@ -173,7 +173,7 @@ class ProfileTradeoffs(Tradeoffs):
 
 
 def _around(samples: int) -> tuple[int, int]:
-    """The sizes at which costs are looked up, below and above; both are `samples` where it is one of them."""
+    """The nearest sizes below and above at which costs are looked up; both are `samples` if it is one of them."""
     if samples <= EVERY:
         return samples, samples
     sizes = [EVERY]

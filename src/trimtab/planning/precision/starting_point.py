@@ -1,4 +1,4 @@
-"""Where lowering begins: every operator at its fastest precision that fits, and what each of them costs there."""
+"""The allocator's starting point: every operator at its fastest precision that fits, and its options from there."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class Lowerable:
     """A role whose operators may be lowered."""
 
     damages: Mapping[str, Mapping[str, float]]
-    """By operator and precision: of one of its ranks, with its share of the batch."""
+    """By operator and precision: damage of one of its ranks with its share of the batch."""
 
     ranks: int = 1
     memory_bytes: int | None = None
-    """What its device offers; None for no limit."""
+    """Memory of its device; None for no limit."""
 
     alike: tuple[tuple[str, ...], ...] = ()
-    """Operators in the same place of repeated blocks: what is found of the first holds for the others."""
+    """Operators in the same place of repeated blocks: what is true of the first is true of the others."""
 
     def groups(self) -> list[tuple[str, ...]]:
-        """All operators, those that are alike together, in the order of `damages`."""
-        of = {name: group for group in self.alike for name in group}
-        found: dict[str, tuple[str, ...]] = {}
+        """All operators, identical ones together, in the order of `damages`."""
+        group_of = {name: group for group in self.alike for name in group}
+        groups: dict[str, tuple[str, ...]] = {}
         for name in self.damages:
-            group = of.get(name, (name,))
-            found.setdefault(group[0], tuple(n for n in group if n in self.damages))
-        return list(found.values())
+            group = group_of.get(name, (name,))
+            groups.setdefault(group[0], tuple(n for n in group if n in self.damages))
+        return list(groups.values())
 
 
 def fastest(job: AdjustableJob, name: str, role: Lowerable) -> Chosen:
-    """Set a role to its fastest precisions that fit; operators that are alike get what the first one gets.
+    """Set a role to its fastest precisions that fit; identical operators get the same.
 
     Raises:
-        TrimtabError: nothing fits; how much is missing.
+        TrimtabError: nothing fits; the message says how much memory is missing.
     """
     chosen: Chosen = dict.fromkeys(role.damages, OWN)
-    for _ in range(2):  # a second time, now that the neighbors are what they will be
+    for _ in range(2):  # twice, because the first pass changes the neighbors
         again = False
         for group in role.groups():
             best = _fastest_of(job, name, role, group[0], chosen[group[0]])
@@ -76,7 +76,7 @@ def _fastest_of(job: AdjustableJob, name: str, role: Lowerable, operator: str, n
 
 
 def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None:
-    """Lower further what saves most memory for its time, until the role fits."""
+    """Lower further operators, those that save most memory for their time first, until the role fits."""
     assert role.memory_bytes is not None
     start = dict(chosen)
     options = priced(job, name, role, chosen)
@@ -96,7 +96,7 @@ def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None
         chosen[operator] = option.precision
         if job.peak(name) <= role.memory_bytes:
             return
-    # Where the peak is elsewhere, one operator by itself shows nothing of what all of them save.
+    # If the peak is elsewhere, a single operator changes nothing although all of them together do.
     least = job.peak(name)
     every = dict.fromkeys(p for operator in role.damages for p, _ in _levels(role, operator))
     for wanted in every:
@@ -109,16 +109,16 @@ def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None
             return
         least = min(least, job.peak(name))
     raise TrimtabError(
-        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that keeps least, and "
+        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that saves least, and "
         f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
         "missing; give it fewer samples, probe lower precisions, or use more ranks"
     )
 
 
 def priced(job: AdjustableJob, name: str, role: Lowerable, chosen: Mapping[str, str]) -> Options:
-    """Seconds, damage and memory of every operator in every precision, the others being as they are now."""
+    """Seconds, damage and memory of every operator in every precision, with the others as they are now."""
     limited = role.memory_bytes is not None
-    found: Options = {}
+    options: Options = {}
     for group in role.groups():
         first = group[0]
         measured: dict[str, tuple[float, int]] = {}
@@ -130,7 +130,7 @@ def priced(job: AdjustableJob, name: str, role: Lowerable, chosen: Mapping[str, 
         least_s = min(seconds for seconds, _ in measured.values())
         least_bytes = min(peak for _, peak in measured.values())
         for operator in group:
-            found[operator] = tuple(
+            options[operator] = tuple(
                 Option(
                     precision=precision,
                     seconds=measured[precision][0] - least_s,
@@ -139,7 +139,7 @@ def priced(job: AdjustableJob, name: str, role: Lowerable, chosen: Mapping[str, 
                 )
                 for precision, damage in _levels(role, operator)
             )
-    return {operator: found[operator] for operator in role.damages}
+    return {operator: options[operator] for operator in role.damages}
 
 
 def _levels(role: Lowerable, operator: str) -> Iterable[tuple[str, float]]:

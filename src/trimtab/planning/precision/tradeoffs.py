@@ -1,4 +1,4 @@
-"""What a rank of a device class can trade between seconds, damage and memory, at any share."""
+"""Trade-offs of a rank between seconds, damage and memory, at any share of the batch."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMenu:
-    """One rank of a device class with so many samples."""
+    """What one rank of a device class with a given share can choose among."""
 
     base_s: float
-    """What a step takes until the ranks meet beside the operators that can be lowered: no optimizer."""
+    """Compute time until gradients are reduced, without the operators that can be lowered and the optimizer."""
 
     own_s: float
-    """The same with those operators in the model's own precision."""
+    """The same including those operators in the model's own precision."""
 
     options: Options
 
 
 class Tradeoffs(ABC):
-    """Implements `trimtab.planning.shares.with_precision.RankTradeoffs` for whoever knows menus and memory."""
+    """Implements `trimtab.planning.shares.with_precision.RankTradeoffs` for any source of menus and peak memory."""
 
     def __init__(self, limits: Mapping[str, int | None], *, resolution: int) -> None:
         """
         Args:
-            limits: by device class, the bytes it offers; None for no limit.
-            resolution: of the frontiers.
+            limits: by device class, its memory in bytes; None for no limit.
+            resolution: points of each frontier.
         """
         self.limits, self.resolution = dict(limits), resolution
         self._frontiers: dict[tuple[str, int, float], Frontier] = {}
 
     @abstractmethod
     def menu(self, device: str, samples: int) -> RankMenu:
-        """What a rank with so many samples offers; asking twice costs nothing."""
+        """The menu of a rank with this share; results are cached."""
 
     @abstractmethod
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
-        """Bytes that a rank needs of its device; operators that are not named have the model's own precision."""
+        """Peak memory of a rank; operators missing in `chosen` have the model's own precision."""
 
     def fits(self, device: str, samples: int, chosen: Mapping[str, str]) -> bool:
         limit = self.limits[device]
         return limit is None or self.peak(device, samples, chosen) <= limit
 
     def least_peak(self, device: str, samples: int) -> int:
-        """What a rank needs with every operator at the precision that keeps least."""
+        """Peak memory of a rank with every operator at the precision that saves least for backward."""
         options = self.menu(device, samples).options
         leanest = {name: min(several, key=lambda o: o.memory).precision for name, several in options.items()}
         return self.peak(device, samples, leanest)
 
     def most(self, device: str, total: int) -> int:
-        """The most samples, up to `total`, for which a rank has memory at any precisions."""
+        """The most samples, up to `total`, that fit the memory of a rank at some precisions."""
         limit = self.limits[device]
         if limit is None:
             return total
@@ -73,7 +73,7 @@ class Tradeoffs(ABC):
             low, high = (middle, high) if self.least_peak(device, middle) <= limit else (low, middle)
         return low
 
-    # What `joint` asks
+    # What `shares.with_precision` uses
 
     def own_s(self, device: str, samples: int) -> float:
         if not self.fits(device, samples, {}):
@@ -81,14 +81,14 @@ class Tradeoffs(ABC):
         return self.menu(device, samples).own_s
 
     def damage(self, device: str, samples: int, seconds: float) -> float:
-        found = self._best(device, samples, seconds)
-        return inf if found is None else found[0]
+        best = self._best(device, samples, seconds)
+        return inf if best is None else best[0]
 
     def chosen(self, device: str, samples: int, seconds: float) -> Chosen:
-        """The precisions behind `damage`."""
-        found = self._best(device, samples, seconds)
-        assert found is not None
-        return found[1] if found[1] is not None else self._at(device, samples, seconds)
+        """The precisions that `damage` is based on."""
+        best = self._best(device, samples, seconds)
+        assert best is not None
+        return best[1] if best[1] is not None else self._at(device, samples, seconds)
 
     def _best(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen | None] | None:
         menu = self.menu(device, samples)
@@ -106,7 +106,7 @@ class Tradeoffs(ABC):
         return frontier.chosen(place)
 
     def _fitting(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen] | None:
-        """The least damaging choice that fits the memory, too: with bytes dearer and dearer until it does."""
+        """The least damaging choice that also fits the memory: the price of a byte is raised until it does."""
         menu = self.menu(device, samples)
         best: tuple[float, Chosen] | None = None
         for price in self._prices(menu.options):
@@ -127,8 +127,8 @@ class Tradeoffs(ABC):
         return (0.0, *(worst / most * factor for factor in (0.01, 0.1, 1.0, 10.0)))
 
     def _frontier(self, device: str, samples: int, price: float = 0.0) -> Frontier:
-        asked = (device, samples, price)
-        if asked not in self._frontiers:
+        key = (device, samples, price)
+        if key not in self._frontiers:
             options = self.menu(device, samples).options
-            self._frontiers[asked] = Frontier(options, price_of_memory=price, resolution=self.resolution)
-        return self._frontiers[asked]
+            self._frontiers[key] = Frontier(options, price_of_memory=price, resolution=self.resolution)
+        return self._frontiers[key]

@@ -1,7 +1,7 @@
 """How many samples of a global batch each data-parallel rank should take. Pure functions.
 
-The ranks meet once a step, when the gradients are averaged, so a step lasts as long as its slowest rank.
-The best shares make all of them end together.
+The ranks wait for each other once a step, when gradients are averaged, so a step lasts as long as its slowest
+rank. The best shares make all ranks finish together.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Adjust:
-    """When shares follow what was measured: soon after a rank's speed changed, not after every flutter."""
+    """When shares follow measured times: soon after a rank's speed has changed, but not after every variation."""
 
     window: int = 5
     """Steps whose median counts as one measurement."""
 
     gain: float = 1.025
-    """Move samples when the slowest rank would then be faster by this factor. Moving costs nothing and changes
-    no result; this only keeps noise from moving samples back and forth."""
+    """Move samples when the slowest rank would then be faster by this factor. Moving costs nothing and does not
+    change the result; this only keeps noise from moving samples back and forth."""
 
     dwell: int = 2
-    """Windows to watch the present shares before a small gain counts: their median says more than one does."""
+    """Windows with the current shares before a small gain counts: their median is more reliable than one."""
 
     urgent: float = 1.2
-    """A gain of this factor counts at once: some rank runs at another speed than before."""
+    """A gain of this factor counts at once: the speed of some rank has changed."""
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.dwell < 1 or not 1 < self.gain <= self.urgent:
@@ -49,15 +49,14 @@ def share_batch(
     most: Sequence[int | None] | None = None,
     least: int = 1,
 ) -> tuple[int, ...]:
-    """Whole shares of `total` samples that minimize max(fixed + per_sample * share) over the ranks.
+    """Integer shares of `total` samples that minimize max(fixed + per_sample * share) over the ranks.
 
     Args:
-        per_sample: for each rank the seconds a sample takes there.
-        fixed: for each rank the seconds a step takes there besides.
-        most: for each rank the samples it has memory for; None for no limit.
-        least: what every rank gets, as far as there are samples. A rank without samples would not save
-            time: it takes part in the average all the same, and for that computes a sample that counts
-            for nothing.
+        per_sample: for each rank, seconds per sample.
+        fixed: for each rank, other seconds of a step.
+        most: for each rank, the samples that fit its memory; None for no limit.
+        least: what every rank gets, as far as there are enough samples. A rank without samples would not save
+            time: it takes part in the average anyway, and for that computes a sample with weight zero.
     """
     ranks = len(per_sample)
     fixed = [0.0] * ranks if fixed is None else list(fixed)
@@ -93,7 +92,7 @@ def share_batch(
 def shrink(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Shares of a smaller batch, the last of an epoch, in proportion to `shares`; none is larger than there."""
     assert total <= sum(shares), "a batch can only be shrunk"
-    # A rank that always sits out has no speed to go by; it is called only when all others are full.
+    # The speed of a rank without samples is unknown; it gets some only when all others are full.
     each = [1 / max(share, 1e-9) for share in shares]
     return share_batch(total, each, most=list(shares), least=min(1, *shares))
 
@@ -106,16 +105,16 @@ def rebalance(
     most: Sequence[int | None] | None = None,
     least: int = 1,
 ) -> tuple[int, ...] | None:
-    """Better shares than the present ones, or None when these should stay.
+    """Better shares than the current ones, or None when these should stay.
 
-    Time is taken to be proportional to samples. Where a part of it is fixed, the next shares go in the
-    right direction but not far enough, and the step after that goes on from there: with
-    t = fixed + per_sample * n the quotient of two ranks' times comes closer to 1 each time and never
-    crosses it, so nothing oscillates and no fixed part has to be known.
+    Time is assumed to be proportional to samples. If a part of it is fixed, the next shares go in the
+    right direction but not far enough, and later ones continue from there: with
+    t = fixed + per_sample * n the ratio of two ranks' times comes closer to 1 each time and never
+    crosses it, so nothing oscillates and the fixed part need not be known.
 
     Args:
-        windows: for each window since the shares last changed, each rank's own seconds for a step, without
-            any waiting for others. Every rank passes the same numbers, so all decide alike.
+        windows: for each window since the shares last changed, each rank's own seconds of a step, without
+            waiting for others. Every rank passes the same numbers, so all make the same decision.
     """
     assert windows
     assert all(len(window) == len(shares) for window in windows)
@@ -132,7 +131,7 @@ def rebalance(
 def _better(
     shares: Sequence[int], seconds: Sequence[float], most: Sequence[int | None] | None, least: int
 ) -> tuple[tuple[int, ...], float] | None:
-    """The shares these times ask for, and how much faster they would make the slowest rank."""
+    """The best shares for these times, and how much faster they would make the slowest rank."""
     each = [time / max(share, 1) for time, share in zip(seconds, shares, strict=True)]
     new = share_batch(sum(shares), each, most=most, least=least)
     if new == tuple(shares):

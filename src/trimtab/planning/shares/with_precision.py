@@ -1,8 +1,8 @@
-"""Shares of the batch and precisions together: the fastest step whose damage is within a budget.
+"""Batch shares and precisions together: the fastest step whose damage is within a budget.
 
-Shares cost nothing, so they come first: what a rank can do in the model's own precision within the step does no
-damage. For a given step, the samples that are left over go where they do least; the fastest step whose damage is
-within the budget is found by halving.
+Shares come first because they do no damage: every rank takes what it can compute in the model's own precision
+within the step time. The remaining samples go where they do least damage. The fastest step time whose damage is
+within the budget is found by bisection.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PRECISE = 1e-4
-"""A step is found to within this part of it."""
+"""Relative precision of the step time that is found."""
 
 
 class RankTradeoffs(Protocol):
-    """What a rank of a device class can do in a time."""
+    """What a rank of a device class can do within a time limit."""
 
     def own_s(self, device: str, samples: int) -> float:
-        """Seconds that so many samples take in the model's own precision; infinite where they do not fit."""
+        """Seconds of so many samples in the model's own precision; infinite where they do not fit."""
         ...
 
     def damage(self, device: str, samples: int, seconds: float) -> float:
-        """The least damage of a rank that does so many samples in a time; infinite where it cannot."""
+        """The least damage of a rank that computes so many samples in time; infinite where it cannot."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A batch, shared out."""
+    """A batch divided among ranks."""
 
     seconds: float
-    """What every rank keeps to."""
+    """Time limit of every rank."""
 
     samples: dict[str, tuple[int, ...]]
-    """By device class: of each of its ranks, the larger shares first."""
+    """By device class: the share of each of its ranks, larger shares first."""
 
     damage: float
 
@@ -57,34 +57,34 @@ def quickest(
     """The shares with the fastest step whose damage is within a budget.
 
     Args:
-        ranks: by device class, how many there are.
-        total: samples, at least one for each rank.
-        budget: of all ranks together.
-        beside_s: by device class, what its step takes beside what `tradeoffs` knows.
+        ranks: number of ranks by device class.
+        total: samples of the batch, at least one for each rank.
+        budget: damage of all ranks together.
+        beside_s: by device class, step time in addition to that of `tradeoffs`.
 
     Raises:
-        TrimtabError: no shares fit the memory, or only with more damage than the budget.
+        TrimtabError: no shares fit the memory, or only with more damage than allowed.
     """
     world = sum(ranks.values())
     assert total >= world
     beside = beside_s or {}
     high = max(_positive(tradeoffs, device, -(-total // world)) + beside.get(device, 0.0) for device in ranks)
-    found = within(tradeoffs, ranks, total, high, beside)
+    best = within(tradeoffs, ranks, total, high, beside)
     doubled = 0
-    while found is None or found.damage > budget:
+    while best is None or best.damage > budget:
         high, doubled = high * 2, doubled + 1
         if doubled > 40:
-            raise _impossible(found, budget)
-        found = within(tradeoffs, ranks, total, high, beside)
+            raise _impossible(best, budget)
+        best = within(tradeoffs, ranks, total, high, beside)
     low = 0.0
     while high - low > PRECISE * high:
         middle = (low + high) / 2
-        tried = within(tradeoffs, ranks, total, middle, beside)
-        if tried is None or tried.damage > budget:
+        candidate = within(tradeoffs, ranks, total, middle, beside)
+        if candidate is None or candidate.damage > budget:
             low = middle
         else:
-            high, found = middle, tried
-    return found
+            high, best = middle, candidate
+    return best
 
 
 def within(
@@ -94,7 +94,7 @@ def within(
     seconds: float,
     beside_s: Mapping[str, float],
 ) -> Shared | None:
-    """The least damaging shares with which every rank keeps to so many seconds; None if there are none."""
+    """The least damaging shares with which every rank keeps the time limit; None if there are none."""
     room = {device: seconds - beside_s.get(device, 0.0) for device in ranks}
     level: dict[str, int] = {}
     for device in ranks:
@@ -102,7 +102,7 @@ def within(
     free = sum(level[device] * count for device, count in ranks.items())
     if free >= total:
         return _shared(tradeoffs, ranks, total, seconds, room, level, free - total)
-    # Beyond that, one sample after another goes where it does least.
+    # Beyond that, one sample after another goes where it does least damage.
     samples = {device: [level[device]] * count for device, count in ranks.items()}
     heap = [(_more(tradeoffs, d, level[d], room[d]), index, d) for index, d in enumerate(ranks)]
     heapify(heap)
@@ -120,7 +120,7 @@ def within(
 
 
 def _most(tradeoffs: RankTradeoffs, device: str, seconds: float, total: int) -> int:
-    """The most samples that a rank does in a time in the model's own precision."""
+    """The most samples that a rank computes in time in the model's own precision."""
     low, high = 0, 1
     while high <= total and tradeoffs.own_s(device, high) <= seconds:
         low, high = high, high * 2
@@ -145,7 +145,7 @@ def _shared(
     level: Mapping[str, int],
     spare: int,
 ) -> Shared | None:
-    """Give back what is too much, each time where the rank has least room left."""
+    """Take away surplus samples, each time from the rank with the least time left."""
     samples = {device: [level[device]] * count for device, count in ranks.items()}
     heap = [
         (room[device] - tradeoffs.own_s(device, level[device]), index, device)
@@ -187,7 +187,7 @@ def pace_for(
     budget: float,
     beside_s: Mapping[str, float] | None = None,
 ) -> Shared | None:
-    """With given shares, the fastest step whose damage is within a budget; None if there is none."""
+    """The fastest step with the given shares whose damage is within a budget; None if there is none."""
     beside = beside_s or {}
 
     def at(seconds: float) -> Shared | None:
@@ -197,23 +197,23 @@ def pace_for(
     high = max(
         _positive(tradeoffs, device, own[0]) + beside.get(device, 0.0) for device, own in samples.items()
     )
-    found = at(high)
+    best = at(high)
     for _ in range(12):
-        if found is not None and found.damage <= budget:
+        if best is not None and best.damage <= budget:
             break
         high *= 2
-        found = at(high)
-    if found is None or found.damage > budget:
+        best = at(high)
+    if best is None or best.damage > budget:
         return None
     low = 0.0
     while high - low > PRECISE * high:
         middle = (low + high) / 2
-        tried = at(middle)
-        if tried is None or tried.damage > budget:
+        candidate = at(middle)
+        if candidate is None or candidate.damage > budget:
             low = middle
         else:
-            high, found = middle, tried
-    return found
+            high, best = middle, candidate
+    return best
 
 
 def _positive(tradeoffs: RankTradeoffs, device: str, samples: int) -> float:
@@ -221,13 +221,13 @@ def _positive(tradeoffs: RankTradeoffs, device: str, samples: int) -> float:
     return own if 0 < own < inf else 1e-6
 
 
-def _impossible(found: Shared | None, budget: float) -> TrimtabError:
-    if found is None:
+def _impossible(best: Shared | None, budget: float) -> TrimtabError:
+    if best is None:
         return TrimtabError(
             "the batch does not fit: however it is shared, some rank has too little memory even at the precisions "
-            "that keep least; lower the batch size, probe lower precisions, or use more ranks"
+            "that save least; lower the batch size, probe lower precisions, or use more ranks"
         )
     return TrimtabError(
-        f"the batch fits only with operators lowered whose damage is {found.damage:.3g}, and {budget:.3g} is "
+        f"the batch fits only with operators lowered whose damage is {best.damage:.3g}, and {budget:.3g} is "
         "allowed; allow more (--damage), or lower the batch size"
     )
