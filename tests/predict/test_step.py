@@ -120,7 +120,7 @@ def test_memory_goes_with_shares() -> None:
             "in bf16 was not measured on device class 'slow'",
         ),
         (lambda s, c: (setting(2, 2, {"nothing.*": "int8"}), c), "matches no operator"),
-        (lambda s, c: (JobSetting(ranks={FAST: s.ranks[FAST]}), c), "says nothing of device class 'slow'"),
+        (lambda s, c: (JobSetting(ranks={FAST: s.ranks[FAST]}), c), "has no entry for device class 'slow'"),
     ],
 )
 def test_what_is_missing_is_named(change, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""What the hardware can do."""
+"""The hardware of a job: hosts, devices, links, and what was measured on them."""
 
 from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank
 from trimtab.cluster.file import load_cluster, parse_cluster, save_cluster

@@ -1,7 +1,7 @@
-"""Devices that are known by name: memory and the rates their makers print.
+"""Known devices: memory and peak rates from their datasheets.
 
-For planning with hardware that is not at hand. Every figure here is *estimated*: a datasheet's dense peak,
-which no program reaches. A device at hand is measured instead, and one that is not listed is no error.
+For planning with hardware that is not available. All figures are *estimates*: a datasheet's dense peak, which no
+program reaches. Devices that are available are measured instead, and a device that is missing here is no error.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class KnownDevice:
-    """A device as its maker describes it."""
+    """A device as described by its datasheet."""
 
     model: str
     """The maker's name."""
 
     kind: Literal["cpu", "cuda"]
-    """What torch calls the device (AMD's GPUs are "cuda" too)."""
+    """The torch device type (AMD's GPUs are "cuda", too)."""
 
     pattern: str = field(repr=False)
-    """What the name that the driver or the operating system gives looks like: a regular expression."""
+    """Regular expression for the name that the driver or the operating system reports."""
 
     tflops: dict[str, float]
-    """10¹² operations per second by precision: of the whole GPU, or of one core of a CPU. What is missing,
-    the device does not offer."""
+    """10¹² operations per second by precision: of the whole GPU, or of one core of a CPU. Precisions that are
+    missing are not supported."""
 
     gb_per_s: float
     """Memory bandwidth in 10⁹ bytes per second: of the GPU, or of the CPU's socket."""
 
     memory_gib: float | None = None
-    """Memory of the GPU; a CPU has what its host has."""
+    """Memory of the GPU; None for a CPU, which has that of its host."""
 
     capability: tuple[int, int] | None = None
     """NVIDIA's compute capability."""
@@ -42,12 +42,12 @@ class KnownDevice:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What the device multiplies faster than, or as fast as, fp32."""
+        """Precisions in which products are at least as fast as in fp32."""
         return tuple(self.tflops)
 
 
 def lookup(name: str) -> KnownDevice | None:
-    """The device that a driver, or /proc/cpuinfo, calls by this name; None if it is not listed."""
+    """The device with this name in the driver or in /proc/cpuinfo; None if it is not listed."""
     return next((d for d in CATALOG if re.search(d.pattern, name, re.IGNORECASE)), None)
 
 
@@ -149,7 +149,7 @@ CATALOG: tuple[KnownDevice, ...] = (
         fp8=2614.9,
         int8=2614.9,
     ),
-    # One core, at a clock it holds under vector load. VNNI sums four int8 products where fp32 has one.
+    # One core, at its sustained clock under vector load. VNNI sums four int8 products per fp32 product.
     _cpu("EPYC 9005 (Zen 5)", r"EPYC 9\d\d5", 576, fp32=0.21, bf16=0.42, int8=0.84),
     _cpu("EPYC 9004 (Zen 4)", r"EPYC 9\d\d4", 460, fp32=0.096, bf16=0.19, int8=0.38),
     _cpu("EPYC 7003 (Zen 3)", r"EPYC 7\w\w3", 205, fp32=0.096),
@@ -176,4 +176,4 @@ CATALOG: tuple[KnownDevice, ...] = (
     ),
     _cpu("Graviton3 (Neoverse V1)", r"Neoverse-V1|Graviton3", 307, fp32=0.083, bf16=0.33, int8=0.66),
 )
-"""More particular patterns come first."""
+"""More specific patterns come first."""

@@ -1,8 +1,8 @@
-"""What the hardware can do: hosts, device classes and link classes.
+"""The hardware of a job: hosts, device classes and link classes.
 
-A cluster speaks of *classes*, and hosts count how many of each they hold, so that a
-thousand identical ranks cost no more to describe than one. The same form serves
-clusters that were measured, that are to be emulated, and that are only imagined.
+Hosts count how many devices of each *class* they hold, so that a thousand identical
+ranks cost no more to describe than one. The same form describes clusters that were
+measured, that are emulated, and that exist only on paper.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Device:
-    """A class of devices that are alike."""
+    """A class of identical devices."""
 
     kind: Literal["cpu", "cuda"]
-    """What torch calls the device."""
+    """The torch device type."""
 
     speed: Annotated[float, Field(gt=0, le=1000)]
     """Rate of a long matrix product, relative to the other classes of this cluster."""
 
     memory_gib: Positive | None = None
-    """Memory one such device may use; no limit when absent."""
+    """Memory that one such device may use; no limit when absent."""
 
     model: str | None = None
-    """What the maker calls it, for people to read."""
+    """The maker's name for it; also looked up in the catalog."""
 
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """Cost of one such device for an hour, in any one currency."""
@@ -47,13 +47,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Link:
-    """A class of links that are alike: what one host can send and receive."""
+    """A class of identical links: what one host can send and receive."""
 
     gbit_per_s: Positive
     """Bandwidth in each direction, in 10⁹ bits per second."""
 
     latency_us: Annotated[float, Field(ge=0)] | None = None
-    """One-way latency in microseconds; whatever the medium gives when absent."""
+    """One-way latency in microseconds; that of the medium when absent."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,13 +61,13 @@ class Host:
     """One or more identical machines."""
 
     name: Name
-    """Unique in the cluster; with a count above one, its machines are name-0, name-1 and so on."""
+    """Unique in the cluster; with a count above one, the machines are called name-0, name-1 and so on."""
 
     devices: Annotated[dict[Name, Count], Field(min_length=1)]
     """How many devices of which class one such machine holds."""
 
     link: Name | None = None
-    """Class of the link to the other hosts; as fast as the medium allows when absent."""
+    """Class of the link to other hosts; as fast as the medium allows when absent."""
 
     count: Count = 1
     """How many such machines there are."""
@@ -89,13 +89,13 @@ class Cluster:
     """Hosts, and the classes of devices and links they are made of."""
 
     version: int
-    """Schema version; this trimtab reads version 1."""
+    """Version of the file format."""
 
     devices: Annotated[dict[Name, Device], Field(min_length=1)]
     hosts: Annotated[tuple[Host, ...], Field(min_length=1, strict=False)]
     links: dict[Name, Link] = Field(default_factory=dict)
     profile: Profile | None = None
-    """What was measured on it, if it was."""
+    """Measurements, if there are any."""
 
     @model_validator(mode="after")
     def _refer_only_to_what_exists(self) -> Cluster:

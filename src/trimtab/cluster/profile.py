@@ -1,7 +1,7 @@
-"""What was measured on a cluster's devices and links: part of the cluster's file.
+"""Measurements of a cluster's devices and links: part of the cluster file.
 
-Times are in seconds. A profile is of one trimtab and one torch: their operators differ between versions, so
-what another version measured is refused, by name.
+Times are in seconds. A profile belongs to one version of trimtab and torch, because their operators differ
+between versions; a profile from another version is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 PROFILE_VERSION = 1
 
 LOCAL = "local"
-"""In the place of a link class: what joins ranks of one host."""
+"""In place of a link class: the link between ranks of one host."""
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OperatorTime:
-    """One call of an operator."""
+    """Times of one call of an operator."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -46,30 +46,30 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CodecTime:
-    """Turning values into codes and back."""
+    """Times of the codec."""
 
     encode: Line
     decode: Line
     add: Line
-    """Decoding onto a sum."""
+    """Decode and add to a sum."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CollectiveTime:
-    """per_message_s for each message after another, per_byte_s for each byte the busiest host sends."""
+    """per_message_s for each sequential message, per_byte_s for each byte that the busiest host sends."""
 
     per_message_s: Seconds
     per_byte_s: Seconds
     drag: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """By device class: the part of the device that a transfer takes while it flows."""
+    """By device class: fraction of the device that a transfer uses while it flows."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceProfile:
-    """What one device of a class takes."""
+    """Times of one device of a class."""
 
     called: str
-    """What the driver or the operating system calls it."""
+    """Its name from the driver or the operating system."""
 
     operators: dict[str, OperatorTime] = Field(default_factory=dict)
     """By operator key: kind, shape, type and precision (see `trimtab.predict.operators.costs.OperatorKey`)."""
@@ -84,13 +84,13 @@ class DeviceProfile:
     """By model: the batch sizes at which its operators were measured."""
 
     optimiser: Line | None = None
-    """By elements of the parameters."""
+    """Time of the optimizer, by number of parameter elements."""
 
     launch_s: Seconds = 0.0
-    """What the host takes to start a kernel."""
+    """Time of the host to launch a kernel."""
 
     estimated_from: str | None = None
-    """The measured class whose times were scaled by datasheet rates; None where it was measured itself."""
+    """The measured class whose times were scaled by datasheet rates; None if it was measured itself."""
 
     @property
     def estimated(self) -> bool:
@@ -121,7 +121,7 @@ class Profile:
 
 
 def check_profile(profile: Profile, *, trimtab: str, torch: str | None = None) -> None:
-    """Refuse a profile that another trimtab or torch measured; without `torch`, only another trimtab."""
+    """Refuse a profile from another version of trimtab or torch; without `torch`, only of trimtab."""
     for what, measured, here in (("trimtab", profile.trimtab, trimtab), ("torch", profile.torch, torch)):
         if here is not None and measured != here:
             raise TrimtabError(
@@ -131,10 +131,10 @@ def check_profile(profile: Profile, *, trimtab: str, torch: str | None = None) -
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """One profile of several hosts' measurements. Of two for the same thing the later counts, except that an
-    estimate never takes the place of a measurement."""
+    """One profile from several hosts' measurements. Later ones replace earlier ones of the same thing, but an
+    estimate never replaces a measurement."""
     if not profiles:
-        raise TrimtabError("there is no profile to merge")
+        raise TrimtabError("no profiles to merge")
     first = profiles[0]
     devices: dict[str, DeviceProfile] = {}
     links: dict[str, dict[str, CollectiveTime]] = {}
@@ -157,7 +157,7 @@ def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProf
     if ours.called != theirs.called:
         raise TrimtabError(
             f"device class {name!r} is {ours.called!r} in one profile and {theirs.called!r} in another; "
-            "give unlike devices classes of their own"
+            "give different devices their own classes"
         )
     batches = {model: ours.batches.get(model, ()) for model in {**ours.batches, **theirs.batches}}
     return DeviceProfile(

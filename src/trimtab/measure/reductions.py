@@ -21,7 +21,7 @@ from trimtab.measure.links import buckets_within
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
 from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
-from trimtab.predict.step import codec_speed
+from trimtab.predict.step import codec_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,7 @@ class ReductionOverhead:
                 self._placement,
                 fits,
                 bits_of(self._workload, bits),
-                [codec_speed(profile, name, bits) for name in names],
+                [codec_time(profile, name, bits) for name in names],
             )
             overheads.append((row.seconds - idle_seconds(buckets, local)) / len(buckets))
         return max(0.0, mean(overheads))

@@ -13,14 +13,14 @@ class Exchange:
     """Size of the values, uncompressed."""
 
     plain_s: float
-    """The backend's all-reduce."""
+    """Time of the backend's all-reduce."""
 
     compressed_s: float
-    """Encode, send, decode."""
+    """Time to encode, send and decode."""
 
     bits: int
 
     @property
     def gbit_per_s(self) -> float:
-        """Rate at which the plain all-reduce goes through the values."""
+        """Rate at which the plain all-reduce processes the values."""
         return self.nbytes * 8 / self.plain_s / 1e9

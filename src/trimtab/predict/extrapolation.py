@@ -1,4 +1,4 @@
-"""How far a job's batch sizes are from those that were probed: times are linear in samples nearby, not everywhere."""
+"""Warns when a job's batch sizes are far from the probed ones: times are linear in samples only nearby."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from trimtab.cluster.profile import Profile
 
 FAR = 2
-"""Times the largest probed batch, or below the smallest, that a prediction is good for."""
+"""Predictions are good up to this factor above the largest probed batch or below the smallest."""
 
 
 def out_of_reach(profile: Profile, model: str, samples: Sequence[tuple[str, int]]) -> str | None:
-    """What to say where a job has batches far from those probed, and what to do; None where it has none.
+    """A warning, with what to do, when batch sizes are extrapolated too far; None otherwise.
 
     Args:
-        model: of the workload.
-        samples: of a rank, with its device class in the profile.
+        model: name of the workload's model.
+        samples: of each kind of rank, with its device class in the profile.
     """
     far = []
     for name, own in samples:
@@ -31,14 +31,14 @@ def out_of_reach(profile: Profile, model: str, samples: Sequence[tuple[str, int]
         f"{name} has {own} samples and was probed at {', '.join(map(str, sizes))}" for name, own, sizes in far
     )
     return (
-        f"{words}: times so far from what was measured are poor guesses; probe nearer: "
+        f"{words}: times extrapolated so far are unreliable; probe nearer sizes: "
         f"trimtab probe --batch {','.join(map(str, nearby([own for _, own in samples])))}"
     )
 
 
 def nearby(samples: Sequence[int]) -> tuple[int, ...]:
-    """Batch sizes to probe for a job whose ranks have so many: from the smallest to the largest, and one between."""
+    """Batch sizes to probe for a job with these shares: the smallest, the largest, and one between them."""
     low, high = min(samples), max(samples)
-    if 2 * low > high:  # about even shares: leave room for others
+    if 2 * low > high:  # almost even shares: leave room for others
         low, high = max(1, low // 2), high + low // 2
     return tuple(sorted({low, (low + high + 1) // 2, max(high, low + 1)}))

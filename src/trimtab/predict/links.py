@@ -1,8 +1,8 @@
-"""How long a collective takes on a link: messages and bytes, at the rates that were measured or are given.
+"""How long a collective takes on a link: messages and bytes, at measured or nominal rates.
 
-A collective is described by what the busiest host sends: a number of messages one after another and a
-volume of bytes. Both follow from the collective, the number of ranks and how they sit on hosts; what a
-message and a byte take is a property of the link. So what was measured between two ranks speaks for more.
+A collective is described by what the busiest host sends: a number of sequential messages and a volume of bytes.
+Both follow from the collective, the number of ranks and their placement on hosts; the time of a message and of a
+byte is a property of the link. So a measurement between two ranks also applies to more of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Collective = Literal["all_reduce", "all_gather", "all_to_all"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 EFFICIENCY = 0.93
-"""Part of a link's nominal rate that is left for data, where nothing was measured: headers and gaps."""
+"""Fraction of a link's nominal rate that is available for data, when nothing was measured."""
 
 LATENCY_S = 50e-6
-"""One message on a link whose latency is not given: a switched Ethernet and two network stacks."""
+"""Time of a message on a link of unknown latency: switched Ethernet and two network stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class Fit:
     per_message_s: float
     per_byte_s: float
     drag: float = 0.0
-    """The part of a rank's device that the transfer takes while it flows."""
+    """Fraction of a rank's device that the transfer uses."""
 
     estimated: bool = False
-    """Not measured, but from a link's nominal rate."""
+    """Whether it comes from a link's nominal rate instead of a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How the ranks of a job sit on hosts."""
+    """How the ranks of a job are placed on hosts."""
 
     per_host: tuple[int, ...]
     """Ranks on each host, in rank order."""
@@ -56,11 +56,11 @@ class Placement:
 
 
 def volume(collective: Collective, nbytes: int, placement: Placement) -> tuple[int, float]:
-    """(messages one after another, bytes the busiest host sends) of a collective.
+    """(sequential messages, bytes that the busiest host sends) of a collective.
 
     Args:
-        nbytes: of the whole vector for `all_reduce`; for `all_gather` what one rank contributes; for
-            `all_to_all` what one rank sends to all the others together.
+        nbytes: for `all_reduce` of the whole vector; for `all_gather` what one rank contributes; for
+            `all_to_all` what one rank sends to all others together.
     """
     world = placement.world
     if world == 1:
@@ -85,13 +85,13 @@ def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit
     """Least squares in relative error over (messages, volume, seconds); neither rate is negative."""
     if len(points) < 2:
         raise TrimtabError(
-            f"links: {len(points)} measurement(s) cannot tell latency from bandwidth; take two sizes"
+            f"links: {len(points)} measurement(s) cannot separate latency from bandwidth; take two sizes"
         )
     message, byte = two_rates(points)
     if message >= 0 and byte >= 0:
         return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
-    # One of the two came out negative: large transfers are slower by the byte than small ones (queues fill up), or
-    # the small ones met with a disturbance. Those that matter are large.
+    # One of the two is negative: large transfers are slower per byte than small ones (queues fill up), or small
+    # ones were disturbed. Large transfers are the ones that matter.
     count, sent, seconds = max(points, key=lambda point: point[1])
     if message < 0 and sent > 0:
         return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationCost:
-    """Seconds it takes to move a part of all work: fixed + slope * part."""
+    """Seconds to move a fraction of all work: fixed + slope * fraction."""
 
     fixed: float
     slope: float

@@ -1,4 +1,4 @@
-"""Precisions by pattern, applied to a workload as `trimtab.set_precision` applies them to the model."""
+"""Precisions by name pattern, matched against a workload as `trimtab.set_precision` matches the model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def settable(kind: str) -> tuple[str, ...]:
-    """The precisions that a kind of operator can have on some device."""
+    """The precisions that a kind of operator can have on at least one device."""
     return OPERATOR_PRECISIONS["attention" if kind == "matmul" else kind]  # type: ignore[index]
 
 
 def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict[str, str]:
     """The precision of every operator that a pattern sets, by the operator's name.
 
-    First match first. A pattern with a wildcard passes over operators that cannot have its precision.
+    The first matching pattern wins. A pattern with a wildcard skips operators that cannot have its precision.
 
     Raises:
-        TrimtabError: a precision that does not exist, or a pattern that matches nothing.
+        TrimtabError: a precision does not exist, or a pattern matches nothing.
     """
-    wanted = {pattern: _precision(pattern, value) for pattern, value in patterns.items()}
-    found: dict[str, str] = {}
+    parsed = {pattern: _precision(pattern, value) for pattern, value in patterns.items()}
+    precisions: dict[str, str] = {}
     unused = set(patterns)
     for name, indices in workload.settings.items():
         offered = settable(workload.operators[indices[0]].kind)
         for candidate in _candidates(name):
-            for pattern, precision in wanted.items():
+            for pattern, precision in parsed.items():
                 if name.endswith(ATTENTION) != pattern.endswith(ATTENTION) or not fnmatchcase(
                     candidate, pattern
                 ):
@@ -41,7 +41,7 @@ def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict
                 unused.discard(pattern)
                 if candidate != pattern and not set(precision.names) <= set(offered):
                     continue
-                found.setdefault(name, str(precision))
+                precisions.setdefault(name, str(precision))
                 break
     if unused:
         some = ", ".join(list(workload.settings)[:8]) or "none"
@@ -49,11 +49,11 @@ def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict
             f"{', '.join(map(repr, sorted(unused)))} matches no operator of {workload.model}, or only ones that an "
             f"earlier pattern sets; its operators are {some}{', ...' if len(workload.settings) > 8 else ''}"
         )
-    return found
+    return precisions
 
 
 def _candidates(name: str) -> list[str]:
-    """The names under which an operator may be set: attention also under any module around it, outermost first."""
+    """The names that can set an operator: attention also by any enclosing module, outermost first."""
     if not name.endswith(ATTENTION):
         return [name]
     parts = name.removesuffix(ATTENTION).split(".")

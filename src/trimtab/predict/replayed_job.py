@@ -1,4 +1,4 @@
-"""Time and memory of a job while precisions are tried out on it: only what a change touches is worked out anew."""
+"""Time and memory of a job while its precisions change: only what a change affects is computed again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSetting:
-    """What the ranks of a role do. Two roles may have devices of one class."""
+    """What the ranks of a role do. Two roles may have the same device class."""
 
     device: str
     samples: int
     precisions: Mapping[str, str]
-    """By the operator's name."""
+    """By operator name."""
 
 
 def by_roles(
@@ -54,7 +54,7 @@ def by_roles(
         if roles[role].device != rank.device:
             raise TrimtabError(
                 f"rank {rank.rank} is of device class {rank.device!r} in the cluster and of {roles[role].device!r} "
-                "in the plan; make the plan anew for this cluster"
+                "in the plan; make the plan again for this cluster"
             )
         own = machines.setdefault(rank.host, {})
         own[role] = own.get(role, 0) + 1
@@ -75,7 +75,7 @@ def by_roles(
             devices={role: cluster.devices[device] for role, device in of.items()},
             links=cluster.links,
             hosts=tuple(
-                # With its number, a machine's name may be longer than a host's.
+                # A machine's name includes its number and may be too long for a host's.
                 Host(name=name if len(name) <= 32 else f"host-{index}", devices=own, link=links[name])
                 for index, (name, own) in enumerate(machines.items())
             ),
@@ -92,11 +92,11 @@ def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
 def needed_bytes(
     workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, bits: int | None
 ) -> int:
-    """What a device must have for a step: on a GPU also what its caching allocator wastes."""
-    found = step_memory(
+    """Memory that a device needs for a step: on a GPU including the overhead of its caching allocator."""
+    needed = step_memory(
         workload, precisions or None, kind=kind, data_parallel=world > 1, bits=bits, world=world
     )
-    return found.reserved if kind == "cuda" else found.peak
+    return needed.reserved if kind == "cuda" else needed.peak
 
 
 class ReplayedJob:
@@ -113,7 +113,7 @@ class ReplayedJob:
     ) -> None:
         """
         Args:
-            measured: of the model on this cluster; jobs that share them look nothing up twice.
+            measured: of the model on this cluster; jobs that share it share its lookups.
             cluster: with its profile, estimates included.
             ranks: roles in rank order, each with how many ranks in a row have it.
         """
@@ -150,7 +150,7 @@ class ReplayedJob:
         self._timeline = None
 
     def timeline(self) -> Timeline:
-        """The step in the precisions of the moment."""
+        """The step in the current precisions."""
         if self._timeline is None:
             for name in self._dirty:
                 mapper, place = self.mappers[name], self._place[name]
@@ -169,16 +169,16 @@ class ReplayedJob:
         return self.mappers[role].total_s
 
     def optimizer_s(self, role: str) -> float:
-        """What a rank of the role takes once the ranks have met."""
+        """Time of the optimizer on a rank of the role."""
         return self._replayed[self._place[role]].optimizer_s
 
     def peak(self, role: str) -> int:
-        """What the device must have for it; see `needed_bytes`."""
+        """Memory that a rank of the role needs; see `needed_bytes`."""
         mapper = self.mappers[role]
         precisions = mapper.precisions
-        asked = (role, tuple(sorted(precisions.items())))
-        if asked not in self._peaks:
+        key = (role, tuple(sorted(precisions.items())))
+        if key not in self._peaks:
             world = self.cluster.world_size
             kind = self.cluster.devices[role].kind
-            self._peaks[asked] = needed_bytes(mapper.workload, precisions, kind, world, self.bits)
-        return self._peaks[asked]
+            self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.bits)
+        return self._peaks[key]

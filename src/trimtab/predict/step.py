@@ -1,4 +1,4 @@
-"""How long one step of a job takes: a workload on a cluster, under a setting."""
+"""Time and memory of one step of a job: a workload on a cluster with given settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nomin
 from trimtab.predict.memory.step_peak import Memory, step_memory
 from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.build import (
-    CodecSpeed,
     bits_of,
     compressed_buckets,
     plain_buckets,
@@ -35,7 +34,7 @@ class RankSetting:
     """What each rank of a device class does."""
 
     samples: int
-    """Of every step's batch."""
+    """Samples per step."""
 
     precisions: Mapping[str, str]
     """By pattern of operator names, as `trimtab.set_precision` takes them."""
@@ -43,13 +42,13 @@ class RankSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetting:
-    """What a job does, beyond what its model and cluster are."""
+    """Settings of a job on a given cluster."""
 
     ranks: Mapping[str, RankSetting]
     """By device class."""
 
     bits: int | None = None
-    """Of compressed gradients; None for the backend's own all-reduce."""
+    """Bits of compressed gradients; None for the backend's own all-reduce."""
 
 
 def predict_step(
@@ -62,13 +61,13 @@ def predict_step(
 def build_step(
     measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
 ) -> tuple[tuple[RoleWork, ...], tuple[BucketTransfers, ...]]:
-    """What `replay` takes: a role for each device class, and the gradient buckets.
+    """The arguments of `replay`: a role for each device class, and the gradient buckets.
 
     Args:
         naive: leave out the casts inside operators whose precision was set, as simpler predictors do.
 
     Raises:
-        TrimtabError: an operator, a codec or a link without a measurement, by name.
+        TrimtabError: naming the operator, codec or link that was not measured.
     """
     workload, profile = measured.workload, measured.profile
     counts = rank_counts(cluster)
@@ -97,7 +96,7 @@ def build_step(
     fits = link_fits(cluster, profile, list(counts))
     if setting.bits is None:
         return tuple(roles), plain_buckets(workload, placement, fits)
-    codecs = [codec_speed(profile, name, setting.bits) for name in counts]
+    codecs = [codec_time(profile, name, setting.bits) for name in counts]
     buckets, local = compressed_buckets(workload, placement, fits, bits_of(workload, setting.bits), codecs)
     return with_local(roles, local), buckets
 
@@ -105,10 +104,10 @@ def build_step(
 def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) -> dict[str, Memory]:
     """The memory of one rank of each device class."""
     counts = rank_counts(cluster)
-    found = {}
+    by_device = {}
     for name in counts:
         own = _own(setting, name, counts)
-        found[name] = step_memory(
+        by_device[name] = step_memory(
             measured.at(own.samples),
             matched(measured.workload, own.precisions) if own.precisions else None,
             kind=cluster.devices[name].kind,
@@ -116,7 +115,7 @@ def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) ->
             bits=setting.bits,
             world=cluster.world_size,
         )
-    return found
+    return by_device
 
 
 def rank_counts(cluster: Cluster) -> dict[str, int]:
@@ -132,7 +131,7 @@ def _own(setting: JobSetting, name: str, counts: Mapping[str, int]) -> RankSetti
     own = setting.ranks.get(name)
     if own is None:
         raise TrimtabError(
-            f"the plan says nothing of device class {name!r}; it must name {', '.join(counts)}"
+            f"the setting has no entry for device class {name!r}; it must name {', '.join(counts)}"
         )
     return own
 
@@ -144,18 +143,18 @@ def _without_buckets(role: RoleWork) -> tuple[ComputeSegment, ...]:
 def link_fits(
     cluster: Cluster, profile: Profile, devices: Sequence[str]
 ) -> dict[Collective, tuple[Fit, ...]]:
-    """For each collective what the slowest link of the job takes, with each device class's drag."""
+    """For each collective the fit of the job's slowest link, with each device class's drag."""
     hosts = list(cluster.machines())
     names = {host.link or LOCAL for _, host in hosts} if len(hosts) > 1 else {LOCAL}
-    found: dict[Collective, tuple[Fit, ...]] = {}
+    fits_of: dict[Collective, tuple[Fit, ...]] = {}
     for collective in COLLECTIVES:
         candidates = [
             _fits(cluster, profile, name, collective, devices, len(hosts)) for name in sorted(names)
         ]
         present = [c for c in candidates if c is not None]
         if present:
-            found[collective] = max(present, key=lambda fits: fits[0].per_byte_s)
-    return found
+            fits_of[collective] = max(present, key=lambda fits: fits[0].per_byte_s)
+    return fits_of
 
 
 def _fits(
@@ -175,16 +174,16 @@ def _fits(
         given = cluster.links[link]
         return (nominal(given.gbit_per_s, given.latency_us),) * len(devices)
     if profile.links.get(link):
-        return None  # measured, but not this collective: named when it is asked for
+        return None  # measured, but not this collective; the error comes when it is needed
     where = "hosts without a `link`" if hosts > 1 else "the ranks of one host"
     raise TrimtabError(
-        f"links: nothing is known of what joins {where}; give every host a link class with a rate in the cluster "
-        "file, or run `trimtab probe` under torchrun on all of its ranks"
+        f"links: nothing is known about the link between {where}; give every host a link class with a rate in the "
+        "cluster file, or run `trimtab probe` under torchrun on all of its ranks"
     )
 
 
-def codec_speed(profile: Profile, device: str, bits: int) -> CodecSpeed:
-    """The codec of a device class at so many bits."""
+def codec_time(profile: Profile, device: str, bits: int) -> CodecTime:
+    """Times of the codec on a device class at so many bits."""
     known = profile.devices[device].codec
     found = known.get(str(bits))
     if found is None:
@@ -192,12 +191,4 @@ def codec_speed(profile: Profile, device: str, bits: int) -> CodecSpeed:
             f"the codec was not measured at {bits} bits on device class {device!r} (measured: "
             f"{', '.join(sorted(known)) or 'none'}); run `trimtab probe --bits {bits}` there"
         )
-    return _speed(found)
-
-
-def _speed(codec: CodecTime) -> CodecSpeed:
-    return CodecSpeed(
-        encode=(codec.encode.a, codec.encode.c),
-        decode=(codec.decode.a, codec.decode.c),
-        add=(codec.add.a, codec.add.c),
-    )
+    return found

@@ -1,4 +1,4 @@
-"""Repeated blocks: modules whose operators do the same, so that what is decided for one serves all."""
+"""Repeated blocks: modules whose operators are identical, so that a decision for one applies to all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def repeated_blocks(operators: Sequence[Operator]) -> tuple[RepeatedBlock, ...]:
-    """Runs of operators of one list of modules (``h.0``, ``h.1``...) that are alike, outermost lists first.
+    """Identical runs of operators in one list of modules (``h.0``, ``h.1``...), outermost lists first.
 
-    Alike means the same operators on the same shapes with the same edges among themselves. Blocks of one
-    list may be of several sorts (a ResNet's first of a stage differs): each sort with two runs or more is
-    one result.
+    Identical means the same operators on the same shapes with the same edges among themselves. The modules of one
+    list may be of several kinds (the first of a ResNet's stage differs): each kind with two or more runs is one
+    result.
     """
     runs: dict[str, list[tuple[str, int, int]]] = {}
     for module, start, end in _runs(operators):
         runs.setdefault(module.rpartition(".")[0], []).append((module, start, end))
-    found: list[RepeatedBlock] = []
+    blocks: list[RepeatedBlock] = []
     taken: set[int] = set()
     for _, members in sorted(runs.items(), key=lambda item: (item[0].count("."), item[0])):
         sorts: dict[tuple[object, ...], list[tuple[str, int, int]]] = {}
@@ -32,7 +32,7 @@ def repeated_blocks(operators: Sequence[Operator]) -> tuple[RepeatedBlock, ...]:
         for alike in sorts.values():
             if len(alike) < 2:
                 continue
-            found.append(
+            blocks.append(
                 RepeatedBlock(
                     starts=tuple(start for _, start, _ in alike),
                     length=alike[0][2] - alike[0][1],
@@ -40,21 +40,21 @@ def repeated_blocks(operators: Sequence[Operator]) -> tuple[RepeatedBlock, ...]:
                 )
             )
             taken.update(i for _, start, end in alike for i in range(start, end))
-    return tuple(sorted(found, key=lambda block: block.starts))
+    return tuple(sorted(blocks, key=lambda block: block.starts))
 
 
 def _runs(operators: Sequence[Operator]) -> list[tuple[str, int, int]]:
-    """Every unbroken run of operators inside one numbered module."""
-    found: list[tuple[str, int, int]] = []
+    """Every contiguous run of operators inside one numbered module."""
+    blocks: list[tuple[str, int, int]] = []
     open_: dict[str, int] = {}
     for index, operator in enumerate(operators):
         inside = set(_numbered(operator.module))
         for module in [m for m in open_ if m not in inside]:
-            found.append((module, open_.pop(module), index))
+            blocks.append((module, open_.pop(module), index))
         for module in inside:
             open_.setdefault(module, index)
-    found += [(module, start, len(operators)) for module, start in open_.items()]
-    return sorted(found, key=lambda run: run[1])
+    blocks += [(module, start, len(operators)) for module, start in open_.items()]
+    return sorted(blocks, key=lambda run: run[1])
 
 
 def _numbered(module: str) -> list[str]:
@@ -64,7 +64,7 @@ def _numbered(module: str) -> list[str]:
 
 
 def _signature(operators: Sequence[Operator], module: str, start: int, end: int) -> tuple[object, ...]:
-    """What a run does, with its own name and place taken out."""
+    """What a run does, without its own name and position."""
     return tuple(
         (
             operator.kind,

@@ -1,4 +1,4 @@
-"""Which gradients DDP reduces together, as it arranges them after its first step."""
+"""The gradients that DDP reduces together, as it arranges them after its first step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DEFAULT_MB = 25.0
 def ddp_buckets(
     parameters: Sequence[Parameter], operators: Sequence[Operator], cap_mb: float | None = None
 ) -> tuple[Bucket, ...]:
-    """Trainable parameters in the order in which backward completes their gradients, cut at the caps.
+    """Trainable parameters in the order in which backward completes their gradients, divided at the caps.
 
-    A bucket is closed by the parameter that fills it; each type of parameter has buckets of its own.
+    The parameter that fills a bucket closes it; each dtype has its own buckets.
 
     Args:
         parameters: in the order in which the model lists them.
-        cap_mb: DDP's `bucket_cap_mb`; where it is given, it holds for the first bucket too.
+        cap_mb: DDP's `bucket_cap_mb`; if given, it applies to the first bucket, too.
     """
     first, cap = (FIRST_MB, DEFAULT_MB) if cap_mb is None else (cap_mb, cap_mb)
     limits = (int(first * MIB), int(cap * MIB))
     trainable = [p for p in parameters if p.trainable]
-    # Backward runs from the last operator to the first; a parameter nobody uses is reduced with the last.
+    # Backward runs from the last operator to the first; unused parameters are reduced last.
     order = sorted(trainable, key=lambda p: _arrival(p, operators))
     done: list[list[Parameter]] = []
     open_: dict[str, list[Parameter]] = {}
@@ -60,10 +60,10 @@ def ddp_buckets(
 
 
 def _arrival(parameter: Parameter, operators: Sequence[Operator]) -> tuple[int, int]:
-    """Where in backward a gradient is complete: the operator, and the place among its own."""
+    """When in backward a gradient is complete: the operator, and the position among its parameters."""
     if not parameter.operators:
         return -OUTSIDE, 0
     last = operators[min(parameter.operators)]
     place = last.parameters.index(parameter.name)
-    # Gradients come in the order of the arguments; a linear layer's kernel takes its bias before its weight.
+    # Gradients are produced in the order of the arguments, except that a linear layer's bias precedes its weight.
     return -last.index, -place if last.target == "linear" else place

@@ -18,47 +18,47 @@ PRODUCTS = ("linear", "conv", "attention", "matmul")
 _PER_ELEMENT = {
     "norm": 8, "softmax": 5, "loss": 5, "activation": 8, "elementwise": 1, "dropout": 2, "reduce": 1, "pool": 1,
 }  # fmt: skip
-"""For kinds that are bound by memory, so that a rough count serves; those not listed compute nothing."""
+"""For memory-bound kinds, where a rough count suffices; kinds that are missing compute nothing."""
 
 Kind = Literal[
     "linear", "conv", "attention", "matmul", "embedding",
     "norm", "softmax", "loss", "activation", "elementwise", "dropout", "reduce", "pool", "copy", "cast",
     "index", "fill", "other",
 ]  # fmt: skip
-"""The first five are products whose precision may be set; no kind is free of cost (views are no operators)."""
+"""The first five are products whose precision can be set. Every kind runs kernels: views are not operators."""
 
 Category = Literal["adjustable", "dependent", "fixed"]
 
 DEPENDENT: frozenset[str] = frozenset(
     {"activation", "elementwise", "dropout", "reduce", "pool", "copy", "index", "fill"}
 )
-"""Kinds that compute in whatever type their inputs have; mixed inputs promote."""
+"""Kinds that compute in the type of their inputs; mixed types are promoted."""
 
 OUTSIDE = -1
-"""In the place of an operator's index: the tensor is no operator's result (the batch, a buffer, a constant)."""
+"""In place of an operator's index: the tensor is not an operator's result (the batch, a buffer, a constant)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Saved:
-    """A tensor that autograd keeps for an operator's backward pass. Parameters are left out."""
+    """A tensor that autograd saves for an operator's backward pass. Parameters are left out."""
 
     role: Literal["input", "weight", "output", "other"]
     """`input` and `weight`: the argument itself, or the operator's own copy of it in another type (a weight
     itself costs nothing and is left out). `other`: made for backward alone (statistics, masks)."""
 
     producer: int
-    """The operator that made the memory, or OUTSIDE: two operators that keep the same memory keep it once."""
+    """The operator that allocated the memory, or OUTSIDE. Memory that two operators save is counted once."""
 
     storage: int
-    """Which piece of memory, among all of the workload."""
+    """Identifies the memory within the workload."""
 
     tensor: Tensor
-    """The memory as a whole: a view keeps all of what it is a view of."""
+    """The whole allocation: a view keeps all of its base."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Operator:
-    """One call that runs kernels. Views are followed through and do not appear."""
+    """One call that runs kernels. Views are resolved and do not appear."""
 
     index: int
     name: str
@@ -76,25 +76,25 @@ class Operator:
     """The name by which `trimtab.set_precision` sets this operator; None where it cannot."""
 
     inputs: tuple[int, ...] = ()
-    """For each tensor argument that is no parameter: the operator whose result it is, or OUTSIDE."""
+    """For each tensor argument that is not a parameter: the operator that produced it, or OUTSIDE."""
 
     input_tensors: tuple[Tensor, ...] = ()
-    """The same arguments' shapes and types, in the same order."""
+    """Shapes and types of the same arguments, in the same order."""
 
     input_storages: tuple[int, ...] = ()
-    """And their memory; see `Saved.storage`."""
+    """Memory of the same arguments; see `Saved.storage`."""
 
     outputs: tuple[Tensor, ...] = ()
     output_storages: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
-    """Names of parameters it uses (the first name of a shared one), in the order of the arguments."""
+    """Names of its parameters (the first name of a shared one), in the order of the arguments."""
 
     parameter_tensors: tuple[Tensor, ...] = ()
-    """What the call is given of them: a view may be turned, cut or expanded."""
+    """The parameters as the call receives them, possibly as views."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What the call is given, by name: numbers, flags, lists; a tensor as ``$i``, the i-th input, or ``%i``,
-    the i-th parameter. Of whole modules and attention: only what is neither tensor nor usual."""
+    """Arguments of the call by name: numbers, flags, lists; a tensor as ``$i``, the i-th input, or ``%i``,
+    the i-th parameter. For whole modules and attention: only those that are neither tensors nor defaults."""
 
     saved: tuple[Saved, ...] = ()
     differentiable: bool = True
@@ -104,7 +104,7 @@ class Operator:
     """How many of a product's two operands need a gradient: the first layer's input, for one, does not."""
 
     views: int = 0
-    """Calls that only made views, between the previous operator and this one: the host's work, no kernel's."""
+    """Calls between the previous operator and this one that only made views: work of the host without kernels."""
 
     @property
     def category(self) -> Category:
@@ -114,7 +114,7 @@ class Operator:
 
     @property
     def dtype(self) -> str:
-        """The type in which values arrive: that of the first floating argument, else of the result."""
+        """The type in which values arrive: that of the first floating-point argument, else of the result."""
         for tensor in (*self.input_tensors, *self.parameter_tensors, *self.outputs):
             if tensor.floating:
                 return tensor.dtype
@@ -127,7 +127,7 @@ class Operator:
 
     @cached_property
     def backward_flops(self) -> int:
-        """Those of the gradients of inputs and parameters together."""
+        """Floating-point operations of the gradients of inputs and parameters together."""
         return _backward_flops(self)
 
     @cached_property
@@ -143,7 +143,7 @@ class Operator:
 
     @property
     def saved_bytes(self) -> int:
-        """What it keeps for backward, if no other operator kept any of the same."""
+        """What it saves for backward, if no other operator saved any of the same."""
         return sum(s.tensor.nbytes for s in self.saved)
 
     def grown(self, samples: int) -> Operator:
@@ -169,7 +169,7 @@ def _backward_flops(operator: Operator) -> int:
     if not operator.differentiable:
         return 0
     if operator.kind == "attention":
-        # Scores are made anew beside the four gradient products.
+        # Scores are computed again in addition to the four gradient products.
         return _product(operator) * 5 // 2
     if operator.kind in PRODUCTS:
         return _product(operator) * operator.gradients
@@ -190,7 +190,7 @@ def _product(operator: Operator) -> int:
     if operator.kind == "linear":
         weight = next(t for t in operator.parameter_tensors if len(t.shape) == 2)
         return 2 * out.numel * weight.numel // out.shape[-1]
-    # Of the operands, b·m·k and b·k·n elements, and the result's b·m·n, follow k, whatever their order.
+    # k follows from the sizes b·m·k and b·k·n of the operands and b·m·n of the result, whatever their order.
     operands = sorted(t.numel for t in (*operator.input_tensors, *operator.parameter_tensors))[-2:]
     batch = prod(out.shape[:-2]) if len(out.shape) > 2 else 1
     return 2 * out.numel * isqrt(prod(operands) // max(1, out.numel * batch))

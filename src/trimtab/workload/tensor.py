@@ -31,15 +31,15 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Tensor:
-    """What is known of a tensor that was never made."""
+    """Shape and type of a tensor that need not exist."""
 
     shape: tuple[int, ...]
 
     dtype: str
-    """A short name: fp32, bf16, fp16, int64, bool..."""
+    """Short name: fp32, bf16, fp16, int64, bool..."""
 
     growth: tuple[int, ...] = ()
-    """How much longer each axis becomes with one more sample; empty when none does."""
+    """Growth of each axis with one more sample; empty if none grows."""
 
     @property
     def numel(self) -> int:
@@ -54,7 +54,7 @@ class Tensor:
         return self.dtype in FLOATS
 
     def grown(self, samples: int) -> Tensor:
-        """The same tensor for a batch with so many more samples (fewer, where negative)."""
+        """The same tensor for a batch with so many more samples (or fewer, if negative)."""
         if not self.growth or not samples:
             return self
         shape = tuple(size + step * samples for size, step in zip(self.shape, self.growth, strict=True))

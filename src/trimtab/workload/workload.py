@@ -1,6 +1,6 @@
-"""What a model asks for: its operators with real edges and shapes, its parameters, buckets and blocks.
+"""What a model needs: its operators with their real edges and shapes, its parameters, buckets and blocks.
 
-A workload is data: it is read and written, re-sized and costed without torch.
+A workload is data: it is loaded, saved, resized and costed without torch.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Parameter:
-    """A parameter, once for each tensor however many names it has."""
+    """A parameter; listed once even if the model has several names for it."""
 
     name: str
     tensor: Tensor
     operators: tuple[int, ...]
-    """Those that use it, in forward order; its gradient is complete after the first of them ran backward."""
+    """The operators that use it, in forward order; its gradient is complete after backward of the first one."""
 
     trainable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Bucket:
-    """Parameters whose gradients DDP reduces together, in the order in which they become ready."""
+    """Parameters whose gradients DDP reduces together, in the order they become ready."""
 
     parameters: tuple[str, ...]
     nbytes: int
 
     ready: int
-    """The operator whose backward completes it."""
+    """The operator whose backward completes the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RepeatedBlock:
-    """Runs of operators that are alike: the i-th of one run does what the i-th of every other does."""
+    """Identical runs of operators: the i-th of one run does the same as the i-th of every other."""
 
     starts: tuple[int, ...]
     """Index of each run's first operator."""
@@ -55,7 +55,7 @@ class RepeatedBlock:
     """The module of each run: ``blocks.0``, ``blocks.1``..."""
 
     def twins(self, index: int) -> tuple[int, ...]:
-        """The operators in the same place as this one in every run; empty if it is in none."""
+        """The operators in the same place of every run; empty if the operator is in none."""
         for start in self.starts:
             if start <= index < start + self.length:
                 return tuple(other + index - start for other in self.starts)
@@ -67,10 +67,10 @@ class Workload:
     """One training step of a model on one rank."""
 
     version: int
-    """Schema version; this trimtab reads version 1."""
+    """Version of the file format."""
 
     model: str
-    """What the model's class is called."""
+    """Name of the model's class."""
 
     batch_size: Annotated[int, Field(ge=1)]
     batch: tuple[Tensor, ...]
@@ -81,18 +81,18 @@ class Workload:
 
     parameters: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
-    """As DDP has them from its second step on."""
+    """As DDP arranges them from its second step on."""
 
     bucket_cap_mb: float | None = None
-    """What DDP was told; None for its default, where the first bucket is a small one."""
+    """DDP's `bucket_cap_mb`; None for its default, where the first bucket is small."""
 
     blocks: tuple[RepeatedBlock, ...] = ()
     buffer_bytes: int = 0
     autocast: str | None = None
-    """The half type under whose autocast it was captured."""
+    """The half type of autocast during capture, if it was on."""
 
     resizable: bool = True
-    """Whether `growth` is known."""
+    """Whether it is known how shapes grow with the batch."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Workload:
@@ -124,28 +124,28 @@ class Workload:
 
     @cached_property
     def settings(self) -> dict[str, tuple[int, ...]]:
-        """Adjustable operators by the name that sets them: one name may set several calls."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Adjustable operators by the name that sets them; one name may set several calls."""
+        by_setting: dict[str, tuple[int, ...]] = {}
         for operator in self.operators:
             if operator.setting is not None:
-                found[operator.setting] = (*found.get(operator.setting, ()), operator.index)
-        return found
+                by_setting[operator.setting] = (*by_setting.get(operator.setting, ()), operator.index)
+        return by_setting
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator, those that use its results."""
-        found: list[list[int]] = [[] for _ in self.operators]
+        """For each operator, the operators that use its results."""
+        consumers: list[list[int]] = [[] for _ in self.operators]
         for operator in self.operators:
             for producer in dict.fromkeys(operator.inputs):
                 if producer != OUTSIDE:
-                    found[producer].append(operator.index)
-        return tuple(map(tuple, found))
+                    consumers[producer].append(operator.index)
+        return tuple(map(tuple, consumers))
 
     def at_batch(self, samples: int) -> Workload:
         """The same step with another number of samples.
 
         Raises:
-            TrimtabError: where how the shapes grow is not known.
+            TrimtabError: it is not known how the shapes grow.
         """
         if samples == self.batch_size:
             return self
@@ -153,7 +153,7 @@ class Workload:
             raise TrimtabError(f"{self.model}: a batch has at least one sample; got {samples}")
         if not self.resizable:
             raise TrimtabError(
-                f"{self.model}: how its operators grow with the batch is not known, because it makes other "
+                f"{self.model}: it is not known how its operators grow with the batch, because it makes other "
                 f"calls with another batch; capture it again with a batch of {samples}"
             )
         more = samples - self.batch_size

@@ -40,5 +40,5 @@ def test_keys_are_read_back(name: str, data: st.DataObject) -> None:
 
 
 def test_other_text_is_no_key() -> None:
-    with pytest.raises(TrimtabError, match="is no operator key"):
+    with pytest.raises(TrimtabError, match="is not an operator key"):
         OperatorKey.parse("linear")

@@ -1,9 +1,9 @@
 """What to do about slow tensor-parallel ranks while a job runs. Pure functions, the same on every rank.
 
-A step waits for its slowest rank. Of a slow rank's work, part can be given to others for good (*own*: weights
+A step waits for its slowest rank. Part of a slow rank's work can be moved to others for good (*own*: weights
 and optimizer state move once), part can be computed by others for a while (*lease*: weights and gradients move
-in every step), and part can be left out (*resize*, the only one that changes the training). All shares are parts of
-all work of the model's units; all times are seconds of a step.
+in every step), and part can be left out (*resize*, the only one that changes the training). Shares are fractions of
+all work of the model's units; times are seconds of a step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     Mode = Literal["home", "own", "lease"]
 
 _FINENESS = 1024
-"""Shares are found in steps of one part in so many."""
+"""Resolution of shares: multiples of 1 / this."""
 
 _LEAST = 1 / 64
-"""A rank that takes part keeps so much of the work: without any, its speed could not be measured."""
+"""Every rank keeps this fraction of the work: without any, its speed could not be measured."""
 
 _PRUNED_STEPS = 10
-"""Ways tried between pruning nothing and as much as is allowed."""
+"""Candidates between pruning nothing and as much as allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,55 +36,55 @@ class Rules:
     """When and how a job is rebalanced."""
 
     gamma_max: float = 0.0
-    """The most of a rank's work that may be left out; 0 keeps training exact."""
+    """Largest fraction of a rank's work that may be left out; 0 keeps training exact."""
 
     price: float = 1.5
-    """What leaving out a small part p of all work must gain: steps shorter by more than this many times p."""
+    """Leaving out a small fraction p of all work must shorten steps by more than this many times p."""
 
     window: int = 8
     """Steps of one measurement."""
 
     threshold: float = 1.1
-    """Longest over shortest time of the ranks, from which on they count as uneven."""
+    """Ranks count as uneven when their longest time exceeds the shortest by this factor."""
 
     patience: int = 2
     """Windows in a row that must be uneven; also the fewest between two changes."""
 
     review: int = 6
-    """Windows after which a lease or a resize is looked at again, even if the ranks are even."""
+    """Windows after which a lease or a resize is reconsidered, even if the ranks are even."""
 
     margin: float = 0.04
-    """What a change must gain at least, as a part of the step."""
+    """Least gain of a change, as a fraction of the step."""
 
     horizon: int = 100
-    """Steps that an unevenness is expected to last when nothing is known."""
+    """Expected steps until the ranks are even again, when nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank was measured to do."""
+    """Measurements of one rank."""
 
     blocks: float
     """Seconds in its units."""
 
     rest: float
-    """Seconds of its own besides, waits left out."""
+    """Its other seconds, without waiting."""
 
     share: float
-    """The part of all work that it computes."""
+    """Fraction of all work that it computes."""
 
     pruned: float = 0.0
-    """The part of that which it leaves out."""
+    """Fraction of its share that it leaves out."""
 
     home: float | None = None
-    """The part of all work that it owns; None if that is what it computes."""
+    """Fraction of all work that it owns; None if that is what it computes."""
 
     most: float = 1.0
-    """The largest part that its memory allows it to own."""
+    """Largest fraction that its memory allows it to own."""
 
     @property
     def whole(self) -> float:
-        """Seconds that all work would take here: what was measured, whatever the assignment was."""
+        """Seconds of all work on this rank, independent of its current share."""
         return self.blocks / (self.share * (1 - self.pruned))
 
     @property
@@ -94,27 +94,27 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What migration costs here; None where a way is closed."""
+    """Costs of migration; None where a kind of migration is impossible."""
 
     own: MigrationCost | None
-    """Once."""
+    """Cost of a move, paid once."""
 
     lease: MigrationCost | None
-    """In every step, what computing does not hide."""
+    """Cost in every step, as far as computation does not hide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What every rank shall do."""
+    """What every rank will do."""
 
     mode: Mode
-    """How work gets from owners to others: not at all, for good, or step by step."""
+    """How work gets from owners to others: not at all, permanently, or in every step."""
 
     shares: tuple[float, ...]
-    """The part of all work that each rank shall compute."""
+    """Fraction of all work that each rank computes."""
 
     pruned: tuple[float, ...]
-    """The part of that which it shall leave out."""
+    """Fraction of its share that each rank leaves out."""
 
     actions: tuple[str, ...]
     """For each rank: nothing, resize, lease, own, both, or helps."""
@@ -123,14 +123,14 @@ class Decision:
     """Seconds of the slowest rank now."""
 
     predicted: float
-    """Seconds of the slowest rank afterwards, with what a lease adds."""
+    """Seconds of the slowest rank afterwards, including the cost of a lease."""
 
     once: float = 0.0
-    """Seconds that the change itself takes."""
+    """Seconds of the change itself."""
 
 
 def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
-    """Whether the ranks' own times, window by window since the last change, call for a decision.
+    """Whether the ranks' own times since the last change, one entry per window, require a decision.
 
     They do when some rank was slow in each of the last windows: one bad window is noise.
     """
@@ -142,10 +142,10 @@ def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
 
 
 def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
-    """How many more steps an unevenness will last that has lasted so long, after others of known length.
+    """How many more steps the ranks will stay uneven, given how long they have been and earlier durations.
 
-    As long as earlier ones, if there were any and it is not older than they became; else as long again as it has
-    lasted, as is fair for what may end at any time.
+    As long as earlier periods, if there were any and this one is not longer already; else as long again as it has
+    lasted, which is fair for something that may end at any time.
     """
     if past and lasted < (typical := median(past)):
         return max(rules.window, round(typical - lasted))
@@ -155,11 +155,11 @@ def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
 def decide(
     ranks: Sequence[Rank], costs: Costs, rules: Rules, *, steps: int, returns: bool = False
 ) -> Decision:
-    """The best of: leave all as it is; resize slow ranks; move work from the slowest ones and resize the rest.
+    """The best of: change nothing; resize slow ranks; move work from the slowest ones and resize the rest.
 
     Args:
-        steps: how long the present speeds are expected to last; a move must pay in that time.
-        returns: whether work that moves will have to move back, because earlier ones did.
+        steps: how long the current speeds are expected to last; a move must pay off in that time.
+        returns: whether moved work is expected to move back, because it did earlier.
     """
     now = _judged(
         ranks,
@@ -182,7 +182,7 @@ def decide(
 
 
 def changes(decision: Decision, ranks: Sequence[Rank]) -> bool:
-    """Whether a decision asks for anything that is not so already."""
+    """Whether a decision changes anything."""
     return any(
         abs(share - rank.share) > 0 or abs(pruned - rank.pruned) > 0
         for share, pruned, rank in zip(decision.shares, decision.pruned, ranks, strict=True)
@@ -195,7 +195,7 @@ def counts_for(units: Mapping[str, int], shares: Sequence[float]) -> dict[str, t
 
 
 def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[float], Mode]]:
-    """Shares, parts left out and mode of everything worth trying."""
+    """Shares, fractions left out and mode of every candidate."""
     owned = [rank.owned for rank in ranks]
     alone = [rank.rest + rank.whole * rank.owned for rank in ranks]
     fastest = min(rank.whole for rank in ranks)
@@ -226,7 +226,7 @@ def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[f
 def _resized(
     ranks: Sequence[Rank], owned: Sequence[float], which: Sequence[int], level: float, rules: Rules
 ) -> list[float]:
-    """What these ranks leave out to be done at `level`, as far as that is allowed."""
+    """What these ranks leave out to finish by `level`, as far as that is allowed."""
     pruned = [0.0] * len(ranks)
     for i in which:
         full = ranks[i].whole * owned[i]
@@ -237,7 +237,7 @@ def _resized(
 def _filled(
     ranks: Sequence[Rank], owned: Sequence[float], pool: Sequence[int], pruned: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Work of the pool shared so that its last rank ends first, and when that is."""
+    """The pool's work, shared so that its last rank finishes as early as possible, and when that is."""
     total = round(sum(owned[i] for i in pool) * _FINENESS)
     fill = water_fill(
         total,
@@ -299,7 +299,7 @@ def _judged(
 
 
 def _worth(decision: Decision, ranks: Sequence[Rank], rules: Rules, steps: int) -> float:
-    """What a step costs under a decision: its time, its part of the move, and the price of what is left out."""
+    """Cost of a step under a decision: its time, its part of the move, and the price of what is left out."""
     left_out = sum(s * p for s, p in zip(decision.shares, decision.pruned, strict=True))
-    # A power: leaving out ever more makes every step shorter, and must never look like progress by that alone.
+    # A power: leaving out more always shortens steps, and must not look like progress for that reason alone.
     return float((decision.predicted + decision.once / steps) / (1 - left_out) ** rules.price)

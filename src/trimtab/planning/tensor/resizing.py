@@ -1,8 +1,8 @@
 """Which units or columns a rank leaves out of its products for a window of steps. Pure functions.
 
-What has the lowest score is left out, and what has been left out longest comes back in turn, a few
-each window: so nothing is away for more than a bounded number of windows, and what matters most is never all
-pushed out at once by what returns.
+Those with the lowest scores are left out, and those left out longest return in turn, a few each
+window: so nothing is left out for more than a bounded number of windows, and returning ones never displace all of
+the important ones at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RETURN = 16
-"""Windows after which at the latest what was left out comes back, while the number left out stays the same."""
+"""Most windows that anything is left out, while the number left out stays the same."""
 
 _CAP = 0.75
-"""Part of a layer that pooled scores may leave out, unless more is asked of all."""
+"""Largest fraction of a layer that pooled scores may leave out, unless the ratio itself is larger."""
 
 _STEPS = 32
 _WIDEST_MULTIPLE = 64
@@ -35,31 +35,31 @@ class Pool:
     """The units or columns of one layer on this rank, from which some are left out."""
 
     scores: NDArray[np.float64]
-    """How much each would be missed; NaN where it is not known yet, which is never left out before what is known."""
+    """Importance of each; NaN while unknown, and those are left out last."""
 
     waited: NDArray[np.int64]
-    """For how many windows in a row each was left out so far."""
+    """Windows in a row that each has been left out."""
 
     cost: float
-    """Work that one of them is, in any unit that all layers share."""
+    """Work of one of them, in any unit that all layers share."""
 
 
 def check_ratio(ratio: float) -> None:
-    """Refuse what is no part that can be left out."""
-    if not 0 <= ratio < 1:  # also what is no number
+    """Refuse a ratio that is not a fraction from 0 to below 1."""
+    if not 0 <= ratio < 1:  # also NaN
         raise TrimtabError(
-            f"resize: ratio={ratio:g} is the part of the work to leave out; give one from 0 to below 1"
+            f"resize: ratio={ratio:g} is not a valid fraction of the work to leave out; give one from 0 to below 1"
         )
 
 
 def even_counts(pools: Mapping[str, Pool], ratio: float) -> dict[str, int]:
-    """How many to leave out of each layer, the same part of all."""
+    """How many to leave out of each layer: the same fraction of all."""
     check_ratio(ratio)
     return {name: _rounded(len(pool.scores), ratio * len(pool.scores)) for name, pool in pools.items()}
 
 
 def pooled_counts(pools: Mapping[str, Pool], ratio: float, cap: float = _CAP) -> dict[str, int]:
-    """How many to leave out of each layer, so that over all layers the lowest scores go.
+    """How many to leave out of each layer, so that the lowest scores of all layers are left out.
 
     Scores are compared after division by their layer's mean. No layer loses more than `cap` of its own, or
     more than `ratio` if that is higher. Together they lose `ratio` of the work, up to rounding.
@@ -81,7 +81,7 @@ def pooled_counts(pools: Mapping[str, Pool], ratio: float, cap: float = _CAP) ->
 
 
 def choose(pool: Pool, count: int, returns: int = RETURN) -> NDArray[np.bool_]:
-    """Which `count` to leave out: the lowest scores, except for the longest away, of which enough return.
+    """Which `count` to leave out: the lowest scores, except for those left out longest, of which enough return.
 
     With the same count each time, none is left out for more than `returns` windows in a row.
     """
@@ -92,7 +92,7 @@ def choose(pool: Pool, count: int, returns: int = RETURN) -> NDArray[np.bool_]:
     back = away[np.argsort(-pool.waited[away], kind="stable")][:turn]
     score = np.where(np.isnan(pool.scores), np.inf, pool.scores)
     score[back] = np.inf
-    # Among equals those already away stay away, so that what is kept goes on learning.
+    # Among equals those already left out stay out, so that the others continue to learn.
     place = np.lexsort((np.where(pool.waited > 0, 0, 1), score))
     place = place[~np.isin(place, back)][:count]
     left = np.zeros(total, dtype=np.bool_)
@@ -108,7 +108,7 @@ def _normalized(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _rounded(total: int, left: float) -> int:
-    """A whole number to leave out, such that what is kept suits matrix hardware and is at least one."""
+    """An integer to leave out, such that the rest suits matrix hardware and is at least one."""
     multiple = _WIDEST_MULTIPLE
     while multiple > 1 and total < multiple * _STEPS:
         multiple //= 2

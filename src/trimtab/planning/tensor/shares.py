@@ -1,7 +1,7 @@
 """How many units of a block each tensor-parallel rank should own. Pure functions.
 
-A block ends when its slowest rank ends, because the ranks meet after it. So the best shares make all
-of them end together, as water fills vessels to one level.
+The ranks wait for each other after every block, so a block ends when its slowest rank ends. The best shares make
+all ranks finish together, like water that fills vessels to one level.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _STEPS_PER_RANK = 32
-"""Rounding to multiples may cost at most about one part in so many of an average share."""
+"""Rounding to multiples may cost at most about 1 / this of an average share."""
 
 _WIDEST_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Units for each rank, and when the last one ends."""
+    """Units of each rank, and when the last one finishes."""
 
     counts: tuple[int, ...]
     time: float
@@ -32,11 +32,11 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSize:
-    """What there is to share in one block."""
+    """The units of one block."""
 
     units: int
     unit_bytes: float
-    """Memory one unit takes on its rank: parameters, gradients, optimizer state."""
+    """Memory of one unit on its rank: parameters, gradients, optimizer state."""
 
 
 def water_fill(
@@ -47,13 +47,13 @@ def water_fill(
     most: Sequence[int | None] | None = None,
     multiple: int = 1,
 ) -> Shares:
-    """Share `units` so that the last rank ends first: minimize max(fixed + per_unit * count).
+    """Share `units` so that the last rank finishes as early as possible: minimize max(fixed + per_unit * count).
 
     Args:
-        per_unit: for each rank the seconds one unit takes there; infinite for a rank that shall have none.
-        fixed: for each rank the seconds it needs besides.
-        most: for each rank the units it has memory for; None for no limit.
-        multiple: shares are multiples of this, except that one rank takes what is left over.
+        per_unit: for each rank, seconds per unit; infinite for a rank that must have none.
+        fixed: for each rank, its other seconds.
+        most: for each rank, the units that fit its memory; None for no limit.
+        multiple: shares are multiples of this, except for one rank that takes the remainder.
     """
     ranks = len(per_unit)
     fixed = [0.0] * ranks if fixed is None else list(fixed)
@@ -78,7 +78,8 @@ def water_fill(
             "use more ranks or more memory"
         )
     counts = _start(units, per_unit, fixed, room, multiple)
-    # One multiple after another to whoever ends first with it. What does not fit a whole one takes what it can.
+    # One multiple after another goes to the rank that finishes first with it; a rank without room for a whole
+    # multiple takes what fits.
     waiting = [
         (fixed[i] + per_unit[i] * (counts[i] + multiple), i) for i in range(ranks) if counts[i] < room[i]
     ]
@@ -95,7 +96,7 @@ def water_fill(
 
 
 def water_level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
-    """The time at which the last rank would end if units could be divided: the floor of any shares."""
+    """When the last rank would finish if units could be divided: a lower bound for any shares."""
     return max(_level(units, per_unit, fixed), *fixed)
 
 
@@ -107,7 +108,7 @@ def share_blocks(
 ) -> dict[str, tuple[int, ...]]:
     """Units of every block for each rank, by speed, within memory.
 
-    Each block is shared by itself, because the ranks wait for each other after each. Memory is divided among the
+    Each block is shared separately, because the ranks wait for each other after each. Memory is divided among the
     blocks in proportion to their size. A rank of speed 0 gets nothing.
     """
     if not speeds or min(speeds) < 0 or max(speeds) <= 0 or max(speeds) == float("inf"):
@@ -129,7 +130,7 @@ def share_blocks(
 
 
 def _multiple(units: int, ranks: int) -> int:
-    """The widest power of two that matrix hardware likes and that still divides finely enough."""
+    """The largest power of two, good for matrix hardware, that still divides finely enough."""
     multiple = _WIDEST_MULTIPLE
     while multiple > 1 and units < ranks * multiple * _STEPS_PER_RANK:
         multiple //= 2
@@ -152,7 +153,7 @@ def _start(
 
 
 def _level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
-    """The time at which the ranks that take part end together; those that need longer anyway do not."""
+    """When the ranks that take part finish together; ranks whose fixed time is longer do not take part."""
     active = list(range(len(per_unit)))
     while True:
         rate = sum(1 / per_unit[i] for i in active)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from trimtab.workload import Operator, Saved, Workload
 
 PASSES_ON = frozenset({"aten.add.Tensor", "aten.add_.Tensor", "aten.clone.default", "aten.sub.Tensor"})
-"""Operators whose backward hands the gradient on as it is, without a tensor of its own."""
+"""Operators whose backward passes the gradient on without allocating a tensor."""
 
 
 class _Gradient:
-    """A gradient on its way; several operators' results may have the same."""
+    """A gradient in flight; several operators' results may share it."""
 
     __slots__ = ("holders", "nbytes")
 
@@ -29,7 +29,7 @@ class _Gradient:
 
 
 class StepMemory:
-    """Follows one step; `run` once, then read."""
+    """Simulates the allocations of one step; call `run` once, then read the results."""
 
     def __init__(
         self, workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, rounding: int
@@ -58,7 +58,7 @@ class StepMemory:
     # Forward
 
     def _forward(self, first_saver: dict[int, int]) -> dict[int, int]:
-        """Returns the size of every storage that outlives it."""
+        """Returns the size of every storage that outlives the forward pass."""
         last_use: dict[int, int] = {}
         for operator in self.workload.operators:
             for storage in (*operator.output_storages, *operator.input_storages):
@@ -115,7 +115,7 @@ class StepMemory:
     def _parameter_gradients(
         self, operator: Operator, trainable: Mapping[str, object], trained: set[str]
     ) -> int:
-        """Adds those that stay; returns the bytes of those that only pass."""
+        """Adds gradients that stay allocated; returns the bytes of temporary ones."""
         passing = 0
         for name, tensor in zip(operator.parameters, operator.parameter_tensors, strict=True):
             if name not in trainable:
@@ -135,7 +135,7 @@ class StepMemory:
     def _input_gradients(
         self, operator: Operator, gradient: _Gradient | None, arrived: dict[int, _Gradient]
     ) -> int:
-        """Gradients for whoever made the inputs; returns the bytes of those that only pass."""
+        """Adds gradients for the producers of the inputs; returns the bytes of temporary ones."""
         passing = 0
         operators = self.workload.operators
         parts: dict[int, list[int]] = {}
@@ -151,7 +151,7 @@ class StepMemory:
                     arrived[producer] = gradient
                     continue
                 pieces = []
-            # Views of one result give pieces, which are put together in a tensor of their own.
+            # Views of one result produce pieces, which are then assembled in another tensor.
             passing += sum(pieces) if len(pieces) > 1 or (pieces and pieces[0] < whole) else 0
             if old is None:
                 arrived[producer] = _Gradient(whole)
@@ -173,7 +173,7 @@ class StepMemory:
     # Operators in a precision that was set
 
     def _kept(self, operator: Operator) -> tuple[Saved, ...]:
-        """What it keeps of others' memory, and of its own beside operands in low precision."""
+        """The saved tensors of an operator, except operands in low precision."""
         precision = self.precision[operator.index]
         if precision is None or operator.kind == "embedding":
             return operator.saved

@@ -1,7 +1,7 @@
-"""Will it fit: the memory of one training step, followed allocation by allocation.
+"""Peak memory of one training step, simulated allocation by allocation.
 
-Forward keeps what autograd saves, in the precision it is saved in; backward gives it back operator by
-operator while gradients arrive. The peak is wherever their sum is largest: often at the loss, not at the end.
+Forward keeps what autograd saves, in the precision it is saved in; backward frees it operator by operator while
+gradients are allocated. The peak is where their sum is largest: often at the loss, not at the end.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 OptimizerName = Literal["sgd", "momentum", "adam", "adam_fused"]
 
 STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adam_fused": 2}
-"""Tensors of a parameter's size that an optimizer keeps for it."""
+"""State tensors that an optimizer keeps for each parameter."""
 
 MIB = 1 << 20
 
 CUBLAS_WORKSPACE = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
-"""What cuBLAS takes through torch's allocator for each thread that multiplies: since Hopper, and before."""
+"""cuBLAS workspace in torch's allocator for each thread that multiplies: since Hopper, and before."""
 
 RESERVED_BEYOND_ALLOCATED = 0.05
-"""A caching allocator holds this much more than it gave out: pieces too small for what is asked next."""
+"""Overhead of a caching allocator: fragments too small for the next request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     parameters: int
     buffers: int
@@ -48,13 +48,13 @@ class Memory:
     """Payloads of compressed buckets, sent and received."""
 
     workspace: int
-    """What the library of matrix products holds."""
+    """Workspace of the matrix product library."""
 
     activations: int
-    """What autograd holds when forward has ended."""
+    """What autograd holds after forward."""
 
     peak: int
-    """The most that is allocated at any moment of a step (all but the first, which has less)."""
+    """Peak of allocated memory in a step (except the first one, which has less)."""
 
     phase: Literal["forward", "backward", "optimizer"]
     operator: str
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """What a caching allocator has to hold for that: compare this with the device's memory."""
+        """What a caching allocator reserves for that; compare this with the device's memory."""
         return int(self.peak * (1 + RESERVED_BEYOND_ALLOCATED))
 
 
@@ -77,20 +77,20 @@ def step_memory(
     world: int = 1,
     workspace: int | None = None,
 ) -> Memory:
-    """The memory of a step.
+    """Peak memory of a step and its parts.
 
     Args:
         precisions: of operators, by the name that sets each (not patterns: see `settings.matched`).
-        optimizer: "adam" is torch's default form, which on a GPU needs the parameters' size once more while
-            it runs; "adam_fused" does not.
+        optimizer: "adam" is torch's default implementation, which on a GPU temporarily needs the parameters'
+            size once more; "adam_fused" does not.
         data_parallel: under DDP, which holds every gradient a second time in its buckets.
         bits: of compressed gradients, among `world` ranks.
-        workspace: bytes that the library of matrix products holds; where absent, cuBLAS's on Hopper.
+        workspace: bytes of the matrix product library; by default cuBLAS's on Hopper.
     """
     rounding = 512 if kind == "cuda" else 64
     held = _Held(workload, rounding)
     if workspace is None:
-        # The thread that runs backward has one of its own.
+        # The thread that runs backward has its own workspace.
         workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
     state = STATES[optimizer] * held.trainable
     buckets = sum(b.nbytes for b in workload.buckets) if data_parallel else 0
@@ -121,7 +121,7 @@ def step_memory(
 
 
 class _Held:
-    """What lives for the whole step."""
+    """What is allocated for the whole step."""
 
     def __init__(self, workload: Workload, rounding: int) -> None:
         def rounded(nbytes: int) -> int:
@@ -136,7 +136,7 @@ class _Held:
 
 
 def _codec_buffers(payload: int, world: int) -> int:
-    """What a reduction holds for one bucket: what it sends, and what it receives."""
+    """Buffers of a reduction for one bucket: what it sends and receives."""
     if in_one_gather(payload, world):
         return (1 + world) * payload
     # All chunks but its own, its own from all others, their sum, and everyone's sums.
@@ -144,7 +144,7 @@ def _codec_buffers(payload: int, world: int) -> int:
 
 
 def _temporary(optimizer: OptimizerName, kind: DeviceKind, held: _Held) -> int:
-    """What the optimizer needs while it runs: on a GPU torch's Adam works on all parameters at once."""
+    """Temporary memory of the optimizer: on a GPU torch's Adam works on all parameters at once."""
     if optimizer == "adam_fused":
         return 0
     if optimizer == "adam":

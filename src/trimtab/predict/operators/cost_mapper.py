@@ -1,7 +1,7 @@
-"""What a change of precision really costs: the operator itself, the casts around it, and whoever follows it.
+"""The full cost of a change of precision: of the operator itself, the casts around it, and the operators after it.
 
-`CostMapper` holds every operator's forward and backward time in the precisions of the moment. A change
-re-costs only what it touches, and can be taken back to the bit.
+`CostMapper` holds every operator's forward and backward time in the current precisions. A change recomputes only
+what it affects, and can be undone exactly.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from trimtab.workload import Operator, Workload
 
 State = tuple[str, tuple[str, ...], str]
-"""What an operator's time follows from: its precision, the arriving types, the leaving type."""
+"""What an operator's time depends on: its precision, the arriving types, the leaving type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What setting a precision did, and what is needed to take it back."""
+    """The effect of setting a precision, and what is needed to undo it."""
 
     operator: int | str
     precision: str | None
     forward_s: float
-    """Difference of the forward pass; negative where it became faster."""
+    """Difference of the forward pass; negative if it became faster."""
 
     backward_s: float
     touched: tuple[int, ...]
-    """Every operator whose time may be another now."""
+    """Every operator whose time may have changed."""
 
     before: tuple[tuple[str, tuple[str, ...], str, float, float], ...]
-    """For each of those: precision, arriving and leaving types, forward and backward seconds."""
+    """For each of these, before the change: precision, arriving and leaving types, forward and backward seconds."""
 
     @property
     def delta_s(self) -> float:
@@ -63,11 +63,11 @@ class CostMapper:
         """
         Args:
             precisions: by pattern, as `trimtab.set_precision` takes them.
-            results: what operators give; "input" describes `trimtab.precision`.
-            naive: leave out casts and neighbors, as simpler predictors do. For comparison.
+            results: type of results; "input" describes `trimtab.precision`.
+            naive: ignore casts and neighbors, as simpler predictors do; for comparison.
 
         Raises:
-            TrimtabError: naming the first operator, or cast, that was not measured.
+            TrimtabError: naming the first operator or cast that was not measured.
         """
         self.workload, self.costs, self.kind, self.naive = workload, costs, kind, naive
         self.graph = PrecisionGraph(workload, results=results)
@@ -82,12 +82,12 @@ class CostMapper:
 
     @property
     def total_s(self) -> float:
-        """Forward and backward of all operators, with nothing beside them."""
+        """Forward and backward of all operators together."""
         return fsum(self.forward_s) + fsum(self.backward_s)
 
     @property
     def precisions(self) -> dict[str, str]:
-        """What differs from plain, by the name that sets it."""
+        """Precisions that differ from plain, by the name that sets them."""
         return {
             name: self.graph.precision[indices[0]]
             for name, indices in self.workload.settings.items()
@@ -98,7 +98,7 @@ class CostMapper:
         """Set an operator (with all calls of the same module) to a precision; None for plain.
 
         Raises:
-            TrimtabError: something was not measured; then nothing has changed.
+            TrimtabError: something was not measured; nothing has changed then.
         """
         graph = self.graph
         saved = {i: graph.precision[i] for i in graph.indices(operator)}
@@ -137,9 +137,9 @@ class CostMapper:
         return change
 
     def undo(self, change: Change) -> None:
-        """Take back the last change that was not yet taken back: everything is again as it was, to the bit."""
-        assert self._undoable, "there is nothing to take back"
-        assert self._undoable[-1] is change, "changes are taken back in reverse order"
+        """Undo the last change that was not undone yet, exactly."""
+        assert self._undoable, "there is nothing to undo"
+        assert self._undoable[-1] is change, "changes are undone in reverse order"
         self._undoable.pop()
         graph = self.graph
         for index, (precision, arriving, leaving, forward, backward) in zip(
@@ -149,18 +149,18 @@ class CostMapper:
             self.forward_s[index], self.backward_s[index] = forward, backward
 
     def keys(self) -> Iterator[OperatorKey]:
-        """The key of every operator in its precision of the moment: what must have been measured."""
+        """The key of every operator in its current precision: what must have been measured."""
         for operator in self.workload.operators:
             yield key_of(operator, self.graph.precision[operator.index])
 
     def _times(self, index: int) -> tuple[float, float]:
         graph = self.graph
         state = (graph.precision[index], graph.arriving[index], graph.leaving[index])
-        found = self._known.get((index, state))
-        if found is None:
+        times = self._known.get((index, state))
+        if times is None:
             operator = self.workload.operators[index]
-            found = self._known[index, state] = self._costed(operator, state)
-        return found
+            times = self._known[index, state] = self._costed(operator, state)
+        return times
 
     def _costed(self, operator: Operator, state: State) -> tuple[float, float]:
         precision, arriving, leaving = state
@@ -191,7 +191,7 @@ class CostMapper:
     def _set(
         self, operator: Operator, precision: str, arriving: tuple[str, ...], leaving: str, as_captured: bool
     ) -> tuple[float, float]:
-        """A precision that was set, taken apart into product and casts where it was measured among other types."""
+        """Time in a precision that was set, split into product and casts if other types arrive than were measured."""
         times = self._measured(operator, key_of(operator, precision))
         if as_captured and not self.naive:
             return times.forward_s, times.backward_s
@@ -199,7 +199,7 @@ class CostMapper:
         left = self.graph.captured[operator.index]
         forward = times.forward_s - self._casts(forward_casts(operator, precision, usual, left))
         backward = times.backward_s - self._casts(backward_casts(operator, precision, usual, left, self.kind))
-        # A fit may take more than all of a small operator.
+        # The fitted cast may exceed the whole time of a small operator.
         forward, backward = max(0.0, forward), max(0.0, backward)
         if self.naive:
             return forward, backward

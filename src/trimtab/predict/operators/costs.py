@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperatorKey:
-    """What a measurement is known by. Operators with equal keys take equal time on a device."""
+    """Identifies a measurement. Operators with equal keys take equal time on a device."""
 
     kind: str
     shape: str
@@ -42,7 +42,7 @@ class OperatorKey:
         """The key that `str` wrote."""
         parts = text.split("|")
         if len(parts) != 4:
-            raise TrimtabError(f"{text!r} is no operator key: kind|shape|dtype|precision")
+            raise TrimtabError(f"{text!r} is not an operator key: kind|shape|dtype|precision")
         return cls(*parts)
 
 
@@ -65,7 +65,7 @@ def key_of(operator: Operator, precision: str | None = None, dtype: str | None =
 
 
 def plain_precision(operator: Operator, dtype: str | None = None) -> str:
-    """What an operator computes in when nobody set it: the type its result leaves in."""
+    """The precision of an operator that was not set: the type of its result."""
     if operator.outputs and operator.outputs[0].floating and dtype is None:
         return operator.outputs[0].dtype
     return dtype or operator.dtype

@@ -1,8 +1,9 @@
-"""Devices that are not at hand: a measured device's times, scaled to what a maker prints of another.
+"""Devices that are not available: a measured device's times, scaled by the datasheet of another.
 
-The measured device's own rates are read off its operators: the fastest product in each precision, and the bytes
-that its optimizer moves. The other device is taken to reach a usual part of its datasheet's rates. Products
-go by the rate of their precision, all else by memory bandwidth. It is an estimate, marked as one.
+The measured device's own rates are derived from its operators: the fastest product in each precision, and the
+bytes that its optimizer moves. The other device is assumed to reach a usual fraction of its datasheet's rates.
+Products scale with the rate of their precision, everything else with memory bandwidth. Results are marked as
+estimates.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster, Device
 
 REACHED = 0.7
-"""The part of a datasheet's rate that a large product reaches."""
+"""Fraction of a datasheet's rate that a large product reaches."""
 
 REACHED_BANDWIDTH = 0.85
 ADAM_BYTES = 28
-"""What Adam reads and writes for a parameter: itself, its gradient and two averages, all but the gradient twice."""
+"""Bytes that Adam reads and writes per parameter: itself and two averages twice, its gradient once."""
 
 
 def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
     """The profile with an estimate for every device class that was not measured.
 
     Raises:
-        TrimtabError: a class that is in no catalog, or nothing measured to scale from.
+        TrimtabError: a class is not in the catalog, or there is no measured device to scale from.
     """
     devices = dict(profile.devices)
     for name, device in cluster.devices.items():
@@ -45,7 +46,7 @@ def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
 
 
 def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) -> DeviceProfile:
-    """The times of a device class that the catalog knows, scaled from a measured one."""
+    """The times of a device class of the catalog, scaled from a measured one."""
     known = known_as(name, device)
     if known is None:
         raise TrimtabError(
@@ -64,16 +65,16 @@ def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) 
 
 
 def rates(profile: DeviceProfile) -> dict[str, float]:
-    """Operations a second of the fastest linear layer in each precision."""
-    found: dict[str, float] = {}
+    """Operations per second of the fastest linear layer in each precision."""
+    best: dict[str, float] = {}
     for text, times in profile.operators.items():
         key = OperatorKey.parse(text)
         sizes = re.match(r"(\d+)x(\d+)x(\d+)", key.shape)
         if key.kind == "linear" and sizes is not None and times.forward_s > 0:
             rows, inputs, outputs = map(int, sizes.groups())
             rate = 2 * rows * inputs * outputs / times.forward_s
-            found[key.precision] = max(found.get(key.precision, 0.0), rate)
-    return found
+            best[key.precision] = max(best.get(key.precision, 0.0), rate)
+    return best
 
 
 def known_as(name: str, device: Device) -> KnownDevice | None:
@@ -113,7 +114,7 @@ def _scaled_profile(
 
 
 def _factor(key: OperatorKey, own: Mapping[str, float], known: KnownDevice, bandwidth: float) -> float | None:
-    """How many times longer an operator takes; None for a precision the device does not offer."""
+    """How many times longer an operator takes; None if the device does not support its precision."""
     if key.kind not in PRODUCTS:
         return bandwidth
     ratios = []

@@ -1,13 +1,13 @@
-"""How `trimtab.precision` runs an operator in a precision: what it casts, what it saves, what it needs meanwhile.
+"""How `trimtab.precision` runs an operator in a precision: what it casts, saves and temporarily allocates.
 
-Facts about the implementation, as plain arithmetic on shapes; tests hold them against the implementation.
+Facts about the implementation, as plain arithmetic on shapes; tests compare them with the implementation.
 
-- Values leave in the type they arrived in (autocast's, where that is on). So under `set_precision` no
-  neighbor ever changes its type.
+- Results have the type of the inputs (autocast's, if that is on). So `set_precision` never changes the type of
+  a neighbor.
 - The operands of x and w are made inside: int8 and fp8 by a fused quantize, half types by a cast; the
   product of codes is scaled back in its epilogue, that of half types is cast back.
-- Backward turns the arriving gradient into operands (int8 once for each of its two products), makes the
-  weight's operand anew unless it was saved, and gives the weight's gradient in fp32.
+- Backward converts the gradient to operands (int8 once for each of its two products), makes the weight's
+  operand again unless it was saved, and returns the weight's gradient in fp32.
 - x is saved in the low precision. The weight's operand is saved by 8-bit linear layers on a GPU only.
 """
 
@@ -31,7 +31,7 @@ PAD = 16
 
 
 class Cast(NamedTuple):
-    """So many elements from one type to another."""
+    """A conversion of elements from one type to another."""
 
     source: str
     target: str
@@ -48,17 +48,17 @@ def passes(precision: str) -> tuple[str, str, str]:
 
 
 def memory_type(precision: str) -> str:
-    """The type that a precision's operands have: tf32 is fp32 in memory."""
+    """The type of a precision's operands: tf32 is fp32 in memory."""
     return "fp32" if precision == "tf32" else precision
 
 
 def values_of(operator: Operator) -> tuple[Tensor, ...]:
-    """The inputs that a product reads: floating ones."""
+    """The floating-point inputs of a product."""
     return tuple(t for t in operator.input_tensors if t.floating)
 
 
 def weight_of(operator: Operator) -> Tensor | None:
-    """The matrix or kernel that a linear layer or a convolution multiplies with."""
+    """The weight of a linear layer or a convolution."""
     if operator.kind not in ("linear", "conv"):
         return None
     return next((t for t in operator.parameter_tensors if len(t.shape) >= 2), None)
@@ -69,7 +69,7 @@ def saves_weight_operand(operator: Operator, precision: str, device: DeviceKind)
 
 
 def forward_casts(operator: Operator, precision: str, arriving: str, leaving: str) -> Iterator[Cast]:
-    """What the forward pass casts, in a precision that was set."""
+    """The casts of the forward pass in a given precision."""
     name, _, for_weight = map(memory_type, passes(precision))
     out = operator.outputs[0].numel
     if operator.kind == "embedding":
@@ -93,7 +93,7 @@ def forward_casts(operator: Operator, precision: str, arriving: str, leaving: st
 def backward_casts(
     operator: Operator, precision: str, arriving: str, leaving: str, device: DeviceKind
 ) -> Iterator[Cast]:
-    """What the backward pass casts; the gradient comes in the type the values left in."""
+    """The casts of the backward pass; the gradient has the type of the results."""
     if operator.kind == "embedding" or not operator.differentiable:
         return
     _, for_input, for_weight = map(memory_type, passes(precision))
@@ -120,7 +120,7 @@ def backward_casts(
 
 
 def saved_bytes(operator: Operator, precision: str, arriving: str, device: DeviceKind) -> int:
-    """What an operator in a set precision keeps in memory of its own, beside what it shares with others."""
+    """What an operator in a given precision saves in memory of its own, not shared with others."""
     _, for_input, for_weight = map(memory_type, passes(precision))
     if operator.kind == "embedding":
         return 0
@@ -143,12 +143,12 @@ def saved_bytes(operator: Operator, precision: str, arriving: str, device: Devic
 
 
 def shares_input(operator: Operator, precision: str, arriving: str) -> bool:
-    """Whether backward keeps the very tensor that arrived."""
+    """Whether backward saves the input tensor itself."""
     return memory_type(passes(precision)[2]) == arriving
 
 
 def forward_workspace(operator: Operator, precision: str, arriving: str, device: DeviceKind) -> int:
-    """Bytes that live only while the forward pass of a set precision runs."""
+    """Temporary bytes of the forward pass in a given precision."""
     name = memory_type(passes(precision)[0])
     weight = weight_of(operator)
     out = operator.outputs[0].numel
@@ -169,7 +169,7 @@ def forward_workspace(operator: Operator, precision: str, arriving: str, device:
 
 
 def backward_workspace(operator: Operator, precision: str, leaving: str, device: DeviceKind) -> int:
-    """Bytes that live only while the backward pass of a set precision runs, its results left out."""
+    """Temporary bytes of the backward pass in a given precision, without its results."""
     name = memory_type(passes(precision)[1])
     if operator.kind == "embedding":
         return 0
@@ -197,7 +197,7 @@ def backward_workspace(operator: Operator, precision: str, leaving: str, device:
 
 
 def _gathered(operator: Operator) -> int:
-    """A convolution of codes multiplies rows of what lies under its kernel: their elements."""
+    """Elements of the unfolded input, with which a convolution of codes is a matrix product."""
     weight = weight_of(operator)
     if operator.kind != "conv" or weight is None:
         return 0
@@ -206,10 +206,10 @@ def _gathered(operator: Operator) -> int:
 
 
 def plain_workspace(operator: Operator, device: DeviceKind) -> int:
-    """As the two above, in either pass, for an operator that was left as it is."""
+    """Temporary bytes of either pass of an operator in its own precision."""
     if operator.kind != "conv" or device != "cpu":
         return 0
-    # oneDNN computes in a layout of its own choosing, and copies there: what goes in, and what comes out.
+    # oneDNN computes in its own layout, so inputs and outputs are copied.
     return sum(t.nbytes for t in values_of(operator)) + operator.outputs[0].nbytes
 
 

@@ -1,7 +1,7 @@
-"""What every operator of a workload takes on a device, from a profile, at any batch size.
+"""Times of every operator of a workload on a device at any batch size, from a profile.
 
-Times are known at the batch sizes that were measured; between and beyond two of them they are taken to be
-linear in the number of samples, operator by operator.
+Times are known at the measured batch sizes; between and beyond them they are assumed to be linear in the number
+of samples, operator by operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Measured:
-    """The times of one model's operators. Asking twice costs nothing."""
+    """The times of one model's operators; lookups are cached."""
 
     def __init__(self, workload: Workload, profile: Profile) -> None:
         self.workload, self.profile = workload, profile
@@ -57,7 +57,7 @@ class Measured:
         *,
         naive: bool = False,
     ) -> CostMapper:
-        """The times of all operators, with some set to a precision by pattern.
+        """The times of all operators, with some precisions set by pattern.
 
         Raises:
             TrimtabError: naming the operator that was not measured.
@@ -72,7 +72,7 @@ class Measured:
         return self._mappers[key]
 
     def costs(self, device: str, samples: int, precisions: Mapping[str, str]) -> DeviceCosts:
-        """Costs of every operator: in its precision of `precisions` (by name), or as it is."""
+        """Costs of every operator in its precision of `precisions` (by name), or in its own."""
         profile = self.device(device)
         operators: dict[str, OperatorTime] = {}
         for operator in self.workload.operators:

@@ -1,7 +1,7 @@
-"""The precision dependency graph: who computes in what, and in what type values flow between operators.
+"""The precision dependency graph: which operator computes in which precision, and the types between operators.
 
-Adjustable operators compute in the precision they are given, dependent ones in the type of their inputs
-(mixed ones promote), fixed ones in the type they were captured with, behind a cast where another arrives.
+Adjustable operators compute in the precision that was set, dependent ones in the type of their inputs
+(mixed types are promoted), fixed ones in the type they were captured with, after a cast if another type arrives.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from trimtab.workload import Operator, Workload
 
 Results = Literal["input", "own"]
-"""In what type an operator's result leaves: that of its input, as `trimtab.precision` does, or, as with
-operators that autocast lowers, the half type it computed in."""
+"""The type of an operator's result: that of its input, as with `trimtab.precision`, or the half type it computed
+in, as with operators that autocast lowers."""
 
 _RANK = {"fp8": 0, "fp16": 1, "bf16": 1, "fp32": 2, "fp64": 3}
 
 
 def promoted(types: list[str]) -> str | None:
-    """The type in which torch computes on several: the widest, and fp32 for two unlike halves."""
+    """The type to which torch promotes several: the widest, and fp32 for two different half types."""
     widest: str | None = None
     for name in types:
         if widest is None or _RANK[name] > _RANK[widest]:
@@ -37,7 +37,7 @@ def promoted(types: list[str]) -> str | None:
 
 
 class PrecisionGraph:
-    """Precisions of all operators and the types that follow from them."""
+    """Precisions of all operators, and the types that follow from them."""
 
     def __init__(self, workload: Workload, *, results: Results = "input") -> None:
         self.workload, self.results = workload, results
@@ -48,7 +48,7 @@ class PrecisionGraph:
         self.arriving: list[tuple[str, ...]] = [self._arriving(operator) for operator in workload.operators]
 
     def indices(self, operator: int | str) -> tuple[int, ...]:
-        """All calls that are set together with one: by index, or by the name `set_precision` knows."""
+        """All calls that are set together: given by one index, or by the name that `set_precision` takes."""
         name = self.workload.operators[operator].setting if isinstance(operator, int) else operator
         if name is None:
             assert isinstance(operator, int)
@@ -58,14 +58,14 @@ class PrecisionGraph:
             )
         if name not in self.workload.settings:
             some = ", ".join(list(self.workload.settings)[:8])
-            raise TrimtabError(f"{name!r} is no operator of {self.workload.model}; there are {some}, ...")
+            raise TrimtabError(f"{name!r} is not an operator of {self.workload.model}; there are {some}, ...")
         return self.workload.settings[name]
 
     def set(self, operator: int | str, precision: str | None) -> tuple[int, ...]:
-        """Give an operator a precision (None: the plain one).
+        """Set the precision of an operator (None: the plain one).
 
         Returns:
-            Every operator whose own precision or arriving types are now others, in order.
+            Every operator whose precision or arriving types have changed, in order.
         """
         touched: set[int] = (
             set()

@@ -1,8 +1,8 @@
-"""From what operators, codec and link take to the roles and buckets that are replayed."""
+"""Builds the roles and buckets of a replay from the times of operators, codec and links."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
@@ -14,25 +14,12 @@ from trimtab.wire_format import MIN_NUMEL, TINY_BYTES, encoded_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trimtab.cluster.profile import CodecTime
     from trimtab.workload import Workload
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecSpeed:
-    """(seconds per value, seconds besides) of one device."""
-
-    encode: tuple[float, float]
-    decode: tuple[float, float]
-    add: tuple[float, float]
-    """Decoding onto a sum."""
-
-    def seconds(self, which: str, numel: float) -> float:
-        a, c = getattr(self, which)
-        return float(a * numel + c) if numel > 0 else 0.0
-
-
 def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:
-    """Bits of every trainable parameter under `trimtab.compress(ddp, Block(bits=bits))`; 0 for exact."""
+    """Bits of every trainable parameter under `trimtab.compress(ddp, Block(bits=bits))`; 0 for uncompressed."""
     return {
         p.name: bits if bits and len(p.tensor.shape) > 1 and p.tensor.numel >= MIN_NUMEL else 0
         for p in workload.parameters
@@ -41,7 +28,7 @@ def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:
 
 
 def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
-    """Bytes of every bucket once it is encoded."""
+    """Encoded bytes of every bucket."""
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
     chosen = bits_of(workload, bits)
     return tuple(
@@ -51,7 +38,7 @@ def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
 
 
 def in_one_gather(nbytes: int, world: int) -> bool:
-    """Whether a bucket of so many encoded bytes is all-gathered, instead of scattered, added up and gathered."""
+    """Whether a bucket of so many encoded bytes is all-gathered instead of scattered, reduced and gathered."""
     return world <= 2 or nbytes <= TINY_BYTES
 
 
@@ -62,10 +49,10 @@ def segments(
     ready: dict[int, list[int]] = {}
     for index, bucket in enumerate(workload.buckets):
         ready.setdefault(max(bucket.ready, 0), []).append(index)
-    found = [
+    stream = [
         ComputeSegment(name=o.name, seconds=forward[o.index], phase="forward") for o in workload.operators
     ]
-    found += [
+    stream += [
         ComputeSegment(
             name=o.name,
             seconds=backward[o.index],
@@ -74,13 +61,13 @@ def segments(
         )
         for o in reversed(workload.operators)
     ]
-    return tuple(found)
+    return tuple(stream)
 
 
 def plain_buckets(
     workload: Workload, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
 ) -> tuple[BucketTransfers, ...]:
-    """Buckets that the backend's all-reduce carries; one fit for each role."""
+    """Buckets that the backend all-reduces; one fit for each role."""
     return tuple(
         BucketTransfers(
             name=f"bucket {i}", transfers=(transfer("all_reduce", bucket.nbytes, placement, fits),)
@@ -112,9 +99,9 @@ def compressed_buckets(
     placement: Placement,
     fits: Mapping[Collective, Sequence[Fit]],
     bits: Mapping[str, int],
-    codecs: Sequence[CodecSpeed],
+    codecs: Sequence[CodecTime],
 ) -> tuple[tuple[BucketTransfers, ...], list[tuple[tuple[float, ...], ...]]]:
-    """Buckets in fewer bits, and for each role what its codec does before and after each transfer."""
+    """Compressed buckets, and for each role the codec's time before and after each transfer."""
     world = placement.world
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
     buckets: list[BucketTransfers] = []
@@ -128,8 +115,8 @@ def compressed_buckets(
                 BucketTransfers(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),))
             )
             for role, codec in zip(local, codecs, strict=True):
-                after = codec.seconds("decode", numel) + (world - 1) * codec.seconds("add", numel)
-                role.append((codec.seconds("encode", numel), after))
+                after = codec.decode.seconds(numel) + (world - 1) * codec.add.seconds(numel)
+                role.append((codec.encode.seconds(numel), after))
             continue
         part = numel / world
         away = nbytes * (world - 1) // world
@@ -144,18 +131,16 @@ def compressed_buckets(
         )
         for role, codec in zip(local, codecs, strict=True):
             owner = (
-                (world - 1) * codec.seconds("add", part)
-                + codec.seconds("encode", part)
-                + codec.seconds("decode", part)
+                (world - 1) * codec.add.seconds(part)
+                + codec.encode.seconds(part)
+                + codec.decode.seconds(part)
             )
-            role.append(
-                (codec.seconds("encode", numel - part), owner, (world - 1) * codec.seconds("decode", part))
-            )
+            role.append((codec.encode.seconds(numel - part), owner, (world - 1) * codec.decode.seconds(part)))
     return tuple(buckets), [tuple(role) for role in local]
 
 
 def idle_seconds(buckets: Sequence[BucketTransfers], local: Sequence[tuple[tuple[float, ...], ...]]) -> float:
-    """What compressed buckets take with nothing to compute: all of them are ready at once."""
+    """Time of compressed buckets with nothing to compute: all of them are ready at once."""
     ready = ComputeSegment(name="", seconds=0.0, phase="backward", buckets=tuple(range(len(buckets))))
     roles = [RoleWork(name=str(index), segments=(ready,), local=work) for index, work in enumerate(local)]
     return replay(roles, buckets).step_s
@@ -164,5 +149,5 @@ def idle_seconds(buckets: Sequence[BucketTransfers], local: Sequence[tuple[tuple
 def with_local(
     roles: Sequence[RoleWork], local: Sequence[tuple[tuple[float, ...], ...]]
 ) -> tuple[RoleWork, ...]:
-    """The roles, with what their codec does."""
+    """The roles with their codec's work."""
     return tuple(replace(role, local=work) for role, work in zip(roles, local, strict=True))

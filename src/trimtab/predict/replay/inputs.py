@@ -15,11 +15,11 @@ class ComputeSegment:
 
     name: str
     seconds: float
-    """On the device, with nothing else running there."""
+    """Time on the device, with nothing else running there."""
 
     phase: Literal["forward", "backward"]
     launch_s: float = 0.0
-    """What the host takes to start it. A device never runs ahead of its host."""
+    """Time of the host to launch it. A device never runs ahead of its host."""
 
     buckets: tuple[int, ...] = ()
     """Gradient buckets that are complete when this ends."""
@@ -27,21 +27,21 @@ class ComputeSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleWork:
-    """Ranks that are alike: same device, same share, same precisions."""
+    """The work of identical ranks: same device, same share, same precisions."""
 
     name: str
     segments: tuple[ComputeSegment, ...]
     """Forward, then backward, in the order of the stream."""
 
     optimizer_s: float = 0.0
-    """From the last average to the end of the step."""
+    """Time of the optimizer, after the last bucket is reduced."""
 
     local: tuple[tuple[float, ...], ...] = ()
-    """For each bucket, what encoding, reducing and decoding take: one number before each transfer and one
+    """For each bucket, the time of encoding, reducing and decoding: one number before each transfer and one
     after the last."""
 
     codec_part: float = 1.0
-    """The part of the device that a codec stage can use: one thread of several, or all of a GPU."""
+    """Fraction of the device that a codec stage can use: one thread of several, or all of a GPU."""
 
     ranks: int = 1
 
@@ -51,28 +51,28 @@ class Transfer:
     """One collective of one bucket, over all ranks."""
 
     latency_s: float
-    """Before the bytes flow; costs nobody anything."""
+    """Before the bytes flow; uses no device."""
 
     seconds: float
-    """While they flow, the wire being free and every rank having time for it."""
+    """While the bytes flow, with the wire free and every rank available."""
 
     drag: tuple[float, ...] = ()
-    """For each role, the part of its device that the transfer takes while it flows."""
+    """For each role, the fraction of its device that the transfer uses while it flows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTransfers:
-    """One gradient bucket: the collectives it takes."""
+    """The collectives of one gradient bucket."""
 
     name: str
     transfers: tuple[Transfer, ...]
 
 
 def compute_runs(role: RoleWork) -> list[tuple[float, tuple[int, ...], str]]:
-    """The compute stream cut where a bucket becomes ready or the phase changes: (seconds, buckets, phase).
+    """The compute stream, split where a bucket becomes ready or the phase changes: (seconds, buckets, phase).
 
-    The device's clock is carried along with the host's, so that runs in which launching is the
-    slower of the two last as long as the launching.
+    The clocks of device and host advance together, so runs in which launching is the slower of the two last as
+    long as the launching.
     """
     runs: list[tuple[float, tuple[int, ...], str]] = []
     host = device = since = 0.0

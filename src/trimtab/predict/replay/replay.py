@@ -1,9 +1,9 @@
 """One training step of a data-parallel job, replayed event by event.
 
-Every role (ranks that are alike) is simulated once. A role has one device, which its compute stream, its codec
-stages and the transfers under way share as threads share a core: each gets what it asks for as long as
-there is enough, else an equal part. A transfer belongs to all roles at once: it starts when the last one is
-ready and goes on at the pace of the wire, or of the rank that has least left for it. Buckets pass through
+Every role (identical ranks) is simulated once. A role has one device, which its compute stream, its codec
+stages and the active transfers share as threads share a core: each gets what it demands as long as there is
+enough, else an equal share. A transfer belongs to all roles at once: it starts when the last one is
+ready and proceeds at the rate of the wire, or of the rank that has least capacity for it. Buckets pass through
 the stages in order, as `trimtab.collectives.pipeline` runs them.
 """
 
@@ -59,7 +59,7 @@ class _Task:
 def replay(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> Timeline:
     """Replay one step.
 
-    Every bucket must be named by a segment of every role, exactly once.
+    Every bucket must be completed by a segment of every role, exactly once.
     """
     check_inputs(roles, buckets)
     return _Replay(roles, buckets).run()
@@ -73,8 +73,8 @@ class _Replay:
         self.now = 0.0
         self.active: list[_Task] = []
         self.spans: list[Span] = []
-        # Each stage is served in order: by a thread of every role for its local work, on a group for its
-        # transfers. So a stage of a bucket waits for its input and for the bucket before it in that stage.
+        # Each stage is processed in order: local work by a thread of every role, transfers by a process group.
+        # So a stage of a bucket waits for its input and for the previous bucket in that stage.
         self.next_local, behind_local = _queues([len(bucket.transfers) + 1 for bucket in buckets])
         self.next_transfer, behind_transfer = _queues([len(bucket.transfers) for bucket in buckets])
         self.local_needs = [[[1 + after for after in bucket] for bucket in behind_local] for _ in roles]
@@ -114,7 +114,7 @@ class _Replay:
         return Timeline(step_s=self.now, roles=times, spans=tuple(self.spans))
 
     def _set_rates(self) -> None:
-        """Share every device among what runs on it, and the wire among the transfers."""
+        """Divide every device among its tasks, and the wire among the transfers."""
         by_role: list[list[_Task]] = [[] for _ in self.roles]
         flows: list[_Task] = []
         for task in self.active:
@@ -134,10 +134,10 @@ class _Replay:
                 tasks[0].rate = 1.0
                 continue
             demands = [task.demand for task in tasks] + [drag * wire for drag in drags]
-            given = _fair(demands)
-            for task, part in zip(tasks, given, strict=False):
+            granted = _fair(demands)
+            for task, part in zip(tasks, granted, strict=False):
                 task.rate = part / task.demand
-            for flow, drag, part in zip(flows, drags, given[len(tasks) :], strict=True):
+            for flow, drag, part in zip(flows, drags, granted[len(tasks) :], strict=True):
                 if drag > 0:
                     flow.rate = min(flow.rate, part / drag)
         for task in self.active:
@@ -286,20 +286,20 @@ def _tick(task: _Task, now: float) -> None:
 
 
 def _fair(demands: Sequence[float]) -> list[float]:
-    """Share 1 among demands: each gets what it asks for while there is enough, else an equal part."""
+    """Divide 1 among demands: each gets what it demands while there is enough, else an equal share."""
     if sum(demands) <= 1.0:
         return list(demands)
-    given = [0.0] * len(demands)
+    granted = [0.0] * len(demands)
     left, waiting = 1.0, len(demands)
     for index in sorted(range(len(demands)), key=demands.__getitem__):
-        given[index] = min(demands[index], left / waiting)
-        left -= given[index]
+        granted[index] = min(demands[index], left / waiting)
+        left -= granted[index]
         waiting -= 1
-    return given
+    return granted
 
 
 def _queues(lengths: Sequence[int]) -> tuple[list[list[int | None]], list[list[int]]]:
-    """For every bucket and stage, the next bucket that has this stage, and whether (1) there is one before it."""
+    """For every bucket and stage, the next bucket with this stage, and 1 if there is a previous one, else 0."""
     following: list[list[int | None]] = [[None] * length for length in lengths]
     behind = [[0] * length for length in lengths]
     last: dict[int, int] = {}

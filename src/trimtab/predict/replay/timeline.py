@@ -1,4 +1,4 @@
-"""What a replay gives: spans on every lane, who waited for whom, and where the step's time went."""
+"""The result of a replay: spans on every lane, which waited for which, and where the step's time went."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 Lane = Literal["compute", "codec", "wire"]
 PHASES = ("forward", "backward", "codec", "wire", "optimizer")
-"""What the time of a step is told apart into."""
+"""The phases that the time of a step is divided into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Span:
     """Index of the span whose end let this one start; None at the beginning of the step."""
 
     ticks: tuple[tuple[float, float], ...] = ()
-    """(time, work done) wherever its speed changed: what runs beside others does not run evenly."""
+    """(time, work left) wherever its speed changed, because it shared a device or the wire."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +40,19 @@ class RoleTime:
     name: str
     ranks: int
     compute_s: float
-    """Forward, backward and optimizer, with what runs beside them taken into account."""
+    """Forward, backward and optimizer, slowed down by what runs at the same time."""
 
     own_s: float
     """The same with the device to itself."""
 
     wait_s: float
-    """From its last gradient to the last average."""
+    """From its last gradient to the last reduced bucket."""
 
     end_s: float
 
     @property
     def utilization(self) -> float:
-        """The part of the step in which the device works on the model."""
+        """Fraction of the step in which the device works on the model."""
         return self.own_s / self.end_s if self.end_s else 0.0
 
 
@@ -65,7 +65,7 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def critical_path(self) -> tuple[Span, ...]:
-        """From the beginning of the step to its end, the spans of which each had to wait for the one before."""
+        """The spans from the beginning of the step to its end, each of which waited for the one before."""
         if not self.spans:
             return ()
         index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end)
@@ -92,20 +92,20 @@ class Timeline:
 
 
 def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
-    """What holds the step up, in words."""
+    """The bottleneck of the step, in words."""
     parts = timeline.breakdown()
     total = timeline.step_s
     role = timeline.critical_role()
     name = (names or [r.name for r in timeline.roles])[role]
     if total <= 0:
-        return "the step takes no time: there is no work in it"
+        return "the step takes no time: it has no work"
     link = parts["wire"] / total
     codec = parts["codec"] / total
     compute = 1 - link - codec
     waits = [r.wait_s / total for r in timeline.roles]
     if link >= 0.4:
         return (
-            f"the link: for {link:.0%} of the step nothing but a transfer is being waited for; send fewer bits, "
+            f"the link: {link:.0%} of the step is exposed communication; send fewer bits, "
             "or use a faster link"
         )
     if codec >= 0.3:
@@ -113,8 +113,8 @@ def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
         return (
-            f"the devices of {name}: the others wait for them for up to {max(waits):.0%} of the step; give them "
+            f"the devices of {name}: the others wait for them up to {max(waits):.0%} of the step; give them "
             "smaller shares of the batch or a lower precision"
         )
-    exposed = f", {link:.0%} an exposed transfer" if link >= 0.02 else ""
+    exposed = f", {link:.0%} exposed communication" if link >= 0.02 else ""
     return f"computing: {compute:.0%} of the step{exposed}; the ranks are even to within {spread:.0%} of it"

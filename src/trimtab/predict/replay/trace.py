@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from trimtab.predict.replay.timeline import Timeline
 
 WIRE = 0
-"""The process that stands for the link; roles count from 1."""
+"""The process that represents the link; roles are numbered from 1."""
 
 
 def trace(timeline: Timeline, roles: Sequence[RoleWork] = ()) -> dict[str, Any]:
-    """The trace as a tree for JSON. With the roles that were replayed, compute lanes show every operator."""
+    """The trace as a JSON tree. With the replayed roles, compute lanes show every operator."""
     events: list[dict[str, Any]] = [_name("process_name", WIRE, 0, "link")]
     for index, role in enumerate(timeline.roles):
         ranks = f" x {role.ranks}" if role.ranks > 1 else ""
@@ -43,7 +43,7 @@ def save_trace(path: str | Path, timeline: Timeline, roles: Sequence[RoleWork] =
 
 
 def _operators(index: int, role: RoleWork, timeline: Timeline) -> list[dict[str, Any]]:
-    """Operators inside the compute_runs of a compute lane, at the speed each stretch had then."""
+    """Operators inside the runs of a compute lane, at the speed each run had."""
     lane = [s for s in timeline.spans if s.role == index and s.lane == "compute" and s.phase != "optimizer"]
     work, times = [0.0], [0.0]
     for span in lane:
