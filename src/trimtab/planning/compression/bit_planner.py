@@ -195,7 +195,7 @@ class BitPlanner:
         return ""
 
     def _settle(self, fastest: str, optimizer: str) -> str:
-        """Switch to the family for this optimizer, and say due."""
+        """Switch to the family for this optimizer, and say why."""
         if fastest in passed_families(optimizer=optimizer):
             self.settings = replace(self.settings, name=fastest)
             return f"{fastest}: this optimizer takes gradients as they come"
