@@ -41,9 +41,11 @@ def test_state_of_the_wrapped_model_is_found() -> None:
     assert find_state(inner, "active_plan") is None
 
 
-def test_copies_have_their_own_state() -> None:
+def test_copies_keep_what_their_forward_pass_needs() -> None:
     module = nn.Linear(2, 2)
-    attach_state(module).explanation = "because"
+    state = attach_state(module)
+    state.explanation, state.unit_block = "because", ("block", "kind")
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert state_of(other) is not state_of(module)
-        assert state_of(other).explanation == "because"
+        assert state_of(other) is not state
+        assert state_of(other).unit_block == ("block", "kind")
+        assert state_of(other).explanation is None

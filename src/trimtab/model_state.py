@@ -15,7 +15,7 @@ _KEY = "_trimtab"
 
 
 class Detached:
-    """What a copy of a model, or a saved model, has in the place of something `JobBound`: it does nothing."""
+    """Replaces something `JobBound` in copies of a model and in saved models; does nothing."""
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         return None
@@ -27,7 +27,7 @@ class Detached:
 
 
 class JobBound:
-    """Belongs to a model of the running job (threads, groups, hooks): copies and saved models go without it."""
+    """Base of what belongs to a model of the running job (threads, groups, hooks): copies and saved models lack it."""
 
     def __deepcopy__(self, _memo: Any) -> Any:
         return Detached()
@@ -37,7 +37,7 @@ class JobBound:
 
 
 class JobHook(JobBound):
-    """A module's hook that its copies do not take along."""
+    """A module's hook that is not copied with the module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

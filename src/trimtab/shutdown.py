@@ -1,8 +1,8 @@
-"""Threads that leave before the interpreter does.
+"""Stops threads before the interpreter exits.
 
-A thread that asks for the interpreter's lock while the interpreter is being torn down is unwound through C++ code
-that must not throw, and the process aborts ("terminate called without an active exception"). So whatever owns a
-thread registers here; at exit its threads are told to leave, and waited for, up to a limit.
+A thread that requests the GIL while the interpreter is shutting down is unwound through C++ code that must not
+throw, and the process aborts ("terminate called without an active exception"). So objects that own threads
+register here; at exit their threads are stopped, with a limit on the time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Protocol
 from weakref import WeakSet
 
 LIMIT_S = 5.0
-"""How long exiting waits for all threads together; one that waits for a dead rank is left behind."""
+"""How long exiting waits for all threads together; a thread that waits for a dead rank is abandoned."""
 
 
 class Closeable(Protocol):
     """Owns threads."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Tell the threads to leave, and wait for them up to `timeout` seconds; again is allowed."""
+        """Stop the threads, waiting up to `timeout` seconds; may be called again."""
 
 
 _open: WeakSet[Closeable] = WeakSet()

@@ -28,14 +28,14 @@ REFERENCE = ReferenceKernels()
 def check(case: Case, kernels: NativeKernels) -> None:
     packing = case.packing
     raw = [s for s in packing.segments if s.bits == 0]
-    expected, found = case.out(), case.out()
+    expected, actual = case.out(), case.out()
     REFERENCE.encode(case.flat, packing, expected, **case.keywords)
-    kernels.encode(case.flat, packing, found, **case.keywords)
+    kernels.encode(case.flat, packing, actual, **case.keywords)
     # The bytes of a raw NaN are open (docs/wire-format.md): then its decoded values are compared, below.
     if not (raw and case.flat.isnan().any()):
-        assert torch.equal(expected, found)
+        assert torch.equal(expected, actual)
 
-    for data in (expected, found, *case.peers):
+    for data in (expected, actual, *case.peers):
         for add in (False, True):
             y, z = case.flat.clone(), case.flat.clone()
             REFERENCE.decode(data, packing, y, add=add)
@@ -44,10 +44,10 @@ def check(case: Case, kernels: NativeKernels) -> None:
 
     y, z = case.flat.clone(), case.flat.clone()
     REFERENCE.reduce_encode(y, case.peers, packing, expected, **case.keywords)
-    kernels.reduce_encode(z, case.peers, packing, found, **case.keywords)
+    kernels.reduce_encode(z, case.peers, packing, actual, **case.keywords)
     assert same(y, z)
     if not raw:
-        assert torch.equal(expected, found)
+        assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("instruction_set", HERE)
@@ -113,18 +113,18 @@ def test_flushing_denormals_changes_no_bit(instruction_set: str) -> None:
     flat = values("subnormal", 3000, torch.float32, 3)
     flat[500:1000] *= 1e3
     case = Case(packing, flat, (), 0, 1, 1.0, True)
-    expected, found, y, z = case.out(), case.out(), flat.clone(), flat.clone()
+    expected, actual, y, z = case.out(), case.out(), flat.clone(), flat.clone()
     REFERENCE.encode(flat, packing, expected, stream=1)
     REFERENCE.decode(expected, packing, y, add=True)
     assert torch.set_flush_denormal(True)
     try:
         kernels = NativeKernels(instruction_set=instruction_set)
-        kernels.encode(flat, packing, found, stream=1)
+        kernels.encode(flat, packing, actual, stream=1)
         kernels.decode(expected, packing, z, add=True)
         still = (torch.tensor([1e-40]) * 1.0).item() == 0.0
     finally:
         torch.set_flush_denormal(False)
-    assert torch.equal(expected, found)
+    assert torch.equal(expected, actual)
     assert torch.equal(y, z)
     assert still, "the caller's own mode must come back"
 
@@ -177,11 +177,11 @@ def test_settings_are_checked() -> None:
 
 
 def test_command_names_the_instruction_set() -> None:
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-m", "trimtab.codec.native"], capture_output=True, text=True, check=True
     )
-    assert found.stdout == f"fast CPU kernels: {INSTRUCTION_SETS[BEST]} (libtrimtab.so)\n"
-    assert found.stderr == ""
+    assert actual.stdout == f"fast CPU kernels: {INSTRUCTION_SETS[BEST]} (libtrimtab.so)\n"
+    assert actual.stderr == ""
 
 
 def test_missing_or_of_another_version(

@@ -202,8 +202,8 @@ def test_splitting_at_blocks_changes_no_bit(kernels: Kernels, cuts: tuple[int, .
         segment = Segment(offset=3, numel=part.numel(), bits=5, block=block, name_hash=8, first_block=first)
         packing = Packing(segments=(segment,), dtype=x.dtype)
         flat = torch.cat((torch.full((3,), 9.0), part))
-        found = decoded(kernels, encoded(kernels, flat, packing), packing)[3:]
-        assert torch.equal(found, expected[first * block : last * block])
+        actual = decoded(kernels, encoded(kernels, flat, packing), packing)[3:]
+        assert torch.equal(actual, expected[first * block : last * block])
 
 
 @BOTH

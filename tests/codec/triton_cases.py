@@ -57,7 +57,7 @@ class Case:
 def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[Case]:
     """`count` cases of at most about `largest` elements, which go round bits and block sizes, and one more."""
     rng = random.Random(seed)
-    found = []
+    made = []
     for i in range(count):
         segments, at = [], rng.choice((0, 0, 3))
         for n in range(rng.choice((1, 1, 2, 5))):
@@ -76,7 +76,7 @@ def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[
             at += segments[-1].numel + rng.choice((0, 0, 5))
         rng.shuffle(segments)
         edge = i % 4 == 1  # these need values that arrive unrounded
-        found.append(
+        made.append(
             Case(
                 packing=Packing(
                     segments=tuple(segments),
@@ -94,7 +94,7 @@ def cases(count: int, seed: int, largest: int, blocks: tuple[int, ...]) -> list[
                 layout=rng.choice(("rows", "gap", "scattered")),
             )
         )
-    return [_clamped(), *found]
+    return [_clamped(), *made]
 
 
 def _clamped() -> Case:
@@ -147,12 +147,12 @@ def differences(case: Case, kernels: Kernels, device: torch.device, oracle: torc
         _put_on_edges(x, packing, stream, generator)
     others = [values(case.kind, count, packing.dtype, generator) for _ in range(case.payloads)]
     noise = torch.randint(0, 256, (packing.nbytes,), generator=generator, dtype=torch.uint8)
-    found: list[str] = []
+    mismatches: list[str] = []
 
     def compare(what: str, ours: torch.Tensor, theirs: torch.Tensor, *, payload: bool = False) -> None:
         wrong = _unequal_payloads(packing, ours.cpu(), theirs.cpu()) if payload else _unequal(ours, theirs)
         if len(wrong):
-            found.append(f"{what}: {len(wrong)} differ, first at {int(wrong[0])}")
+            mismatches.append(f"{what}: {len(wrong)} differ, first at {int(wrong[0])}")
 
     def buffer(source: torch.Tensor, shift: int) -> torch.Tensor:
         whole = torch.empty(source.numel() + shift + 16, dtype=source.dtype, device=device)
@@ -195,8 +195,8 @@ def differences(case: Case, kernels: Kernels, device: torch.device, oracle: torc
             begin = guarded.storage_offset() * guarded.itemsize
             inside = range(begin, begin + guarded.numel() * guarded.itemsize)
             if any(b != GUARD for i, b in enumerate(around) if i not in inside):
-                found.append("wrote outside the buffer")
-    return found
+                mismatches.append("wrote outside the buffer")
+    return mismatches
 
 
 def _put_on_edges(x: torch.Tensor, packing: Packing, stream: int, generator: torch.Generator) -> None:
@@ -298,9 +298,9 @@ def main() -> None:
     blocks = (8, 16, 64, 100, 9, 512, 77, 1024, 3000, 8200)
     report = {}
     for case in cases(count, seed, largest=9000, blocks=blocks):
-        found = differences(case, TritonKernels(), cpu, cpu)
-        if found:
-            report[str(case)] = found
+        mismatches = differences(case, TritonKernels(), cpu, cpu)
+        if mismatches:
+            report[str(case)] = mismatches
     print(json.dumps(report))
 
 

@@ -216,7 +216,7 @@ def test_what_one_rank_lacks_is_an_error_on_all_and_not_a_hang(ranks: Pool) -> N
 
 def not_a_tensor_for_it() -> list[str]:
     shared = SharedMemory(world_group(), CPU, nbytes=SMALL)
-    said = []
+    messages = []
     calls: list[Callable[[], None]] = [
         lambda: shared.all_reduce(torch.zeros(4, dtype=torch.int32)),
         lambda: shared.all_reduce(torch.zeros(4, 4).t()),
@@ -226,15 +226,15 @@ def not_a_tensor_for_it() -> list[str]:
     for call in calls:
         with pytest.raises(ValueError, match=r"shared memory|cuts") as error:
             call()
-        said.append(str(error.value))
+        messages.append(str(error.value))
     shared.close()
-    return said
+    return messages
 
 
 def test_what_it_cannot_take_is_refused(ranks: Pool) -> None:
-    (said,) = ranks(1, not_a_tensor_for_it)
-    assert "torch.int32" in said[0]
-    assert "2 ascending places in 4 elements" in said[2]
+    (messages,) = ranks(1, not_a_tensor_for_it)
+    assert "torch.int32" in messages[0]
+    assert "2 ascending places in 4 elements" in messages[2]
 
 
 def test_what_a_killed_job_left_half_made_goes_with_the_next(tmp_path: Path) -> None:

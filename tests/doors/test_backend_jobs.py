@@ -91,8 +91,8 @@ def around_it() -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
-    told = [{"from": rank}]
-    dist.broadcast_object_list(told, src=1)
+    received = [{"from": rank}]
+    dist.broadcast_object_list(received, src=1)
     dist.barrier()
     group.monitored_barrier()  # type: ignore[attr-defined]
     received = torch.zeros(3)
@@ -108,7 +108,7 @@ def around_it() -> dict[str, Any]:
     compiled: Any = torch.compile(graph, backend="aot_eager", fullgraph=True)
     return {
         "objects": objects,
-        "told": told,
+        "told": received,
         "received": received.tolist(),
         "compiled": error(compiled(values()), 2 * exact() + 1),
         "backend": dist.get_backend(),

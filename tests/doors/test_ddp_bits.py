@@ -50,19 +50,19 @@ def both_ways() -> list[tuple[int, str, bool]]:
     """Per step and parameter: whether the changing run has the bits of the run that was so from the start."""
     changing = run(4, {"0.weight": 2, "2.weight": 7})
     fixed = {bits: run(bits, None) for bits in (2, 4, 7)}
-    found = []
+    results = []
     for step, each in enumerate(changing):
         expected = {"0.weight": 2, "2.weight": 7} if step >= AT else {}
         for name in NAMES:
-            found.append((step, name, torch.equal(each[name], fixed[expected.get(name, 4)][step][name])))
-    return found
+            results.append((step, name, torch.equal(each[name], fixed[expected.get(name, 4)][step][name])))
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_is_what_it_would_be_had_the_bits_always_been_so(ranks: Pool, world: int) -> None:
-    for found in ranks(world, both_ways, allow_groups=True):
-        assert len(found) == 6 * len(NAMES)
-        assert [(step, name) for step, name, same in found if not same] == []
+    for results in ranks(world, both_ways, allow_groups=True):
+        assert len(results) == 6 * len(NAMES)
+        assert [(step, name) for step, name, same in results if not same] == []
 
 
 def owed_and_sent() -> float:

@@ -224,13 +224,13 @@ def test_training_with_8_bit_weights_is_as_good_and_with_1_bit_is_not(ranks: Poo
 
 
 def not_finite() -> list[bool]:
-    found = []
+    outcomes = []
     for bad in (math.nan, math.inf):
         for replicas in (1, 2):
             net = make(Block(bits=4), replicas=replicas)
             (loss_of(net, 0) * (bad if dist.get_rank() == 1 else 1.0)).backward()
-            found.append(all(not bool(torch.isfinite(g).all()) for g in full(net).values()))
-    return found
+            outcomes.append(all(not bool(torch.isfinite(g).all()) for g in full(net).values()))
+    return outcomes
 
 
 def test_nan_and_inf_reach_every_shard(ranks: Pool) -> None:
@@ -302,9 +302,9 @@ def decided() -> tuple[str, bool]:
 
 
 def test_without_a_codec_each_axis_is_measured(ranks: Pool) -> None:
-    for said, agree in ranks(4, decided, allow_groups=True):
-        assert "shard axis: the link is" in said
-        assert "replicate axis: the link is" in said
+    for message, agree in ranks(4, decided, allow_groups=True):
+        assert "shard axis: the link is" in message
+        assert "replicate axis: the link is" in message
         assert agree
 
 
@@ -390,5 +390,5 @@ def refused(case: str) -> str:
     ],
 )
 def test_what_is_refused(ranks: Pool, case: str, words: str) -> None:
-    for said in ranks(2, refused, case, allow_groups=True):
-        assert words in said
+    for message in ranks(2, refused, case, allow_groups=True):
+        assert words in message

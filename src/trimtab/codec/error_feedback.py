@@ -18,10 +18,10 @@ class ErrorFeedback:
     """
 
     def __init__(self, *, hold_unused: bool = False) -> None:
-        """`hold_unused`: in steps where a parameter's values are all zero, keep what is owed to it.
+        """`hold_unused`: in steps where a parameter's values are all zero, keep its residual.
 
         DDP with `find_unused_parameters` discards the result of a step for parameters that no rank used in it:
-        whatever is sent then is lost.
+        what is sent then is lost.
         """
         self._residuals: dict[str, torch.Tensor] = {}
         self._hold_unused = hold_unused
@@ -32,11 +32,11 @@ class ErrorFeedback:
         residual = self._residuals.get(name)
         if residual is None:
             return
-        owed = residual.view_as(values)
+        missing = residual.view_as(values)
         if self._hold_unused:
             self._used[name] = used = values.any()
-            owed = owed * used
-        values.add_(owed)
+            missing = missing * used
+        values.add_(missing)
 
     def keep(self, name: str, target: torch.Tensor, sent: torch.Tensor) -> None:
         """Keep `target - sent` for the next step."""
@@ -45,11 +45,11 @@ class ErrorFeedback:
             residual = self._residuals[name] = torch.zeros(
                 target.numel(), dtype=torch.float32, device=target.device
             )
-        held = self._used.pop(name, None)
-        if held is None:
+        used = self._used.pop(name, None)
+        if used is None:
             torch.sub(target.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
         else:  # keep what was not added to the values
-            residual.mul_(~held).add_(target.reshape(-1).float()).sub_(sent.reshape(-1).float())
+            residual.mul_(~used).add_(target.reshape(-1).float()).sub_(sent.reshape(-1).float())
         # One pass: a single NaN or Inf makes the sum one. (A sum that overflows resets too; no gradient is so large.)
         finite = torch.isfinite(residual.sum())
         if residual.device.type == "cpu":

@@ -1,9 +1,9 @@
-"""Process groups of our own: invisible to the script, named by the ranks that share them.
+"""Private process groups: invisible to the script, with names that their ranks agree on.
 
-`dist.new_group(use_local_synchronization=True)` names a group by how many groups *this process* has made, so ranks
-that belong to different subgroups wait for each other under different names, forever. It also forgets the timeout
-of the group it is made from, and takes its backend from the default group. Here the first rank of the parent gives
-the name, and timeout and backend are those of the parent.
+`dist.new_group(use_local_synchronization=True)` names a group by how many groups *this process* has created, so
+ranks in different subgroups wait for each other under different names, forever. It also ignores the timeout of the
+parent group, and takes its backend from the default group. Here the first rank of the parent chooses the name, and
+timeout and backend are those of the parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def shared_name(group: dist.ProcessGroup) -> str:
-    """A name that no other group or job has, the same on every rank of the group, which all call this."""
+    """A unique name, the same on every rank of the group. Every rank calls it."""
     return roll_call(group, "trimtab", f"trimtab-{secrets.token_hex(8)}")[0]
 
 
@@ -32,7 +32,7 @@ def private_groups(
 ) -> tuple[dist.ProcessGroup, ...]:
     """`count` groups of the parent's ranks for tensors on `device`. Every rank of the parent calls it.
 
-    NCCL orders collectives by stream, so there one group serves them all; its streams have high priority, so that
+    NCCL orders collectives by stream, so there one group is enough; its streams have high priority, so that
     its kernels need not wait for those of the backward pass.
 
     Args:
@@ -49,7 +49,7 @@ def private_groups(
 
 
 def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Close the connections and threads of private groups; those that torch has destroyed already are passed over."""
+    """Close the connections and threads of private groups; those that torch has already destroyed are skipped."""
     for group in dict.fromkeys(groups):
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -58,7 +58,7 @@ def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 def gloo_backend(
     store: Any, rank: int, size: int, timeout: Any, *, name: Any, global_ranks: Sequence[int]
 ) -> Any:
-    """A Gloo backend that torch knows nothing of yet."""
+    """A Gloo backend, not registered with torch yet."""
     backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     backend.options.global_ranks_in_group, backend.options.group_name = list(global_ranks), name
     backend._set_sequence_number_for_group()
@@ -68,7 +68,7 @@ def gloo_backend(
 def nccl_backend(
     store: Any, rank: int, size: int, options: Any, *, timeout: Any, name: Any, global_ranks: Sequence[int]
 ) -> Any:
-    """An NCCL backend that torch knows nothing of yet."""
+    """An NCCL backend, not registered with torch yet."""
     options._timeout = timeout
     options.global_ranks_in_group, options.group_name = list(global_ranks), name
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -79,7 +79,7 @@ def nccl_backend(
 def register_group(
     group: dist.ProcessGroup, name: Any, *, desc: str, backend: str, config: str, store: Any, ranks: Any
 ) -> None:
-    """Let torch find a group that it did not make: these are the tables that `new_group` fills.
+    """Register a group that torch did not create: these are the tables that `new_group` fills.
 
     `ranks` maps global ranks to the group's own.
     """

@@ -1,4 +1,4 @@
-"""What every rank of a group says, before any collective: a rank that never comes is named, not waited for blindly."""
+"""Exchanges a text between the ranks of a group through the store: a rank that does not take part is named."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
-"""How often each group was called for each reason: the same on every rank that takes part every time."""
+"""Number of calls for each group and purpose: the same on every rank that always takes part."""
 
 
 def announce(group: dist.ProcessGroup, what: str, text: str) -> tuple[Any, list[str]]:
-    """Say `text` to the group without waiting for the others: the first half of `roll_call`.
+    """Publish `text` to the group without waiting for the others: the first half of `roll_call`.
 
-    Gives the store and the keys, by rank, under which the ranks say theirs.
+    Returns the store and the keys, by rank, under which the ranks publish theirs.
     """
     name = str(dist.ProcessGroup.group_name.fget(group))  # type: ignore[attr-defined]
     counts = _calls.setdefault(group, {})
     count = counts[what] = counts.get(what, -1) + 1
-    # A restarted job may find the store of the one before it.
+    # A restarted job may see the store of the previous attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(
         f"trimtab/{attempt}/{name}/{what}/{count}", dist.distributed_c10d._get_default_store()
@@ -53,17 +53,17 @@ def roll_call(group: dist.ProcessGroup, what: str, text: str) -> list[str]:
             raise
         raise TrimtabError(
             f"{what}: ranks {missing} have not called it within {timeout.total_seconds():g} s; every rank of the "
-            "group must, at the same point of the script"
+            "group must call it, at the same point of the script"
         ) from error
     texts = [store.get(key).decode() for key in keys]
-    if store.add("read", 1) == len(keys):  # torch gives a destroyed group's name to the next: leave no keys
+    if store.add("read", 1) == len(keys):  # torch may reuse a destroyed group's name: leave no keys
         for key in [*keys, "read"]:
             store.delete_key(key)
     return texts
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's collectives find their tensors: the host where it can, else this rank's GPU."""
+    """The device of the group's collectives: the CPU if it has a CPU backend, else this rank's GPU."""
     if any(device.type == "cpu" for device in group._device_types):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

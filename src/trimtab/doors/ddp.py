@@ -130,7 +130,7 @@ class DdpCompression(JobBound):
                 "communication hook cannot know; use join(), or train without trimtab.compress"
             )
         flat = bucket.buffer()
-        if flat.is_sparse:  # its values and their places differ from rank to rank: torch's own reduction
+        if flat.is_sparse:  # ranks have values at different indices: use torch's own reduction
             return allreduce_hook(self._own_group, bucket)
         step = self.step
         if bucket.is_last():
@@ -316,7 +316,7 @@ def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.P
 
 
 def has_other_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered; that a copied module's original had one of ours does not count."""
+    """Whether a communication hook is registered; one of ours that a copied module inherited does not count."""
     hooks = getattr(ddp, "_comm_hooks", ())
     return any(not isinstance(getattr(hook, "__self__", hook), Detached) for hook, _ in hooks)
 
