@@ -91,8 +91,8 @@ def around_it() -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
-    received = [{"from": rank}]
-    dist.broadcast_object_list(received, src=1)
+    broadcast = [{"from": rank}]
+    dist.broadcast_object_list(broadcast, src=1)
     dist.barrier()
     group.monitored_barrier()  # type: ignore[attr-defined]
     received = torch.zeros(3)
@@ -108,7 +108,7 @@ def around_it() -> dict[str, Any]:
     compiled: Any = torch.compile(graph, backend="aot_eager", fullgraph=True)
     return {
         "objects": objects,
-        "told": received,
+        "broadcast": broadcast,
         "received": received.tolist(),
         "compiled": error(compiled(values()), 2 * exact() + 1),
         "backend": dist.get_backend(),
@@ -119,7 +119,7 @@ def around_it() -> dict[str, Any]:
 def test_objects_points_barriers_and_compiled_graphs(ranks: Pool) -> None:
     for rank, outcome in enumerate(ranks(3, around_it, allow_groups=True)):
         assert outcome["objects"] == [{"rank": r} for r in range(3)]
-        assert outcome["told"] == [{"from": 1}]
+        assert outcome["broadcast"] == [{"from": 1}]
         assert outcome["received"] == [float((rank - 1) % 3)] * 3
         assert outcome["compiled"] < 1e-6
         assert outcome["backend"] == "cpu:trimtab,cuda:trimtab"
