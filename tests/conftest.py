@@ -21,7 +21,7 @@ except ImportError:  # the tests of tests/gpu run where only torch and pytest ar
     pass
 else:
     # No deadline: shared machines stall. On CI the same examples every time, so that a change is judged by itself.
-    settings.register_profile("trimtab", deadline=None, derandomize="CI" in os.environ)
+    settings.register_profile("trimtab", max_examples=50, deadline=None, derandomize="CI" in os.environ)
     settings.load_profile("trimtab")
 
 

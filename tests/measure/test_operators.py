@@ -73,7 +73,7 @@ def test_time_is_put_where_it_was_spent() -> None:
     assert sum(taken.forward[i] for i in between) >= 0.02
     assert sum(taken.backward[i] for i in between) >= 0.04
     assert taken.optimizer >= 0.03
-    assert max(taken.forward[i] for i in linear) < 0.02
+    assert max(taken.forward[i] for i in linear) < sum(taken.forward[i] for i in between)
 
 
 def test_waiting_for_the_others_is_nobodys_time() -> None:
