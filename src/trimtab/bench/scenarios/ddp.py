@@ -118,7 +118,7 @@ class Method(Trainer):
         _attach(ddp, kind, device)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4)
         if method.endswith(SGD):
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.005, momentum=0.9)
         super().__init__(
             ddp,
             optimizer,
