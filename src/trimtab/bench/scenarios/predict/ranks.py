@@ -141,7 +141,11 @@ class Job:
             for shares, low, bits in spec["plans"]
         ]
         self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
-        self._casts = (f"bf16>{self._low}", f"fp32>{self._low}") if cuda else (f"fp32>{self._low}",)
+        self._casts: tuple[str, ...] = (f"fp32>{self._low}",)
+        if self._low == "bf16":
+            self._casts = ("fp32>bf16", "bf16>fp32")
+        elif cuda:
+            self._casts = ("bf16>int8", "fp32>int8")
         self._link: LinkProbe | None = None
         self._beyond: ReductionOverhead | None = None
 
