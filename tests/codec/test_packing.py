@@ -69,7 +69,7 @@ def test_name_hash_is_the_documented_one() -> None:
         (torch.zeros(20)[::2], torch.zeros(16, dtype=torch.uint8), "contiguous"),
         (torch.zeros(10).half(), torch.zeros(16, dtype=torch.uint8), "float32"),
         (torch.zeros(9), torch.zeros(16, dtype=torch.uint8), "reaches element 10"),
-        (torch.zeros(10), torch.zeros(15, dtype=torch.uint8), "15 bytes where 16"),
+        (torch.zeros(10), torch.zeros(15, dtype=torch.uint8), "found 15 bytes, expected 16"),
         (torch.zeros(10), torch.zeros(16, dtype=torch.int8), "uint8"),
         (torch.zeros(10), torch.zeros(32, dtype=torch.uint8)[::2], "contiguous"),
         (torch.zeros(10), torch.zeros(16, dtype=torch.uint8, device="meta"), "meta"),
