@@ -23,6 +23,10 @@ LONGEST = 9 * 60
 """Seconds after which the run shows where every thread is, and ends: a hang must not cost a day."""
 
 
+SLICED = ("test_adaptive", "test_ddp", "test_doors", "test_shared_memory", "test_parts_of_a_gpu")
+"""Tests that divide the GPU among ranks: they run first, before this process itself has a context on it."""
+
+
 class Report:
     """A pytest plugin that keeps outcomes and figures (`record_property`)."""
 
@@ -34,6 +38,9 @@ class Report:
         self._tests: dict[str, dict[str, Any]] = {}
         self._environment = environment()
         self._environment["command"] = " ".join(["python3 -m tests.gpu", path.name, *arguments])
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: not any(name in item.nodeid for name in SLICED))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self._tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
@@ -62,6 +69,7 @@ def main(path: str, *arguments: str) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compilers that outlives its test
     # Not pyproject.toml: it configures plugins that this machine may not have.
     settings = [
         "-c",
