@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import time
+from pathlib import Path
 
 import pytest
 
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = """
 import json, os, sys
@@ -92,21 +91,107 @@ def test_disabled_is_plain_torchrun(script: Path) -> None:
     assert "trimtab:" not in done.stderr
 
 
-def test_a_failing_rank_shows_its_own_traceback(script: Path) -> None:
+def test_only_the_traceback_of_the_failing_rank_is_shown(script: Path) -> None:
     done = run(str(script), "--fail")
-    assert done.returncode != 0
-    assert "the script's own mistake" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 1 failed" in done.stderr
+    assert 'KeyError: "the script\'s own mistake"' in done.stderr
+    assert "bootstrap.py" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 12
 
 
-def test_the_script_starts_where_torchrun_says_its_flags_end() -> None:
+FAULTS = """
+import os, signal, sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    if sys.argv[1] == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "exit": sys.exit(7)
+    if sys.argv[1] == "words": sys.exit("no data here")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [("kill", 137, "SIGKILL"), ("exit", 7, "exited with status 7"), ("words", 1, "no data here")],
+)
+def test_how_a_rank_ended_is_said(tmp_path: Path, fault: str, status: int, words: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAULTS)
+    done = run(str(script), fault)
+    assert done.returncode == status
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) <= 12, done.stderr
+
+
+def test_ctrl_c_ends_all_ranks_with_130(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\ntime.sleep(60)"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "trimtab.cli",
+        "run",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / rank).exists() for rank in "01"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors, errors
+
+
+def test_a_script_that_is_not_there_is_refused_before_anything_starts() -> None:
+    done = run("nofile.py")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "nofile.py" in done.stderr
+
+
+MIXED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+dist.init_process_group("gloo")
+ddp = DistributedDataParallel(torch.nn.Linear(128, 128), mixed_precision=_MixedPrecision(reduce_dtype=torch.float32))
+print("made")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_ddp_that_cannot_be_compressed_is_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MIXED)
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("made") == 2
+    assert "plain DDP" in done.stderr
+
+
+def test_the_script_starts_where_torchrun_says_its_flags_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     command = torchrun_command(["--nproc-per-node", "2", "--standalone", "train.py", "--nproc-per-node", "9"])
     assert command[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("-m", "trimtab.cli.agent", "--nproc-per-node", "2", "--standalone"),
         *("-m", BOOTSTRAP, "train.py", "--nproc-per-node", "9"),
     ]
     module = torchrun_command(["--nnodes=1", "-m", "package.train", "-m", "x"])
     assert module[1:] == [
-        *("-m", "torch.distributed.run", "--nnodes=1"),
+        *("-m", "trimtab.cli.agent", "--nnodes=1"),
         *("-m", BOOTSTRAP, "-m", "package.train", "-m", "x"),
     ]
 

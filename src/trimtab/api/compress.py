@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab import environment
 from trimtab.collectives.roll_call import announce
 from trimtab.control.compression.agreement import DISABLED, agree_to_compress, compression_group
-from trimtab.control.compression.ddp import compress_ddp
+from trimtab.control.compression.ddp import compress_ddp, require_compressible
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import compress_fsdp, is_fsdp
 from trimtab.wire_format import MIN_NUMEL
@@ -51,14 +51,19 @@ def compress(
         weight_bits: with FSDP2, also gather the weights in this many bits, rounded to nearest.
         log: file for a JSON line per layer every `log_every` steps, with its bytes and error (of rank 0).
     """
-    group = compression_group(model)
+    sharded, group = is_fsdp(model), compression_group(model)
+
+    def check() -> None:
+        if not sharded:
+            require_compressible(model, weight_bits)
+
     if environment.disabled():
         if group is not None:  # ranks on which it is not set must not wait for this one
             announce(group, "trimtab.compress", DISABLED)
         explanation = "TRIMTAB_DISABLE is set: nothing is compressed"
-    elif disabled := agree_to_compress(group, codec, overrides, log):
+    elif disabled := agree_to_compress(group, codec, overrides, log, check):
         explanation = f"TRIMTAB_DISABLE is set on ranks {disabled}: nothing is compressed on any rank"
-    elif is_fsdp(model):
+    elif sharded:
         explanation = compress_fsdp(
             model,
             codec,

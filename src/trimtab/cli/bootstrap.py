@@ -8,13 +8,22 @@ python -m trimtab.cli.bootstrap [--plan FILE] -m MODULE ARGS
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import runpy
+import signal
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab import backend, environment
+from trimtab.cli.agent import describe, report_failure
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 def wrap_ddp() -> None:
@@ -26,36 +35,64 @@ def wrap_ddp() -> None:
 
     from trimtab.api.compress import compress
     from trimtab.control.compression.ddp import compression_of
+    from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.active_plan import LaunchPlan
     from trimtab.control.plans.applying import apply_launch_plan
 
-    construct = DistributedDataParallel.__init__
+    construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        if LaunchPlan.path is None:
-            compress(self)
-        else:
+        if LaunchPlan.path is not None:
             apply_launch_plan(self)
+        else:
+            try:
+                compress(self)
+            except TrimtabError as error:  # nobody asked for it in so many words: the script goes on without
+                record_explanation(self, f"gradients are sent as by plain DDP: {error}")
         compression = compression_of(self)
         if compression is not None:
             compression.automatic = True
-            self.register_comm_hook = compression.defer_to  # type: ignore[method-assign]
+
+    @functools.wraps(register)
+    def register_or_defer(self: DistributedDataParallel, state: object, hook: Any) -> None:
+        compression = compression_of(self)
+        if compression is not None and compression.automatic:
+            compression.defer_to(state, hook)
+        else:
+            register(self, state, hook)
 
     DistributedDataParallel.__init__ = construct_and_compress  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = register_or_defer  # type: ignore[method-assign]
 
 
-def main() -> None:
-    """Run the script named on the command line as `__main__`."""
+def main() -> NoReturn:
+    """Run the script named on the command line as `__main__`, and leave."""
     backend.register()
     if sys.argv[1] == "--plan":
         from trimtab.control.plans.active_plan import LaunchPlan
 
         LaunchPlan.path = Path(sys.argv[2])
         sys.argv = [sys.argv[0], *sys.argv[3:]]
-    if not environment.disabled():
-        wrap_ddp()
+    status = 0
+    try:
+        if not environment.disabled():
+            wrap_ddp()
+        _run_script()
+    except SystemExit as exit_:
+        status = _status(exit_.code)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BaseException as error:
+        status = 1
+        text = f"{error}" if isinstance(error, TrimtabError) else describe(error, _from_script(error))
+        if not report_failure(text):
+            sys.excepthook(type(error), error, error.__traceback__)
+    _leave(status)
+
+
+def _run_script() -> None:
     if sys.argv[1] == "-m":
         sys.argv = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -63,6 +100,37 @@ def main() -> None:
         sys.argv = sys.argv[1:]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _status(code: object) -> int:
+    """As the interpreter has it: a message goes to standard error."""
+    status = code if isinstance(code, int) else int(code is not None)
+    text = f"exited with status {status}" if isinstance(code, int) else str(code)
+    if status and not report_failure(text) and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    return status
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """The traceback without the frames that are ours."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit as the interpreter does, up to the point where it is torn down.
+
+    While that goes on, Gloo's own thread may free the tensors of its last operation, for which it needs the
+    interpreter's lock: one exit in ten then ends in an abort, with plain DDP too.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,12 +33,14 @@ def launch(arguments: Sequence[str]) -> int:
     # With the store shared between restarts, Gloo finds the dead workers' addresses in it (torch 2.13).
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
     process = subprocess.Popen(command, env=environment)
+    interrupted = False
     while True:
         try:
-            return process.wait()
+            status = process.wait()
+            return 128 + signal.SIGINT if interrupted else status
         except KeyboardInterrupt:
             # torchrun received the same Ctrl-C and is stopping its workers: wait until it is done.
-            continue
+            interrupted = True
 
 
 def torchrun_command(arguments: Sequence[str]) -> list[str]:
@@ -62,6 +65,8 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parsed = parser.parse_args(list(arguments))
     if parsed.no_python:
         raise TrimtabError("run: with --no-python there is no Python script to adjust; use torchrun")
+    if not parsed.module and not Path(parsed.training_script).is_file():
+        raise TrimtabError(f"run: there is no script {parsed.training_script!r} here ({Path.cwd()})")
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
@@ -72,7 +77,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         flags = [flag for flag in flags if flag not in ("-m", "--module")]
         script = ["-m", *script]
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "trimtab.cli.agent"),
         *flags,
         *("-m", BOOTSTRAP),
         *(("--plan", str(Path(parsed.plan).resolve())) if parsed.plan is not None else ()),

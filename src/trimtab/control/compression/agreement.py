@@ -51,6 +51,7 @@ def agree_to_compress(
         TrimtabError: on every rank, if one of them cannot continue.
     """
     try:
+        check()
         _check_codecs(codec, overrides or {})
         if log is not None and (group is None or group.rank() == 0):
             _check_log(log)

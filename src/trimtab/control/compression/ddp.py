@@ -50,7 +50,7 @@ def compress_ddp(
     log_every: int = 100,
 ) -> str:
     """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective."""
-    _require_compressible(model, weight_bits)
+    require_compressible(model, weight_bits)
     parameters = _trained(model)
     rank, world_size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if world_size == 1:
@@ -120,7 +120,8 @@ def adaptive_of(model: torch.nn.Module) -> Controller | None:
     return controller
 
 
-def _require_compressible(model: DistributedDataParallel, weight_bits: int | None) -> None:
+def require_compressible(model: DistributedDataParallel, weight_bits: int | None) -> None:
+    """Refuse what `compress_ddp` would refuse on this rank."""
     if weight_bits is not None:
         raise TrimtabError("compress: weight_bits is for FSDP2; DDP sends no weights")
     if not isinstance(model, DistributedDataParallel):
