@@ -15,7 +15,7 @@ from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch.distributed as dist
     from torch import nn
@@ -44,8 +44,11 @@ def agree_to_compress(
     codec: object,
     overrides: Mapping[str, Codec | None] | None,
     log: str | Path | None,
+    check: Callable[[], None],
 ) -> list[int]:
     """Check this rank's arguments and wait for the other ranks; returns the ranks on which trimtab is disabled.
+
+    `check` raises a TrimtabError where the model cannot be compressed.
 
     Raises:
         TrimtabError: on every rank, if one of them cannot continue.
