@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.int8 import Int8
 from trimtab.precision.triton_quantize import (
     PAD,
     dequantize,
@@ -23,22 +24,10 @@ MIN_ROWS = 32
 """`torch._int_mm` needs more than 16 rows on a GPU."""
 
 
-class Int8Cuda:
+class Int8Cuda(Int8):
     """Operands are (padded codes, scales by row)."""
 
     saves_input = saves_weight = True
-
-    def __init__(self, *, by_row: bool = True) -> None:
-        self.by_row = by_row
-
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        return self._operand(x, draw, Operand.INPUT)
-
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        return self._operand(w, draw, Operand.WEIGHT)
-
-    def saved(self, operands: Operands) -> Operands:
-        return operands
 
     def saved_like(self, values: torch.Tensor) -> Operands:
         rows, columns = values.shape
@@ -50,9 +39,6 @@ class Int8Cuda:
     ) -> torch.Tensor:
         sums = integer_product(x[0], w[0])
         return dequantize(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
-
-    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        return (g,)
 
     def grad_input(
         self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
@@ -74,12 +60,10 @@ class Int8Cuda:
         return dequantize(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
 
     def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
-        """See `Int8.samples`."""
         codes, scales = self._operand(rows, draw, operand)
         return codes[: len(rows), : rows.shape[1]], scales
 
     def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
-        """See `Int8.assemble`."""
         return pad_codes(codes), scales.contiguous()
 
     def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
