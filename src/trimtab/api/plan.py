@@ -121,8 +121,8 @@ def plan(
         progress=progress,
     )
     samples = [(role.device, role.samples) for role in made.roles.values()]
-    if (said := out_of_reach(profile, workload.model, samples)) is not None:
-        logger().warning("plan: %s", said)
+    if (warning := out_of_reach(profile, workload.model, samples)) is not None:
+        logger().warning("plan: %s", warning)
     return made
 
 
@@ -154,10 +154,10 @@ def _job(
         return _Job(model=model, batches=list(batches), loss=loss)
     torch.manual_seed(0)
     spec = load_model(model, device)
-    given = list(batches) if batches else [spec.batch]
+    calibration = list(batches) if batches else [spec.batch]
     if model in NAMES and not batches:
-        given = [filled(spec, step) for step in range(BATCHES)]
-    return _Job(model=spec.model, batches=given, loss=loss or spec.loss)
+        calibration = [filled(spec, step) for step in range(BATCHES)]
+    return _Job(model=spec.model, batches=calibration, loss=loss or spec.loss)
 
 
 def _profile(cluster: Cluster) -> Profile:

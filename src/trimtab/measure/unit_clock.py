@@ -51,14 +51,14 @@ class UnitClock(Clock):
             if len(steps) > 1 and not steps[-1][1].query():
                 self._steps = [steps.pop()]
             steps[-1][1].synchronize()
-        found = []
+        times = []
         for start, end, blocks, meetings in steps:
             inside = sum(map(self._seconds, blocks))
             waited = sum(map(self._seconds, meetings))
-            found.append((inside, max(0.0, self._seconds((start, end)) - inside - waited)))
+            times.append((inside, max(0.0, self._seconds((start, end)) - inside - waited)))
             if self._cuda:
                 self._free += [start, end, *(event for pair in (*blocks, *meetings) for event in pair)]
-        return found
+        return times
 
     def _close(self) -> None:
         if self._start is not None and self._end is not None:

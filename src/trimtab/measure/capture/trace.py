@@ -133,28 +133,28 @@ class Tracer:
         results = list(tensors_in(result))
         if not results:
             return
-        given = list(tensors_in((args, kwargs)))
+        operands = list(tensors_in((args, kwargs)))
         packet = func._schema.name.split("::")[-1]
-        sources = {self._of(tensor).number for tensor in given}
+        sources = {self._of(tensor).number for tensor in operands}
         mutable = func._schema.is_mutable
         aliases = not mutable and all(self._of(t).number in sources for t in results)
         if aliases or packet == "lift_fresh":
             self._views += 1
             return
         if self._whole is not None:
-            self._inside(packet, given, results)
+            self._inside(packet, operands, results)
             return
-        self._record(func, packet, args, kwargs, given, results)
+        self._record(func, packet, args, kwargs, operands, results)
 
-    def _inside(self, packet: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _inside(self, packet: str, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """A kernel inside such an operator: record what its results are copies of."""
         assert self._whole is not None
-        self._whole.differentiable |= torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        self._whole.differentiable |= torch.is_grad_enabled() and any(t.requires_grad for t in operands)
         for tensor in results:
             memory = self._of(tensor)
             memory.writer = self._whole_index
             if packet == "_to_copy":
-                memory.cast_of = self._of(given[0]).number
+                memory.cast_of = self._of(operands[0]).number
 
     def _record(
         self,
@@ -162,7 +162,7 @@ class Tracer:
         packet: str,
         args: Any,
         kwargs: Any,
-        given: list[torch.Tensor],
+        operands: list[torch.Tensor],
         results: list[torch.Tensor],
     ) -> None:
         kind: Kind = "cast" if packet == "_to_copy" else kind_of_target(packet)
@@ -173,15 +173,15 @@ class Tracer:
         self._views = 0
         index = len(self.calls)
         call.arguments = self._arguments(call, func._schema.arguments, args, kwargs)
-        call.differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        call.differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
         call.keeps_output = packet.strip("_") in KEEP_OUTPUT
-        self._attribute(call, index, given)
+        self._attribute(call, index, operands)
         self.calls.append(call)
         for tensor in results:
             memory = self._of(tensor)
             memory.writer = index
             if packet == "_to_copy":
-                memory.cast_of = self._of(given[0]).number
+                memory.cast_of = self._of(operands[0]).number
             self._add_output(call, index, tensor)
 
     def _arguments(self, call: Call, schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -221,16 +221,16 @@ class Tracer:
 
     def _attention(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         self._function = func
         setting = self._setting()
         call = self.begin("attention", target="attention", name=f"{self.module}{ATTENTION}", setting=setting)
         call.arguments = {
-            "causal": bool(given.get("is_causal", False)),
-            "dropout": float(given.get("dropout_p", 0.0)),
+            "causal": bool(arguments.get("is_causal", False)),
+            "dropout": float(arguments.get("dropout_p", 0.0)),
         }
         for name in names[:4]:
-            self._add_input(call, given.get(name))
+            self._add_input(call, arguments.get(name))
         try:
             result = func(*args, **kwargs)
             self.end(result)
@@ -253,10 +253,10 @@ class Tracer:
             self._pending.append(tensor)
         return tensor
 
-    def _attribute(self, call: Call, index: int, given: list[torch.Tensor]) -> None:
+    def _attribute(self, call: Call, index: int, operands: list[torch.Tensor]) -> None:
         """Assign tensors saved between two kernels: inputs are saved before their kernel runs, outputs after it."""
         before = self.calls[-1] if self.calls else None
-        own = {self._of(tensor).number for tensor in given}
+        own = {self._of(tensor).number for tensor in operands}
         results = set(before.output_storages) if before is not None and before.keeps_output else set()
         for tensor in self._pending:
             number = self._of(tensor).number

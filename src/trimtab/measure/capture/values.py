@@ -18,12 +18,12 @@ MOST_VALUES = 1 << 22
 
 def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator, with values if its arguments have them and its results are integers."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if not _fakes_wanted() or any(isinstance(t, FakeTensor) or _floating(t) for t in given):
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not _fakes_wanted() or any(isinstance(t, FakeTensor) or _floating(t) for t in operands):
         return func(*args, **kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return func(*args, **kwargs)
-    if not given or _returns_tensors(func):
+    if not operands or _returns_tensors(func):
         outline = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(outline) if isinstance(leaf, torch.Tensor)]
         if not results or any(_floating(t) or t.numel() > MOST_VALUES for t in results):
