@@ -62,11 +62,11 @@ def applied(changes: dict[str, Any], wrapped: bool) -> dict[str, Any]:
 def test_each_rank_does_its_part(ranks: Pool, wrapped: bool) -> None:
     fast, slow = ranks(2, applied, {}, wrapped)
     assert fast["lowered"] == {}
-    assert slow["lowered"] == {"up": "int8", "down": "bf16"}
+    assert slow["lowered"] == {"up": "fp16", "down": "bf16"}
     assert fast["sizes"] == [5] * 8
     assert slow["sizes"] == [3] * 8
     assert torch.equal(fast["parameters"], slow["parameters"])
-    assert "1 in bf16, 1 in int8" in fast["explained"]
+    assert "1 in bf16, 1 in fp16" in fast["explained"]
     assert fast["bits"] is None
 
 
@@ -90,7 +90,7 @@ def alone(changes: dict[str, Any]) -> Plan:
 def test_a_plan_from_its_file_without_a_group(tmp_path: Path) -> None:
     save_plan(alone({}), tmp_path / "plan.json")
     model = trimtab.apply(net(), tmp_path / "plan.json")
-    assert lowered(model) == {"up": "int8", "down": "bf16"}
+    assert lowered(model) == {"up": "fp16", "down": "bf16"}
     trimtab.apply(model, alone({"roles": {"slow": role("B", 8, middle="bf16")}}))
     assert lowered(model) == {"middle": "bf16"}, "a second plan takes the place of the first"
 
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[torch.nn.Module, dict[str, Any], str]] = {
     "trimtab": (net(), {"trimtab": "0.0.7"}, r"made by trimtab 0\.0\.7, and this is"),
     "operator": (
         net(),
-        {"roles": {"slow": role("B", 8, midle="int8")}},
+        {"roles": {"slow": role("B", 8, midle="fp16")}},
         r"lowers 'midle' of role slow.*mean middle",
     ),
     "precision": (
@@ -170,7 +170,7 @@ def refused_together(broken: int, what: str, folder: str) -> tuple[str, dict[str
     given: Any = plan
     if dist.get_rank() == broken:
         if what == "hash":
-            given = replace(plan, roles={**plan.roles, "slow": role("B", 4, up="int8")})
+            given = replace(plan, roles={**plan.roles, "slow": role("B", 4, up="fp16")})
         elif what == "file":
             given = Path(folder, "plan.json")
         else:
@@ -206,7 +206,7 @@ def test_loaders_take_the_plans_shares(ranks: Pool) -> None:
     """In proportion where the batch is another one; equal shares stay unless asked."""
     assert ranks(2, shared_out, {}, {"batch_size": 8})[0] == {"shares": (5, 3), "follows": True}
     assert ranks(2, shared_out, {}, {"batch_size": 32})[1]["shares"] == (20, 12)
-    equal = {"batch": "fixed", "roles": {"fast": role("A", 4), "slow": role("B", 4, up="int8")}}
+    equal = {"batch": "fixed", "roles": {"fast": role("A", 4), "slow": role("B", 4, up="fp16")}}
     assert ranks(2, shared_out, equal, {"batch_size": 8})[0] == {"shares": (4, 4), "follows": False}
 
 
@@ -264,7 +264,7 @@ def resumed(again: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, str]]:
 def test_a_resumed_job_continues_with_the_plan_and_its_bits(ranks: Pool, again: bool) -> None:
     for rank, (whole, parts, found) in enumerate(ranks(2, resumed, again, allow_groups=True)):
         assert torch.equal(whole, parts), "the same rounding, as if it had not been interrupted"
-        assert found == ({}, {"up": "int8", "down": "bf16"})[rank]
+        assert found == ({}, {"up": "fp16", "down": "bf16"})[rank]
 
 
 def other_world() -> dict[str, str]:

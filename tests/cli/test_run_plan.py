@@ -70,22 +70,28 @@ def test_an_unchanged_script_runs_as_planned(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["argv"] == ["--lr", "0.1"]
-    assert said["every"] == [[[5] * 4, {}, True], [[3] * 4, {"up": "int8", "down": "bf16"}, True]]
+    assert said["every"] == [[[5] * 4, {}, True], [[3] * 4, {"up": "fp16", "down": "bf16"}, True]]
     assert "gradients in 4 bits" in said["said"]
     assert "divides it itself" not in done.stderr
 
 
-def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(folder: Path) -> None:
+def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("train.py").touch()
     path = folder / "plan.json"
     for given in (["--plan", str(path)], [f"--plan={path}"]):
         command = torchrun_command([*given, "--nproc-per-node", "2", "train.py", "--plan", "own"])
         assert command[1:] == [
-            *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("-m", "trimtab.cli.agent", "--nproc-per-node", "2"),
             *("-m", BOOTSTRAP, "--plan", str(path.resolve()), "train.py", "--plan", "own"),
         ]
 
 
-def test_plans_are_refused_before_a_process_starts(folder: Path) -> None:
+def test_plans_are_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    Path("train.py").touch()
     path = str(folder / "plan.json")
     with pytest.raises(TrimtabError, match=r"for 2 ranks \(1 x fast, 1 x slow\), and this job has 4"):
         torchrun_command(["--nproc-per-node", "2", "--nnodes", "2", "--plan", path, "train.py"])

@@ -46,7 +46,7 @@ def role(device: str, samples: int, **precisions: str) -> Role:
         name: {
             "own": Choice(seconds=2e-3, damage=0.0),
             "bf16": Choice(seconds=1.5e-3, damage=1.0),
-            "int8": Choice(seconds=1e-3, damage=4.0),
+            "fp16": Choice(seconds=1e-3, damage=4.0),
         }
         for name in LINEARS
     }
@@ -62,14 +62,14 @@ def role(device: str, samples: int, **precisions: str) -> Role:
 
 
 def plan_for(model: nn.Module, **changes: Any) -> Plan:
-    """A fast and a slow rank; the slow one has a layer in int8 and one in bf16."""
+    """A fast and a slow rank; the slow one has a layer in fp16 and one in bf16."""
     plan = Plan(
         version=PLAN_VERSION,
         trimtab=trimtab.__version__,
         model=fingerprint(model),
         batch="free",
         bits=None,
-        roles={"fast": role("A", 5), "slow": role("B", 3, up="int8", down="bf16")},
+        roles={"fast": role("A", 5), "slow": role("B", 3, up="fp16", down="bf16")},
         ranks=(("fast", 1), ("slow", 1)),
         predicted=Predicted(step_s=8e-3, plain_step_s=1e-2, damage=5.0, uniform_damage=12.0),
         reasons=("made by hand",),

@@ -52,8 +52,8 @@ def lower_all(plan: Plan, observed: Mapping[str, float]) -> Plan:
     """What a planner could do: the role that became slower is lowered, and has fewer samples."""
     drift = {name: observed[name] / of.compute_s for name, of in plan.roles.items()}
     assert drift["slow"] > 2 * drift["fast"]
-    roles = {"fast": role("A", 6), "slow": role("B", 2, **{"model.up": "int8", "model.middle": "int8"})}
-    return replace(plan, roles=roles, reasons=("slow has 2 operators in int8",))
+    roles = {"fast": role("A", 6), "slow": role("B", 2, **{"model.up": "fp16", "model.middle": "fp16"})}
+    return replace(plan, roles=roles, reasons=("slow has 2 operators in fp16",))
 
 
 def fails(plan: Plan, observed: Mapping[str, float]) -> Plan:
@@ -110,7 +110,7 @@ def test_all_ranks_take_up_another_plan_at_one_step(ranks: Pool) -> None:
     assert slow["lowered"] == [1] * at + [2] * (40 - at)
     assert fast["dealt"] == [5] * (at + 1) + [6] * (39 - at), "the batch of that step was dealt out already"
     assert slow["dealt"] == [3] * (at + 1) + [2] * (39 - at)
-    assert "slow has 2 operators in int8" in slow["explained"]
+    assert "slow has 2 operators in fp16" in slow["explained"]
     assert torch.equal(fast["parameters"], slow["parameters"])
 
 
@@ -177,7 +177,7 @@ def test_apply_plans_anew_with_the_plans_own_choices(ranks: Pool) -> None:
     assert (
         slow["lowered"]
         == slow["planned"]
-        == dict.fromkeys(("model.up", "model.middle", "model.down"), "int8")
+        == dict.fromkeys(("model.up", "model.middle", "model.down"), "fp16")
     )
     assert any("slow takes" in line for line in fast["said"])
 
