@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = requires(cuda=1, modules=["triton"])
 
 GPU = torch.device("cuda", 0)
-SHARDS, SECONDS = min(12, os.cpu_count() or 1), 40
+SHARDS, SECONDS = min(12, os.cpu_count() or 1), 25
 ELEMENTS = 64 * 2**20
 
 

@@ -11,22 +11,37 @@ import pytest
 from tests.support.requirements import requires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = requires(cuda=1, modules=["triton", "transformers"])
 
 LARGEST_ERROR = 0.05
 
 
-@pytest.mark.parametrize("model", ["gpt2", "vit", "resnet"])
+MODELS = ("gpt2", "vit", "resnet")
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All models at once, each in a process of its own, which counts its own allocations."""
+    command = [sys.executable, "-m", "tests.gpu.memory_cases"]
+    started = {
+        model: subprocess.Popen([*command, model], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for model in MODELS
+    }
+    yield started
+    for run in started.values():
+        run.kill()
+        run.wait()
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_predicted_peak_is_the_measured_one(
-    model: str, record_property: Callable[[str, object], None]
+    model: str, runs: dict[str, subprocess.Popen[str]], record_property: Callable[[str, object], None]
 ) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.memory_cases", model], capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = json.loads(run.stdout.splitlines()[-1])
+    output, errors = runs[model].communicate(timeout=240)
+    assert runs[model].returncode == 0, errors[-3000:]
+    rows = json.loads(output.splitlines()[-1])
     record_property("rows", rows)
     assert len(rows) >= 4
     assert [row for row in rows if abs(row["error"]) > LARGEST_ERROR] == []

@@ -26,17 +26,20 @@ class Queued:
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
+        self._queued = torch.cuda.Event()
+        self._queued.record()
 
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
+        self._queued.wait()
 
 
-def doubled(tensor: torch.Tensor, *works: Queued) -> Iterator[Any]:
+def doubled(tensor: torch.Tensor, stages: int, error: Exception | None = None) -> Iterator[Any]:
     """A reduction that doubles the tensor in each stage."""
-    for work in works:
+    for _ in range(stages - 1):
         tensor.mul_(2)
-        yield work
+        yield Queued(error)
     tensor.mul_(2)
 
 
@@ -57,7 +60,7 @@ def test_stages_run_in_order_after_what_filled_the_tensor(runner: StreamRunner) 
         tensor = torch.zeros(1 << 20, device="cuda")
         torch.cuda._sleep(2_000_000)
         tensor.fill_(1.0)  # still to be run when the reduction is submitted
-        result = runner.submit(doubled(tensor, Queued(), Queued()), tensor).wait()
+        result = runner.submit(doubled(tensor, 3), tensor).wait()
         assert result.data_ptr() == tensor.data_ptr()
         assert bool((result == 8).all())
 
@@ -71,7 +74,7 @@ def test_a_failed_stage_is_raised_by_its_future(runner: StreamRunner, kind: type
 
 def test_a_failed_collective_is_raised_too(runner: StreamRunner) -> None:
     tensor = torch.ones(8, device="cuda")
-    broken = doubled(tensor, Queued(RuntimeError("a peer left")))
+    broken = doubled(tensor, 2, RuntimeError("a peer left"))
     with pytest.raises(RuntimeError, match="a peer left"):
         runner.submit(broken, tensor).wait()
 
@@ -84,7 +87,7 @@ def test_after_a_failure_everything_fails_instead_of_hanging(runner: StreamRunne
     for _ in range(2):
         later = torch.ones(8, device="cuda")
         with pytest.raises(RuntimeError, match="the wire was cut"):
-            runner.submit(doubled(later, Queued()), later).wait()
+            runner.submit(doubled(later, 2), later).wait()
         torch.cuda.synchronize()
         assert bool((later == 1).all()), "a reduction was started after the failure"
 

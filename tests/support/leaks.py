@@ -16,7 +16,7 @@ from typing import Any
 MARK = "TRIMTAB_TEST_PROCESS"
 """Environment variable that finds descendants again after their parent died and init adopted them."""
 
-_NOT_THE_TESTS = ("PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_", "TRITON_CACHE_DIR", "KMP_")
+_NOT_THE_TESTS = ("PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_", "TRITON_", "KMP_")
 """Variables (or how they begin) that pytest, torch and scikit-learn set by themselves when first used."""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _GRACE = 2.0

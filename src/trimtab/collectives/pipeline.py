@@ -91,9 +91,7 @@ def _failure(error: Exception) -> Exception:
         return RuntimeError(
             f"reducing the gradients failed: has another rank ended? Its own output says why. ({text})"
         )
-    failure = RuntimeError(
-        f"reducing the gradients failed on rank {dist.get_rank()}: {type(error).__name__}: {text}"
-    )
+    failure = RuntimeError(f"reducing the gradients failed on this rank: {type(error).__name__}: {text}")
     failure.__cause__ = error
     return failure
 
