@@ -32,8 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def _environment() -> dict[str, str]:
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment before any test changed it, for ranks that are forked later."""
+    os.environ["XDG_CACHE_HOME"] = str(
+        tmp_path_factory.mktemp("cache")
+    )  # what a user's own jobs decided stays out
     os.environ[MARK] = f"session-{os.getpid()}"
     return dict(os.environ)
 

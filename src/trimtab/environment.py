@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 from trimtab.errors import TrimtabError
 
@@ -45,3 +46,8 @@ def logger() -> logging.Logger:
         log.setLevel(level.upper())
         log.propagate = False
     return log
+
+
+def cache_folder() -> Path:
+    """Where measurements and decisions are kept between runs: in the user's cache folder, as XDG says."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trimtab")

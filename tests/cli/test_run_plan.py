@@ -100,7 +100,7 @@ def test_plans_are_refused_before_a_process_starts(folder: Path, monkeypatch: py
     with pytest.raises(TrimtabError, match=r"made by trimtab 0\.0\.1"):
         torchrun_command(["--nproc-per-node", "2", "--plan", path, "train.py"])
     Path(path).write_text("{}")
-    with pytest.raises(TrimtabError, match="version None"):
+    with pytest.raises(TrimtabError, match="version: missing"):
         torchrun_command(["--nproc-per-node", "2", "--plan", path, "train.py"])
     with pytest.raises(TrimtabError, match="cannot be read"):
         torchrun_command(["--plan", str(folder / "missing.json"), "train.py"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ import pytest
 from tests.docs.code_blocks import OTHER, PAGES, ROOT, SHELL, CodeBlock, commands, read_page
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.pool import Pool
 
 BLOCKS = {path: read_page(path) for path in PAGES}
@@ -69,6 +73,16 @@ def test_commands_in_tables_exist_with_their_flags(path: Path) -> None:
         check_command(line, CodeBlock(page=path, line=0, language="bash", text=line))
 
 
+@contextlib.contextmanager
+def working_directory(folder: str) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def check_command(line: str, block: CodeBlock) -> None:
     words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0] == "torchrun" and "trimtab.cli" in words:
@@ -80,7 +94,11 @@ def check_command(line: str, block: CodeBlock) -> None:
         if "--plan" in flags:  # it would be read
             place = flags.index("--plan")
             flags[place : place + 2] = []
-        torchrun_command(flags)
+        with tempfile.TemporaryDirectory() as folder, working_directory(folder):
+            for word in flags:
+                if word.endswith(".py"):
+                    Path(folder, Path(word).name).touch()
+            torchrun_command([Path(word).name if word.endswith(".py") else word for word in flags])
     elif words[0] == "trimtab":
         parse(words[1:], block)
     elif words[0] == "make":

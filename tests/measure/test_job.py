@@ -75,7 +75,7 @@ def run(
 
 
 def test_while_one_rank_has_a_small_share_the_other_has_the_large_one(ranks: Pool) -> None:
-    changes = [{"batches": (1, 2, 4), "precisions": p} for p in (("bf16", "int8"), ("bf16",))]
+    changes = [{"batches": (1, 2, 4), "precisions": p} for p in (("bf16", "fp16"), ("bf16",))]
     one, two = ranks(2, run, None, changes)
     round_ = [1, 2, 4] * 3
     assert [samples for samples, _ in one["taken"]] == round_ * (WARMUP + ROUNDS)

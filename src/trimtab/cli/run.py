@@ -66,7 +66,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     if parsed.no_python:
         raise TrimtabError("run: with --no-python there is no Python script to adjust; use torchrun")
     if not parsed.module and not Path(parsed.training_script).is_file():
-        raise TrimtabError(f"run: there is no script {parsed.training_script!r} here ({Path.cwd()})")
+        raise TrimtabError(f"run: there is no script {parsed.training_script!r} in {Path.cwd()}")
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]

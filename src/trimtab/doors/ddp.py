@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.packing import RAW
@@ -131,6 +130,8 @@ class DdpCompression(JobBound):
             )
         flat = bucket.buffer()
         if flat.is_sparse:  # ranks have values at different indices: use torch's own reduction
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
             return allreduce_hook(self._own_group, bucket)
         step = self.step
         if bucket.is_last():

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from trimtab.cluster.profile import DeviceProfile
-from trimtab.environment import logger
+from trimtab.environment import cache_folder, logger
 from trimtab.measure.operators import StepTimes
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 _ADAPTER: TypeAdapter[DeviceProfile] = TypeAdapter(DeviceProfile)
-
-
-def cache_folder() -> Path:
-    """The folder for measurements, inside the user's (XDG) cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trimtab", "probe")
 
 
 class ProbeCache:
@@ -42,7 +39,7 @@ class ProbeCache:
         keep: bool = True,
     ) -> None:
         name = "-".join(_slug(part) for part in (called, conditions, f"torch-{torch}", f"trimtab-{trimtab}"))
-        self.path = (folder or cache_folder()) / f"{name}.json"
+        self.path = (folder or cache_folder() / "probe") / f"{name}.json"
         self.profile = DeviceProfile(called=called)
         self.done: set[str] = set()
         self.steps: dict[str, list[StepTimes]] = {}

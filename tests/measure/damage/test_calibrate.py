@@ -96,7 +96,7 @@ def test_a_step_that_is_not_finite_is_passed_over() -> None:
 
 def test_a_memory_that_is_no_weight_is_refused() -> None:
     model, batches = make()
-    with pytest.raises(TrimtabError, match="memory is at least 0 and less than 1; got 1"):
+    with pytest.raises(TrimtabError, match="memory must be at least 0 and less than 1; got 1"):
         Refresh(model, batches, loss, precisions=["int8"], memory=1.0)
 
 

@@ -83,7 +83,9 @@ def test_peak_is_what_the_allocator_saw(name: str, autocast: str | None, pattern
     precisions = matched(workload, patterns) if patterns else {}
     predicted = step_memory(workload, precisions)
     set_precision(model, patterns)
-    assert predicted.peak == pytest.approx(measured(model, batch, autocast), rel=0.05)
+    # oneDNN's scratch memory for a convolution depends on the processor, and is not predicted.
+    tolerance = 0.10 if name == "conv" else 0.05
+    assert predicted.peak == pytest.approx(measured(model, batch, autocast), rel=tolerance)
 
 
 def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:

@@ -7,8 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from trimtab.collectives.roll_call import roll_call
-from trimtab.environment import logger
-from trimtab.measure.cache import cache_folder
+from trimtab.environment import cache_folder, logger
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ class PastDecision:
     def __init__(self, gradient_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._key = f"{gradient_bytes} bytes, {group.size()} ranks, {device.type}"
         self._group = group
-        self._path = cache_folder().parent / "decisions.json"
+        self._path = cache_folder() / "decisions.json"
 
     def recall(self) -> bool | None:
         """The last decision; None if there is none. Every rank of the group calls it."""
