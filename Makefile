@@ -25,8 +25,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 	$(BIN)/trimtab demo
 
-test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## the test suite, on JOBS processes (2)
+	$(BIN)/python -m pytest --numprocesses $(or $(JOBS),2) --dist worksteal $(ARGS)
 
 quick: $(STAMP)  ## the inner loop, at most 90 seconds: decisions, codec and errors, no process groups
 	$(BIN)/python -m pytest --quiet -m 'not ranks and not soak' $(QUICK) $(ARGS)

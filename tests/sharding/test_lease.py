@@ -267,8 +267,9 @@ def random_life(sequences: int) -> float:
     return worst
 
 
-def test_five_hundred_decisions_in_one_job_under_random_delays(ranks: Pool) -> None:
-    for worst in ranks(3, random_life, 500, timeout=110, faults=[Delay(0.0005, seed=3)]):
+@pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.soak)])
+def test_many_decisions_in_one_job_under_random_delays(ranks: Pool, count: int) -> None:
+    for worst in ranks(3, random_life, count, timeout=110, faults=[Delay(0.0005, seed=3)]):
         assert worst < 1e-6  # rounding differences grow over some 250 steps of AdamW
 
 

@@ -121,8 +121,9 @@ def random_life(sequences: int) -> float:
     return worst
 
 
-def test_five_hundred_sequences_of_moves_and_steps_under_random_delays(ranks: Pool) -> None:
-    for worst in ranks(3, random_life, 500, timeout=100, faults=[Delay(0.0005, seed=3)]):
+@pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.soak)])
+def test_many_sequences_of_moves_and_steps_under_random_delays(ranks: Pool, count: int) -> None:
+    for worst in ranks(3, random_life, count, timeout=100, faults=[Delay(0.0005, seed=3)]):
         # Rounding differences grow over some 300 steps of AdamW.
         assert worst < 1e-6
 

@@ -21,15 +21,17 @@ def requires(
     compiler: bool = False,
     cgroup: bool = False,
     kernels: bool = False,
+    int8: bool = False,
     modules: Sequence[str] = (),
     tools: Sequence[str] = (),
 ) -> pytest.MarkDecorator:
     """Skip the test or, as `pytestmark`, the module unless all of this is here.
 
     `cuda` is a number of GPUs, `cgroup` a CPU controller that this process may write to, `kernels` the C++
-    kernels, `modules` are names to import, `tools` are commands.
+    kernels, `int8` a processor whose int8 products cannot saturate, `modules` are names to import, `tools` are
+    commands.
     """
-    missing = list(_missing(root, cuda, compiler, cgroup, kernels, modules, tools))
+    missing = list(_missing(root, cuda, compiler, cgroup, kernels, int8, modules, tools))
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
@@ -39,6 +41,7 @@ def _missing(
     compiler: bool,
     cgroup: bool,
     kernels: bool,
+    int8: bool,
     modules: Sequence[str],
     tools: Sequence[str],
 ) -> Iterator[str]:
@@ -52,6 +55,8 @@ def _missing(
         yield "a writable cgroup CPU controller"
     if kernels and not _kernels_are_built():
         yield "the C++ kernels (make native)"
+    if int8 and not _int8_is_offered():
+        yield "a processor that offers int8"
     yield from (f"the module {name}" for name in modules if find_spec(name) is None)
     yield from (f"the command {name}" for name in tools if shutil.which(name) is None)
 
@@ -60,6 +65,12 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _int8_is_offered() -> bool:
+    from trimtab.precision.devices import cpu_precisions
+
+    return "int8" in cpu_precisions()
 
 
 def _kernels_are_built() -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.measure.damage.test_indicators import loss, make
 from tests.measure.damage.test_recorder import Twice, hooks, ids
+from tests.support.requirements import requires
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
@@ -68,6 +69,7 @@ def test_it_forgets_slowly() -> None:
     assert 0 < crept < 0.3 * moved
 
 
+@requires(int8=True)
 def test_operators_that_are_lowered_already_are_followed_too() -> None:
     torch.manual_seed(0)
     model = Twice()
@@ -131,6 +133,7 @@ def test_gains_are_exact_where_the_loss_is_quadratic() -> None:
     assert found.gain == pytest.approx(float(expected), rel=0.15)
 
 
+@requires(int8=True)
 def test_corners_of_relu_do_not_upset_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))

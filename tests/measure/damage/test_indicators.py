@@ -62,7 +62,7 @@ def loss(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, torch.arange(len(logits)) % 5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=requires(int8=True))])
 def test_what_is_computed_is_what_is_measured(precision: str) -> None:
     model, batches = make()
     found = gradient_damage(model, batches, loss, precisions=[precision])
@@ -73,6 +73,7 @@ def test_what_is_computed_is_what_is_measured(precision: str) -> None:
         assert 0.4 < found[name][precision] / by[precision] < 2.5, name
 
 
+@requires(int8=True)
 def test_transposed_tied_repeated_and_unused_operators() -> None:
     torch.manual_seed(1)
     model = Twice()
@@ -89,6 +90,7 @@ def test_transposed_tied_repeated_and_unused_operators() -> None:
     assert model.head.weight is model.tokens.weight
 
 
+@requires(int8=True)
 @requires(modules=["transformers"])
 def test_a_transformers_model_with_transposed_weights() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -102,6 +104,7 @@ def test_a_transformers_model_with_transposed_weights() -> None:
         assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name
 
 
+@requires(int8=True)
 def test_damages_of_operators_add_up() -> None:
     model, batches = make()
     found = gradient_damage(model, batches, loss, precisions=["int8"])
@@ -147,6 +150,7 @@ def _assert_same(model: nn.Module, before: dict[str, Any]) -> None:
         assert torch.equal(value, was)
 
 
+@requires(int8=True)
 @pytest.mark.parametrize("indicator", INDICATORS)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_exactly_as_it_was(indicator: str, training: bool) -> None:
@@ -183,6 +187,7 @@ def test_dropout_drops_the_same_in_every_pass() -> None:
         assert dry_run.gradient(0)[0] != first
 
 
+@requires(int8=True)
 @pytest.mark.parametrize("indicator", ["variance", "measured"])
 def test_batches_without_a_finite_gradient_are_passed_over(indicator: str) -> None:
     model, batches = make()
@@ -243,6 +248,7 @@ def test_precisions_that_this_device_lacks_can_be_computed_but_not_measured() ->
     assert hooks(model) == 0
 
 
+@requires(int8=True)
 def test_operators_before_the_first_that_learns() -> None:
     model, batches = make()
     model.eval()
@@ -254,6 +260,7 @@ def test_operators_before_the_first_that_learns() -> None:
         assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name
 
 
+@requires(int8=True)
 def test_the_loss_is_measured_too() -> None:
     model, batches = make()
     with DryRun(model, batches, loss, 0) as dry_run:
