@@ -25,8 +25,17 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 	$(BIN)/trimtab demo
 
-test: $(STAMP)  ## the test suite, on JOBS processes (2)
-	$(BIN)/python -m pytest --numprocesses $(or $(JOBS),2) --dist worksteal $(ARGS)
+# Tests that look at times, or run long jobs of several ranks, have the machine to themselves.
+ALONE := tests/api/test_loader.py tests/api/test_loader_throttled.py tests/bench tests/cli/test_bench.py \
+         tests/control tests/doors/test_ddp_restart.py tests/emulate tests/measure tests/test_import.py
+
+test: $(STAMP)  ## the test suite; ARGS='-k codec' for a part
+ifdef ARGS
+	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
+endif
 
 quick: $(STAMP)  ## the inner loop, at most 90 seconds: decisions, codec and errors, no process groups
 	$(BIN)/python -m pytest --quiet -m 'not ranks and not soak' $(QUICK) $(ARGS)
