@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,46 @@ class Cell:
     """The name under which its times are cached."""
 
 
+_TRIAL_SIZE, _HOPELESS = 256, 8.0
+"""Rows of the square matrices that are multiplied, and how many times longer than in fp32 is hopeless."""
+
+
 def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple[str, ...]:
     """The precisions that are probed by default besides the model's own: all that may pay off on the device.
 
-    These are tf32 and a half type for a model in fp32, and fp8 or else int8.
+    These are tf32 and a half type for a model in fp32, and fp8 or else int8. A half type in which the device is
+    hopelessly slow (CPUs without instructions for it) is left out.
     """
-    offered = offers(device)["linear"]
+    offered = tuple(name for name in offers(device)["linear"] if not is_hopeless(name, device))
     own = () if autocast else tuple(name for name in ("tf32",) if name in offered)
     half = () if autocast else tuple(name for name in ("bf16", "fp16") if name in offered)[:1]
     return own + half + tuple(name for name in ("fp8", "int8") if name in offered)[:1]
+
+
+@lru_cache
+def is_hopeless(precision: str, device: torch.device) -> bool:
+    """Whether a product in this half type takes so much longer than in fp32 that no operator could gain by it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if dtype is None or device.type != "cpu":
+        return False
+    plain = torch.randn(_TRIAL_SIZE, _TRIAL_SIZE)
+    half = plain.to(dtype)
+    times: list[tuple[float, float]] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread that waits for a busy core would be timed otherwise
+    try:
+        for _ in range(5):
+            times.append((_product_s(half), _product_s(plain)))
+    finally:
+        torch.set_num_threads(threads)
+    low, own = (min(column) for column in zip(*times, strict=True))
+    return bool(low > _HOPELESS * own)
+
+
+def _product_s(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    torch.mm(matrix, matrix)
+    return time.perf_counter() - start
 
 
 def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:

@@ -171,8 +171,9 @@ def make_plans(
 
 def _scarce(workload: Workload, samples: int, kind: Any, precisions: Sequence[str]) -> float:
     """Halfway between what a plain step needs and what it needs in the precision that keeps least."""
-    lowest = min(peak(workload, samples, matched(workload, {"*": low}), kind) for low in precisions)
-    return (peak(workload, samples, {}, kind) + lowest) / 2
+    plain = peak(workload, samples, {}, kind)
+    lowered = (peak(workload, samples, matched(workload, {"*": low}), kind) for low in precisions)
+    return (plain + min(lowered, default=plain)) / 2
 
 
 def _plan_both(
@@ -197,7 +198,7 @@ def _plan_both(
     samples = max(1, min(total, MOST_TOKENS // length))
     batches = [samples_of(task, 10_000 + i * total, samples) for i in range(CALIBRATION)]
     with autocast(task.device):
-        damages = gradient_damage(model, batches, precisions=low)
+        damages = gradient_damage(model, batches, precisions=low) if low else {}
     return [
         make_plan(
             cluster,
