@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from os import PathLike
+from typing import TypeVar
+
+from torch import nn
 
 from trimtab import environment
 from trimtab.control.plans.applying import apply_plan
 from trimtab.control.plans.follower import Follow
+from trimtab.planning.plan import Plan
 
-if TYPE_CHECKING:
-    from os import PathLike
-    from typing import TypeVar
-
-    from torch import nn
-
-    from trimtab.planning.plan import Plan
-
-    Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(

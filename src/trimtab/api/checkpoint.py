@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from trimtab import environment
 from trimtab.control.compression.ddp import adaptive_of, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
+from trimtab.codec import Codec
 from trimtab.collectives.roll_call import announce
+from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.agreement import DISABLED, agree_to_compress, compression_group
 from trimtab.control.compression.ddp import compress_ddp, require_compressible
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import compress_fsdp, is_fsdp
 from trimtab.wire_format import MIN_NUMEL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trimtab.codec import Codec
-    from trimtab.control.compression.adaptive import Adaptive
 
 
 def compress(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.control.plans.applying import explain_plan
 from trimtab.model_state import state_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 def explain(model: torch.nn.Module) -> str:

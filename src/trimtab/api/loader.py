@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trimtab import environment
 from trimtab.control.plans.active_plan import active_plan_for
@@ -12,18 +16,8 @@ from trimtab.control.rank_values import gather_numbers, rank_and_world_size
 from trimtab.control.shares.loader import FOLLOW_SPEEDS, Loader
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.errors import TrimtabError
-from trimtab.planning.shares.batch import share_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from os import PathLike
-
-    import torch
-    import torch.distributed as dist
-    from torch.utils.data import Dataset
-
-    from trimtab.planning.plan import Plan
-    from trimtab.planning.shares.batch import Adjust
+from trimtab.planning.plan import Plan
+from trimtab.planning.shares.batch import Adjust, share_batch
 
 _OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import trimtab
-from trimtab.cluster import Cluster, load_cluster
+from trimtab.cluster import Cluster, Profile, load_cluster
 from trimtab.cluster.profile import check_profile
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -20,7 +22,8 @@ from trimtab.measure.damage.indicators import gradient_damage as damage_of
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
-from trimtab.planning.make_plan import make_plan
+from trimtab.planning.make_plan import Bits, make_plan
+from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
 from trimtab.precision.half import DTYPES
 from trimtab.precision_names import PRECISIONS
@@ -29,14 +32,6 @@ from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import probed
 from trimtab.predict.step import rank_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from trimtab.cluster import Profile
-    from trimtab.planning.make_plan import Bits
-    from trimtab.planning.plan import Plan
 
 RANKING = ("depth", "curvature", "random")
 """Indicators that only rank operators."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
 
 from trimtab import environment
 from trimtab.precision.setting import set_operators
+from trimtab.precision_names import Precision
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TypeVar
-
-    from torch import nn
-
-    from trimtab.precision_names import Precision
-
-    Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def set_precision(model: Model, precisions: Mapping[str, Precision | str], *, seed: int = 0) -> Model:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab import environment
 from trimtab.errors import TrimtabError
@@ -15,15 +17,10 @@ from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import convert
 from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.unit_kinds import UnitKind
 from trimtab.sharding.unit_table import UnitTable
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from trimtab.sharding.unit_kinds import UnitKind
-
-    Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
+Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
 
 _DIMENSION = "tp"
 _BYTES_IN_TRAINING = 4

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def hosts(

@@ -8,15 +8,12 @@ between those two is noise.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Progress = Callable[[int, int], None]
-    """Called with (rounds done, rounds in all)."""
+Progress = Callable[[int, int], None]
+"""Called with (rounds done, rounds in all)."""
 
 AA = " (again)"
 """Suffix of the second measurement of the same thing."""

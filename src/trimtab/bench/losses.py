@@ -8,19 +8,16 @@ otherwise the comparison could not see damage.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, sqrt
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trimtab.bench.harness import AA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from trimtab.bench.trainer import Trainer
-    from trimtab.models.tasks import Task
+from trimtab.bench.trainer import Trainer
+from trimtab.models.tasks import Task
 
 DIVERGED = 100.0
 """Stands for a loss that is no longer a number, so that it can be averaged and counts as worse."""

@@ -11,18 +11,14 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trimtab.cluster import Cluster
+from trimtab.emulate import Emulation
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.emulate import Emulation
-
 
 _QUIET = {"TRIMTAB_LOG": "warning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 

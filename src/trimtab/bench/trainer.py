@@ -8,11 +8,13 @@ the layers over the ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -20,20 +22,14 @@ from torch.utils.data import DataLoader
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import Timing
 from trimtab.bench.ranks import wire_bytes
+from trimtab.control.shares.loader import Loader
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models.gpt import TransformerLayer
 from trimtab.models.tasks import CPU, Task
 from trimtab.planning.tensor.shares import water_level
 from trimtab.sharding import Attention, Clock, LocalTimes, Mlp
 from trimtab.sharding.unit_block import sharded_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import nn
-
-    from trimtab.control.shares.loader import Loader
-    from trimtab.sharding.unit_kinds import UnitKind
+from trimtab.sharding.unit_kinds import UnitKind
 
 Batch = tuple[torch.Tensor, ...]
 

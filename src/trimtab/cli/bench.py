@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from trimtab.bench.result import Result
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trimtab.bench.result import Result
 
 bench = typer.Typer(
     help="Does it help [bold]here[/bold]? Each bench prints a table, or with --json one object.",

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.cluster import Cluster
 
 TENSOR_SPEED = 0.5
 """Speed of the second rank of the tensor-parallel job."""

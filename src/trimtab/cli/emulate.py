@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003  # typer resolves annotations at run time
+from pathlib import Path  # typer resolves annotations at run time
 from typing import Annotated
 
 import typer

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.planning.make_plan import Bits
-    from trimtab.planning.plan import Plan
+from trimtab.planning.make_plan import Bits
+from trimtab.planning.plan import Plan
 
 
 def plan(

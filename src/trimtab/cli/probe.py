@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.cluster import Cluster
 
 
 def probe(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003  # typer resolves annotations at run time
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path  # typer resolves annotations at run time
+from typing import Annotated, Any
 
 import typer
 
 import trimtab
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.planning.plan import Plan
-    from trimtab.planning.what_if import Outcome
+from trimtab.planning.plan import Plan
+from trimtab.planning.what_if import Outcome
 
 SHOWN = (
     "what",

@@ -7,16 +7,14 @@ measured, that are emulated, and that exist only on paper.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 from pydantic.dataclasses import dataclass
 
-from trimtab.cluster.profile import Profile  # noqa: TC001 - pydantic reads the annotations
+from trimtab.cluster.profile import Profile
 from trimtab.strict_files import STRICT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SCHEMA_VERSION = 1
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import TypeAdapter
 
 from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster
 from trimtab.errors import TrimtabError
-from trimtab.strict_files import FileFormat, replace_file
-
-if TYPE_CHECKING:
-    from trimtab.strict_files import Form
+from trimtab.strict_files import FileFormat, Form, replace_file
 
 _FORMAT = FileFormat(
     adapter=TypeAdapter(Cluster),

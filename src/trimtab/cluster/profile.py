@@ -6,16 +6,14 @@ between versions; a profile from another version is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
 from trimtab.strict_files import STRICT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROFILE_VERSION = 1
 

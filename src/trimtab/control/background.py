@@ -7,9 +7,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -18,9 +19,6 @@ from trimtab.collectives.groups import shared_name
 from trimtab.collectives.roll_call import timeout_of
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FAILED = "failed"
 """The key of a decision that failed; its value is the error."""

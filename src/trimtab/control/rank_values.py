@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
@@ -12,9 +12,6 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def rank_and_world_size(group: dist.ProcessGroup | None, verb: str) -> tuple[int, int]:

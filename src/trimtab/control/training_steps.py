@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab.model_state import JobHook
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class StepListener(Protocol):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.emulate.outcome import any_report
+from trimtab.emulate.rank_output import RankOutput
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.emulate.rank_output import RankOutput
 
 _POLL_S = 0.02
 # After a failure: time for the other agents to report theirs, and then to stop.

@@ -7,9 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from trimtab.cluster import Cluster
 from trimtab.emulate import links, mps
 from trimtab.emulate.agents import free_port, require_free, require_script, stop, wait
 from trimtab.emulate.cleanup import kill_marked, remove, sweep
@@ -20,19 +23,13 @@ from trimtab.emulate.outcome import Failure, Outcome, first_failure
 from trimtab.emulate.placement import Node, Placement, nodes, place_ranks
 from trimtab.emulate.rank_output import RankOutput
 from trimtab.emulate.rank_settings import RankSettings, state_path
+from trimtab.emulate.throttling.cgroups import Group
 from trimtab.emulate.throttling.duty_cycle import start_duty_cycle
 from trimtab.emulate.throttling.rank_state import RankState
 from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
 from trimtab.emulate.throttling.throttle import Throttle, check_throttle
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from trimtab.cluster import Cluster
-    from trimtab.emulate.throttling.cgroups import Group
 
 _NAMESPACE_PORT = 29500  # always free in a network namespace of our own
 

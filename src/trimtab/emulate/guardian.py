@@ -13,12 +13,9 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trimtab.emulate.cleanup import remove
-
-if TYPE_CHECKING:
-    from trimtab.emulate.job_directory import Job
+from trimtab.emulate.job_directory import Job
 
 
 class Guardian:

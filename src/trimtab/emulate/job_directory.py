@@ -12,16 +12,13 @@ import re
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trimtab.environment import EMULATION
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EMULATION_RUN = "TRIMTAB_EMULATION_RUN"
 """The same for every process of one run of a job; its value is the run's directory."""

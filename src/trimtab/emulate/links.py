@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from trimtab.cluster import Cluster, Link
+from trimtab.emulate.job_directory import Job
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.cluster import Cluster, Link
-    from trimtab.emulate.job_directory import Job
 
 INTERFACE = "eth0"
 """Name of the interface in each host's namespace."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from trimtab.emulate.job_directory import Job
+from trimtab.emulate.placement import Placement
 from trimtab.emulate.throttling.cgroups import Group, create_group
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.emulate.job_directory import Job
-    from trimtab.emulate.placement import Placement
 
 _GIB = 1 << 30
 

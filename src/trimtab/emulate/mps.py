@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from trimtab import environment
+from trimtab.emulate.job_directory import Job
+from trimtab.emulate.placement import Placement
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from trimtab.emulate.job_directory import Job
-    from trimtab.emulate.placement import Placement
 
 PROCESSES = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 _MIB_PER_GIB = 1024

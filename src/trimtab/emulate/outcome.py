@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from trimtab.emulate.placement import Placement
+from trimtab.emulate.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

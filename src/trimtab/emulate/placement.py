@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.cluster import Cluster
+from trimtab.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)

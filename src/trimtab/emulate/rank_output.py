@@ -11,13 +11,10 @@ import os
 import select
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from trimtab.emulate.placement import Placement
+from trimtab.emulate.placement import Placement
 
 STREAMS = ("stdout", "stderr")
 _CHUNK = 1 << 16

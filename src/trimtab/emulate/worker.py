@@ -17,7 +17,8 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from trimtab.emulate.job_directory import EMULATION_RUN
@@ -27,9 +28,6 @@ from trimtab.emulate.rank_settings import RankSettings, state_path
 from trimtab.emulate.throttling.quota import cpus, set_quota
 from trimtab.emulate.throttling.rank_state import RankState
 from trimtab.emulate.throttling.schedule import speed_left
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 def main() -> None:

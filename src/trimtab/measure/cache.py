@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import cache_folder, logger
 from trimtab.measure.operators import StepTimes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _ADAPTER: TypeAdapter[DeviceProfile] = TypeAdapter(DeviceProfile)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +14,6 @@ from trimtab.precision.draw import Draw
 from trimtab.precision.half import DTYPES
 from trimtab.precision.passes import products_for
 from trimtab.predict.linear_fit import fit_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 ROWS = {"cpu": (32, 256, 1024), "cuda": (256, 2048, 16384)}
 COLUMNS = 512

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +12,6 @@ from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.measure.timing import seconds_per_call
 from trimtab.predict.linear_fit import fit_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUMELS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 14, 1 << 20, 1 << 23)}
 EXACT = 1024

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import trimtab
+from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import EMULATION
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
@@ -25,18 +27,12 @@ from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
 from trimtab.measure.lockstep import StepTrainer
-from trimtab.measure.operators import with_steps
+from trimtab.measure.operators import Timed, with_steps
 from trimtab.measure.timing import synchronize
+from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.predict.precision_patterns import matched
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from trimtab.cluster.profile import DeviceProfile
-    from trimtab.measure.operators import Timed
-    from trimtab.models.spec import ModelSpec
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 WARMUP, ROUNDS = 1, 4
 """Untimed and timed rounds of steps; each round has every precision at every batch size once."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from trimtab.codec import ErrorFeedback
+from trimtab.codec import Block, ErrorFeedback
 from trimtab.collectives import Piece, finish, reduction_for
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.exchange import Exchange
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from trimtab.codec import Block
 
 SMALLEST, LARGEST = 1 << 18, 1 << 22
 """Elements of the trial exchange, which grows until it takes long enough to time."""

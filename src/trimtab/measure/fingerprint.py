@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.precision.operators import operators
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
+from trimtab.codec import Block
 from trimtab.codec.kernels import kernels_for
-from trimtab.collectives import Piece, finish, plan_layout
+from trimtab.collectives import Hierarchy, Piece, finish, plan_layout
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.host_links import HostLinks, LinkSpeed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch.distributed as dist
-
-    from trimtab.codec import Block
-    from trimtab.collectives import Hierarchy
 
 REPEATS = 3
 TRIAL_NUMEL = 1 << 20

@@ -6,8 +6,9 @@ rank gets the same profile.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,7 @@ from trimtab.measure.device import DeviceProbe, Task, called
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.predict.links import COLLECTIVES, Collective, Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 LINK_ROUNDS, REDUCTION_ROUNDS = 4, 4
 

@@ -6,10 +6,9 @@ Collective: every rank of the group calls these at the same point, and every ran
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,7 @@ from trimtab.collectives.reduction import started
 from trimtab.measure.timing import meet, seconds_per_call, slowest_seconds, stream_seconds, synchronize
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
 from trimtab.predict.replay.build import payloads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 Rows = Sequence[Sequence[int]]
 

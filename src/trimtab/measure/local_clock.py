@@ -15,16 +15,14 @@ wait for.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trimtab.model_state import JobHook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class LocalClock:

@@ -6,23 +6,19 @@ step together, and its optimizer too, as they do in training.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.measure.operators import StepClock, StepTimes, anchored, host_ahead, without_communication
 from trimtab.measure.timing import meet
 from trimtab.precision.half import DTYPES
 from trimtab.precision.setting import set_operators
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
-
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 
 class StepTrainer:

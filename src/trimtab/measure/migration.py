@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.migration import MigrationCost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.group import TensorGroup
 
 _SIZES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 32 << 20)}
 """Bytes of the two transfers."""

@@ -9,27 +9,23 @@ they move. The intervals add up to the step: nothing is omitted or counted twice
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import key_of
+from trimtab.workload import Operator, Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trimtab.workload import Operator, Workload
-
-    Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
-    """Samples, precisions by operator name, and the steps that were timed with them."""
+Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
+"""Samples, precisions by operator name, and the steps that were timed with them."""
 
 NONE = -1
 

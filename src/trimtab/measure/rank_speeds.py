@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
 from trimtab.measure.timing import lockstep_seconds
-
-if TYPE_CHECKING:
-    from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.group import TensorGroup
 
 _SIZE = {"cpu": (128, 1024), "cuda": (4096, 4096)}
 """Rows and width of the measured matrix product, enough to fill the device."""

@@ -7,28 +7,24 @@ added to the cost of a message. Collective: every rank calls these at the same p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trimtab.cluster.profile import Profile
 from trimtab.codec import Block
-from trimtab.collectives import Piece, reduction_for, runner_for
+from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
 from trimtab.measure.links import buckets_within
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
 from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
 from trimtab.predict.step import codec_time
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.cluster.profile import Profile
-    from trimtab.collectives import Reduction
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 BLOCK = 1024
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def synchronize(device: torch.device) -> None:

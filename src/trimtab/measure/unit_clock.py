@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from trimtab.sharding.clock import Clock
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    _Step = tuple[Any, Any, Sequence[tuple[Any, Any]], Sequence[tuple[Any, Any]]]
+_Step = tuple[Any, Any, Sequence[tuple[Any, Any]], Sequence[tuple[Any, Any]]]
 
 
 class UnitClock(Clock):

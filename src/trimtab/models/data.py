@@ -5,15 +5,13 @@ from __future__ import annotations
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from trimtab.models.spec import ModelSpec
 from trimtab.random_bits import stream
-
-if TYPE_CHECKING:
-    from trimtab.models.spec import ModelSpec
 
 
 @cache

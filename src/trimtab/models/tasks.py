@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from trimtab.models.data import Noise, NoisyPatches, Passages, digits, draw
 from trimtab.models.gpt import Gpt
 from trimtab.models.spec import LossOnly
 from trimtab.models.vision import ConvNet, PatchTransformer
-
-if TYPE_CHECKING:
-    from torch import nn
 
 CPU = torch.device("cpu")
 

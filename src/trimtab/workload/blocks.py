@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from trimtab.workload.operator import Operator
 from trimtab.workload.workload import RepeatedBlock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.workload.operator import Operator
 
 
 def repeated_blocks(operators: Sequence[Operator]) -> tuple[RepeatedBlock, ...]:

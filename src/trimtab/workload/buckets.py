@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from trimtab.workload.operator import OUTSIDE
-from trimtab.workload.workload import Bucket
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.workload.operator import Operator
-    from trimtab.workload.workload import Parameter
+from trimtab.workload.operator import OUTSIDE, Operator
+from trimtab.workload.workload import Bucket, Parameter
 
 MIB = 1 << 20
 FIRST_MB = 1.0

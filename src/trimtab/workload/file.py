@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from trimtab.strict_files import FileFormat, replace_file
 from trimtab.workload.workload import SCHEMA_VERSION, Workload
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FORMAT = FileFormat(
     adapter=TypeAdapter(Workload),

@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from trimtab.strict_files import STRICT
-from trimtab.workload.tensor import Tensor  # noqa: TC001 - pydantic reads the annotations
+from trimtab.workload.tensor import Tensor
 
 PRODUCTS = ("linear", "conv", "attention", "matmul")
 

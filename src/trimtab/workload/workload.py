@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from trimtab.errors import TrimtabError
 from trimtab.strict_files import STRICT
 from trimtab.workload.operator import OUTSIDE, Operator
-from trimtab.workload.tensor import Tensor  # noqa: TC001 - pydantic reads the annotations
+from trimtab.workload.tensor import Tensor
 
 SCHEMA_VERSION = 1
 

@@ -7,7 +7,8 @@ says how losses are compared. The policies by themselves, without training, are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +25,6 @@ from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.ddp import compression_of
 from trimtab.planning.compression.family import ADAMW, SGD
 from trimtab.wire_format import MIN_NUMEL, encoded_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 FEEDBACK, SCALED = "adaptive, bits-feedback", "adaptive, bits-scaled"
 DEFAULT = {SGD: FEEDBACK, ADAMW: SCALED}

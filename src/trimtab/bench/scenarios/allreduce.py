@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,6 @@ from trimtab.bench.clusters import parse_rate, two_hosts
 from trimtab.bench.harness import AA, interleave, part
 from trimtab.bench.ranks import run_on_cluster, wire_bytes
 from trimtab.bench.result import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 def allreduce(links: Sequence[str], sizes_mb: Sequence[int], repeats: int, progress: Any) -> Result:

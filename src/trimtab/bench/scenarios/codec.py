@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,9 +11,6 @@ from trimtab.bench.harness import AA, interleave
 from trimtab.bench.result import Result
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUMEL = 64 * 1024 * 1024
 """256 MiB of fp32."""

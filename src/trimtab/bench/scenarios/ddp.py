@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,6 @@ from trimtab.control.compression.ddp import adaptive_of
 from trimtab.doors.ddp import DdpCompression
 from trimtab.errors import TrimtabError
 from trimtab.models import tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MODELS = ("gpt25m", "gpt2", "vit")
 SGD = ", sgd"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -11,14 +12,10 @@ import trimtab
 from trimtab.bench.clusters import hosts
 from trimtab.bench.scenarios.hybrid.plan import make_plans
 from trimtab.bench.trainer import LoaderTrainer, take_turns
+from trimtab.cluster import Cluster
 from trimtab.models import tasks
+from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.planning.plan import Plan
 
 PLAIN, BITS, SHARES, PLAN = "plain DDP", "trimtab.compress", "+ trimtab.loader", "trimtab.apply(plan)"
 IDEAL = "fp32, nothing sent"

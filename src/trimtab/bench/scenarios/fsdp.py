@@ -9,10 +9,12 @@ rows show both, and what the weights in 8 bits add.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import trimtab
@@ -25,11 +27,6 @@ from trimtab.bench.scenarios.loss import sgd_trainer, small_gpt
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
 from trimtab.models import tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
 
 BOTH = "gradients 4, weights 8"
 METHODS: dict[str, dict[str, Any] | None] = {

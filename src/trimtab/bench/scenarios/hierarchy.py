@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,6 @@ from trimtab.codec import Block, Uncompressed
 from trimtab.collectives import Hierarchy, SharedMemory
 from trimtab.doors.ddp import DdpCompression, stage_groups
 from trimtab.models import tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 CPU = torch.device("cpu")
 PLAIN, IDEAL = "flat plain", "ideal"

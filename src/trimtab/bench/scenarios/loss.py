@@ -6,10 +6,12 @@ is SGD without clipping: Adam and clipping both hide the size of a gradient, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
@@ -21,11 +23,6 @@ from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
 from trimtab.models import tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
 
 CANARY = "1-nearest (canary)"
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -6,7 +6,8 @@ Baseline: what a user would run instead, fp32 on a CPU (one thread), autocast to
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,7 @@ from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer, autocast
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
-from trimtab.precision_names import OPERATOR_PRECISIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from trimtab.precision_names import OperatorKind
+from trimtab.precision_names import OPERATOR_PRECISIONS, OperatorKind
 
 LINEAR = {
     "cpu": ("512x768x3072", "512x3072x768", "512x768x768"),

@@ -8,8 +8,9 @@ the canary, which counts each rank's mean alike, shows that the comparison would
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,6 @@ from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.codec import Block
 from trimtab.models import tasks
 from trimtab.planning.shares.batch import Adjust
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 SPEEDS = {"cpu": ((1.0, 0.4), (1.0, 0.7, 0.4)), "cuda": ((0.7, 0.3),)}
 MODELS = {"cpu": ("gpt", "digits"), "cuda": ("gpt2",)}

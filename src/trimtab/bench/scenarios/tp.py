@@ -7,10 +7,12 @@ needed, plus the time of its collectives when nobody waits); `torch` is `paralle
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.bench.clusters import hosts
@@ -21,11 +23,6 @@ from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
 from trimtab.measure.timing import meet
 from trimtab.models import tasks
 from trimtab.sharding import assignment, assignment_for, move
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"width": 512, "heads": 16, "layers": 3, "batch": 4, "length": 128},

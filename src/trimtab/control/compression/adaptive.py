@@ -11,28 +11,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from trimtab.collectives import Piece
 from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.optimizer_kind import OptimizerKind
 from trimtab.control.compression.statistics import Statistics
+from trimtab.doors.ddp import DdpCompression
 from trimtab.environment import logger
 from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 from trimtab.planning.compression.family import ADAMW, FAMILIES
 from trimtab.planning.compression.policies import POLICIES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
-
-    import torch
-
-    from trimtab.collectives import Piece
-    from trimtab.doors.ddp import DdpCompression
 
 SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
 """Steps between two gradients that go into the averages, after the warm-up and during it."""

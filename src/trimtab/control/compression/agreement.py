@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec, PowerSGD, TopK
@@ -13,12 +15,6 @@ from trimtab.collectives.roll_call import announce, roll_call
 from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch.distributed as dist
-    from torch import nn
 
 DISABLED = "disabled"
 _READY = "ready"

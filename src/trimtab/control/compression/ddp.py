@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,12 +28,6 @@ from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
 from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
 from trimtab.wire_format import MIN_NUMEL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import torch
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size."""

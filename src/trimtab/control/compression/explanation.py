@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
+from torch import nn
 
 from trimtab.environment import logger
 from trimtab.model_state import attach_state
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def record_explanation(model: nn.Module, text: str) -> None:

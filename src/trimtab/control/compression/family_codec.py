@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trimtab.codec import Block
-
-if TYPE_CHECKING:
-    from trimtab.planning.compression.family import Family
+from trimtab.planning.compression.family import Family
 
 
 def family_codec(family: Family, bits: int) -> Block:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from trimtab.codec import Block, Codec
+from trimtab.doors.fsdp import FsdpCompression
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    import torch.distributed as dist
-
-    from trimtab.doors.fsdp import FsdpCompression
 
 
 def is_fsdp(model: torch.nn.Module) -> bool:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, Method, find_hosts, plan_layout
 from trimtab.errors import TrimtabError
 from trimtab.measure.host_links import measure_host_links, piece_of
 from trimtab.planning.compression.route import choose_route
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from trimtab.codec import Block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+import torch
 
 from trimtab.codec import Block, Codec
+from trimtab.collectives import Piece
 from trimtab.random_bits import OWN, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from trimtab.collectives import Piece
 
 
 class LayerLog:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab.planning.compression.family import ADAMW, SGD
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 
 class OptimizerKind:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from trimtab.collectives.roll_call import roll_call
 from trimtab.environment import cache_folder, logger
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
 
 _MOST = 200
 """Jobs that are kept."""

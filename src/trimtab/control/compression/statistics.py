@@ -8,21 +8,18 @@ for one step's own gradient, and once more while a look is pending. Everything h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
+from trimtab.collectives import Piece
 from trimtab.random_bits import name_hash, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from trimtab.codec import ErrorFeedback
-    from trimtab.collectives import Piece
 
 MOST_VALUES = 1 << 14
 """Values kept of one layer: 64 KiB of fp32."""

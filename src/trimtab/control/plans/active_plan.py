@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch.distributed as dist
+from torch import nn
 
 from trimtab.errors import TrimtabError
+from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import find_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from trimtab.measure.local_clock import LocalClock
-    from trimtab.planning.plan import Plan
+from trimtab.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

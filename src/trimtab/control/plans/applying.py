@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
@@ -25,17 +28,10 @@ from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.doors.ddp import has_other_hook
 from trimtab.model_state import attach_state
+from trimtab.planning.plan import Plan
 from trimtab.planning.plan_file import parse_plan
 from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from os import PathLike
-
-    from torch import nn
-
-    from trimtab.planning.plan import Plan
 
 
 def apply_plan(

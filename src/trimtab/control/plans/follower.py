@@ -10,32 +10,27 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from trimtab.control.background import FAILED, Background
-from trimtab.control.plans.active_plan import Switch, plan_text
+from trimtab.control.plans.active_plan import ActivePlan, Switch, plan_text
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.environment import logger
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
+from trimtab.planning.plan import Plan
 from trimtab.planning.plan_file import parse_plan
 from trimtab.planning.replan import replan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
-
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trimtab.control.plans.active_plan import ActivePlan
-    from trimtab.planning.plan import Plan
 
 __all__ = ["Follow", "Follower"]
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.control.plans.active_plan import require_world_size
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import state_of
+from trimtab.planning.plan import Plan
 from trimtab.precision.devices import refuse_unsupported
 from trimtab.precision.operators import operators
-from trimtab.precision_names import ATTENTION, Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trimtab.planning.plan import Plan
-    from trimtab.precision_names import OperatorKind
+from trimtab.precision_names import ATTENTION, OperatorKind, Precision
 
 _REMEDY = "make a new plan with `trimtab plan`"
 

@@ -10,14 +10,16 @@ step), with clipping (which sees the finished average) and with any communicatio
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimtab import environment
+from trimtab.control.plans.active_plan import ActivePlan
 from trimtab.control.rank_values import (
     collective_device,
     gather_numbers,
@@ -25,17 +27,11 @@ from trimtab.control.rank_values import (
     require_equal_settings,
 )
 from trimtab.control.shares.capacity import BatchCapacity
+from trimtab.control.shares.sampler import Cut, ShareSampler
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
+from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust, rebalance, share_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from trimtab.control.plans.active_plan import ActivePlan
-    from trimtab.control.shares.sampler import Cut, ShareSampler
-    from trimtab.planning.plan import Plan
 
 _END = object()
 FOLLOW_SPEEDS = Adjust()

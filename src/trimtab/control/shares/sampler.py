@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.shares.batch import shrink
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 STATE_VERSION = 1
 

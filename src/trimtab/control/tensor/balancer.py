@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trimtab import environment
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
@@ -42,11 +44,6 @@ from trimtab.planning.tensor.rebalance import (
 from trimtab.sharding.lease import end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move
 from trimtab.sharding.unit_block import device_of, sharded_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 _COPIES = 3
 """Tensors sent per parameter when a unit moves permanently: itself and two optimizer states."""

@@ -7,30 +7,24 @@ every window of steps by `trimtab.planning.tensor.resizing`; `trimtab.sharding.c
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.resizing import RETURN, Pool, check_ratio, choose, even_counts, pooled_counts
 from trimtab.sharding.cut import Cut, Impute, Slices
 from trimtab.sharding.optimizer_hooks import OptimizerHooks
 from trimtab.sharding.projection import InProjection
-from trimtab.sharding.slice_scores import ActivationNorms, WeightChanges
-from trimtab.sharding.unit_block import ShardedModel, sharded_model
+from trimtab.sharding.slice_scores import ActivationNorms, SliceScores, WeightChanges
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, sharded_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
-    from torch import nn
-
-    from trimtab.sharding.slice_scores import SliceScores
-    from trimtab.sharding.unit_block import UnitBlock
-
-    _Numbers = dict[str, NDArray[np.float64]]
+_Numbers = dict[str, NDArray[np.float64]]
 
 Selection = Literal["random", "priority", "priority-per-layer", "activation"]
 Form = Literal["unit", "column"]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trimtab.emulate.job_directory import Job
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.emulate.job_directory import Job
 
 
 @dataclass(frozen=True, kw_only=True)

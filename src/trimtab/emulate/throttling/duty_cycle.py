@@ -12,15 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trimtab.emulate.placement import Placement
 from trimtab.emulate.throttling.rank_state import RankState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trimtab.emulate.placement import Placement
 
 _PERIOD_S = 0.02
 _MIN_RUN_S = 0.001

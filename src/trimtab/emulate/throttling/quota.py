@@ -5,13 +5,9 @@ A quota limits CPU time, not speed: it is accurate for steps much longer than th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from trimtab.emulate.job_directory import Job
+from trimtab.emulate.placement import Placement
 from trimtab.emulate.throttling.cgroups import Group, create_group
-
-if TYPE_CHECKING:
-    from trimtab.emulate.job_directory import Job
-    from trimtab.emulate.placement import Placement
 
 # Short, since a step stalls for up to a period; the kernel accepts no quota below 1 ms.
 _PERIOD_US = 5_000

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 # Aligned eight-byte fields, which every supported machine reads and writes atomically.
 _FIELDS = struct.Struct("=qqd")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from trimtab.emulate.throttling.rank_state import RankState
+from trimtab.emulate.throttling.rank_state import RankState
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mm.out", "addmm.out", "bmm.out", "baddbmm.out", "_int_mm")
 _CONVOLUTIONS = ("convolution", "convolution_backward")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from trimtab.emulate.job_directory import Job
+from trimtab.emulate.placement import Placement
+from trimtab.emulate.throttling.cgroups import Group
 from trimtab.emulate.throttling.quota import create_quota
+from trimtab.emulate.throttling.schedule import Contention
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.emulate.job_directory import Job
-    from trimtab.emulate.placement import Placement
-    from trimtab.emulate.throttling.cgroups import Group
-    from trimtab.emulate.throttling.schedule import Contention
 
 THROTTLES = ("auto", "quota", "duty", "competitor", "gemm")
 

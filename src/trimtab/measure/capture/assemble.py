@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from trimtab.measure.capture.call import DTYPES, Call, Meta
 from trimtab.workload.blocks import repeated_blocks
@@ -10,11 +13,6 @@ from trimtab.workload.buckets import ddp_buckets
 from trimtab.workload.operator import OUTSIDE, Operator, Saved
 from trimtab.workload.tensor import FLOATS, Tensor
 from trimtab.workload.workload import SCHEMA_VERSION, Parameter, Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 
 def assemble(

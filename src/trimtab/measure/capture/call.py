@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trimtab.workload.operator import Kind
+from trimtab.workload.operator import Kind
 
 DTYPES = {
     torch.float64: "fp64",

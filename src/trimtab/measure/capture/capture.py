@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -13,21 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.assemble import assemble
-from trimtab.measure.capture.call import DTYPES
+from trimtab.measure.capture.call import DTYPES, Call, Meta
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
 from trimtab.precision.half import DTYPES as HALVES
 from trimtab.precision.operators import LowPrecisionForward
+from trimtab.workload.workload import Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from trimtab.measure.capture.call import Call, Meta
-    from trimtab.workload.workload import Workload
-
-    Loss = Callable[[Any], torch.Tensor]
+Loss = Callable[[Any], torch.Tensor]
 
 
 def capture_workload(

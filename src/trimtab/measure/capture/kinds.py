@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trimtab.workload.operator import Kind
+from trimtab.workload.operator import Kind
 
 _KINDS: dict[Kind, str] = {
     "conv": "convolution convolution_overrideable cudnn_convolution mkldnn_convolution miopen_convolution",

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.models.spec import load_model
-
-if TYPE_CHECKING:
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 
 def workload_of(

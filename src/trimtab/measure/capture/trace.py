@@ -6,9 +6,10 @@ It works below autograd, on real or fake tensors, so it needs no cooperation fro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,7 @@ from trimtab.measure.capture.values import run_kernel
 from trimtab.precision.half import HalfProducts
 from trimtab.precision.operators import LowPrecisionForward, operators
 from trimtab.precision_names import ATTENTION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from trimtab.workload.operator import Kind
+from trimtab.workload.operator import Kind
 
 KEEP_OUTPUT = frozenset(
     {"softmax", "log_softmax", "safe_softmax", "logsumexp", "tanh", "sigmoid", "relu", "exp", "sqrt", "rsqrt"}

@@ -9,8 +9,9 @@ compared with an exact solver on what was measured.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import AA
@@ -20,10 +21,6 @@ from trimtab.bench.result import Result
 from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
 from trimtab.bench.scenarios.hybrid.ranks import on_rank
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 CLUSTERS: dict[str, dict[str, tuple[float, float, float | None]]] = {
     "cpu": {"1.0/0.75": (1.0, 0.75, None), "1.0/0.4": (1.0, 0.4, None), "memory": (1.0, 0.75, 0.3)},

@@ -8,8 +8,9 @@ without error feedback.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +22,6 @@ from trimtab.bench.scenarios.hybrid.plan import make_task
 from trimtab.bench.scenarios.hybrid.ranks import Way, make_trainer, planned
 from trimtab.codec import TopK
 from trimtab.planning.plan_file import parse_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 CANARY = "top-k (canary)"
 STEPS = 40

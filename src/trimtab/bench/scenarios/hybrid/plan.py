@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import trimtab
 from trimtab.bench.trainer import autocast
+from trimtab.cluster import Cluster
 from trimtab.cluster.profile import LOCAL
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.measure.damage.indicators import gradient_damage
@@ -21,22 +24,15 @@ from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.job import probe_job
 from trimtab.models import tasks
 from trimtab.models.spec import ModelSpec
+from trimtab.models.tasks import Task
 from trimtab.planning.make_plan import make_plan
+from trimtab.planning.plan import Plan
 from trimtab.planning.plan_file import parse_plan
 from trimtab.precision_names import OWN
 from trimtab.predict.links import Placement
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.precision_patterns import matched
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from trimtab.cluster import Cluster
-    from trimtab.models.tasks import Task
-    from trimtab.planning.plan import Plan
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 BITS = (4, 8)
 SIZES = {"cpu": (256, 2, 32, 64), "cuda": (1536, 6, 512, 32)}

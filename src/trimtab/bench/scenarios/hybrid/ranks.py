@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,9 @@ from trimtab.bench.scenarios.hybrid.plan import NAMES, Plans, make_plans, make_t
 from trimtab.bench.trainer import LoaderTrainer, autocast, take_turns
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.follower import Follow
+from trimtab.models.tasks import Task
+from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from trimtab.models.tasks import Task
-    from trimtab.planning.plan import Plan
 
 FLOOR, BEST = "ideal-fp32", "ideal-plan"
 METHODS = ("ddp", "ddp" + AA, "uniform-low", "shares", "trimtab-fixed", "trimtab", FLOOR, BEST)

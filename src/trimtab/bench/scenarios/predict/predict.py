@@ -10,18 +10,15 @@ so that a machine whose speed drifts is compared with itself. How long predictin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.bench.harness import part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.scenarios.predict.ranks import on_rank, two_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
 LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}

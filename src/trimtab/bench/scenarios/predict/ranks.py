@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from collections.abc import Callable, Mapping
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.clusters import hosts
 from trimtab.bench.trainer import Trainer
+from trimtab.cluster import Cluster
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -32,7 +34,7 @@ from trimtab.measure.casts import cast_lines
 from trimtab.measure.codec import CodecProbe
 from trimtab.measure.links import LinkProbe, link_times, own_rows
 from trimtab.measure.lockstep import StepTrainer
-from trimtab.measure.operators import with_steps
+from trimtab.measure.operators import StepTimes, with_steps
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
@@ -41,13 +43,7 @@ from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.measure.operators import StepTimes
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
 NAMES = FAST, SLOW = "fast", "slow"

@@ -8,8 +8,9 @@ counts.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,9 +22,6 @@ from trimtab.control.tensor.resizing import set_resize
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.rebalance import counts_for
 from trimtab.sharding import assignment_for, move
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 LINKS = {"fast": None, "slow": "60mbit"}
 _SPEED = 0.25

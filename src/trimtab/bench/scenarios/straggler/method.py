@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trimtab.bench.trainer import TensorTrainer
-from trimtab.control.tensor.balancer import balance, balancer_of, decisions
+from trimtab.control.tensor.balancer import Record, balance, balancer_of, decisions
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.models import tasks
 from trimtab.models.data import NoisyPatches
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.sharding.lease import lease
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from trimtab.control.tensor.balancer import Record
 
 GAMMA_MAX = 0.5
 SIZES: dict[str, dict[str, int]] = {

@@ -6,9 +6,10 @@ canary leaves out most of both ranks at random, which must show.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import sqrt
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,6 @@ from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.trainer import TensorTrainer
 from trimtab.control.tensor.resizing import WINDOW, set_resize, watch_resize
 from trimtab.models import tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 RATIO = 0.5
 STEPS = 400

@@ -9,8 +9,9 @@ the ranks of the even run needed, plus its collectives without waits. All train 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,9 +23,6 @@ from trimtab.bench.scenarios.straggler.links import links
 from trimtab.bench.scenarios.straggler.method import SIZES, Method
 from trimtab.bench.trainer import ideal
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 STATIC: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
