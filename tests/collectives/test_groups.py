@@ -87,9 +87,10 @@ def reused_name() -> list[list[str]]:
     for text in ("first", "second"):
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        group._set_group_name("the same")  # type: ignore[arg-type]
+        names = dist.distributed_c10d._world.pg_names
+        own, names[group] = names[group], "the same"  # type: ignore[assignment]
         heard.append(roll_call(group, "test", f"{text} {dist.get_rank()}"))
-        group._set_group_name(dist.distributed_c10d._world.pg_names[group])
+        names[group] = own
         dist.destroy_process_group(group)
     return heard
 

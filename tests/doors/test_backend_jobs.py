@@ -126,17 +126,33 @@ def test_objects_points_barriers_and_compiled_graphs(ranks: Pool) -> None:
         assert outcome["name"] == "trimtab"
 
 
-def left_to_decide() -> tuple[str, float, int]:
+def left_to_decide() -> tuple[str, str, float, int]:
     group = trimtab_default()
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    before = trimtab.explain(ddp)
     total = values()
     dist.all_reduce(total)
-    return group.explanation, error(total, exact()), group.sequence
+    return before, trimtab.explain(ddp), error(total, exact()), group.sequence
 
 
 def test_without_a_codec_it_measures_decides_and_says_so(ranks: Pool) -> None:
-    for explanation, wrong, sequence in ranks(2, left_to_decide, allow_groups=True):
+    for before, explanation, wrong, sequence in ranks(2, left_to_decide, allow_groups=True):
+        assert before.startswith("backend trimtab: decides at the first all-reduce of 65,536 floats or more")
         assert "the link is" in explanation
         assert (wrong < 1e-6) == (sequence == 0) == ("stays off" in explanation)
+
+
+def name_read_on_one_rank() -> float:
+    group = trimtab_default(codec=CODEC)
+    if dist.get_rank() == 0:
+        assert group.group_name == "0-exact"
+    total = values()
+    dist.all_reduce(total)
+    return error(total, exact())
+
+
+def test_reading_the_groups_name_on_one_rank_changes_nothing(ranks: Pool) -> None:
+    assert 0 < max(ranks(2, name_read_on_one_rank, allow_groups=True)) < 0.25
 
 
 def disabled() -> float:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import torch
 
+import torch.distributed as dist
+
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.control.plans.applying import explain_plan
+from trimtab.doors.backend import TrimtabGroup
 from trimtab.model_state import state_of
 
 
 def explain(model: torch.nn.Module) -> str:
-    """What trimtab decided for this module, and why."""
+    """What trimtab decided for this module and its process group, and why."""
     parts = [explain_plan(model), state_of(model).explanation]
     controller = adaptive_of(model)
     if controller is not None and controller.history:
         last = controller.history[-1]
         parts.append(f"since step {last.step}: {last.reasons[0]}")
+    group = getattr(model, "process_group", dist.group.WORLD if dist.is_available() else None)
+    if isinstance(group, TrimtabGroup):
+        parts.append(group.describe())
     return "; ".join(filter(None, parts)) or "trimtab was not asked to adjust this module"
 
 

@@ -24,7 +24,8 @@ def announce(group: dist.ProcessGroup, what: str, text: str) -> tuple[Any, list[
 
     Returns the store and the keys, by rank, under which the ranks publish theirs.
     """
-    name = str(dist.ProcessGroup.group_name.fget(group))  # type: ignore[attr-defined]
+    # The group's own attribute is its backend's, which a view of the group shares, on some ranks under another name.
+    name = dist.distributed_c10d._world.pg_names[group]
     counts = _calls.setdefault(group, {})
     count = counts[what] = counts.get(what, -1) + 1
     # A restarted job may see the store of the previous attempt.

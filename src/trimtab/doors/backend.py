@@ -150,6 +150,13 @@ class TrimtabGroup(ForwardingGroup):
                 reducer.wait()
         return self._plain.barrier(*args, **named)
 
+    def describe(self) -> str:
+        """What happens to the all-reduces of this group, and why."""
+        if not self.options.compress:
+            return f"backend {NAME}: every all-reduce is exact, as requested"
+        size = f"{self.options.min_numel:,} floats or more"
+        return self.explanation or f"backend {NAME}: decides at the first all-reduce of {size}; none yet"
+
     def set_options(self, options: GroupOptions) -> None:
         """From the next all-reduce on; every rank of the group does the same."""
         self._close_reducers(destroy=True)
@@ -223,7 +230,7 @@ class TrimtabGroup(ForwardingGroup):
             what="all-reduces",
             remedy="give every rank of the group the same GroupOptions",
         )
-        pays, reason = True, f"compressing with {codec}, as asked"
+        pays, reason = True, f"compressing with {codec}, as requested"
         if self.options.codec is None:
             pays, reason = self._judge(codec, reducer.groups, tensor.device, tensor.numel())
         self.explanation = f"backend {NAME}: {reason}"

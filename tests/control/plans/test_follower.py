@@ -188,3 +188,36 @@ def test_shares_that_the_script_does_not_use_are_said_and_not_planned_with(ranks
     unused = "the plan divides a batch as 5/3, but this script divides it itself"
     assert sum(line.startswith(unused) for line in fast["said"]) == 1
     assert slow["said"] == []
+
+
+def applied_twice() -> list[tuple[str, str, str]]:
+    """Rank 1 becomes slow and the job switches its plan; then the user applies the plan of the file again."""
+    model = Slowed(net())
+    roles = {"fast": inside(role("A", 4)), "slow": inside(role("B", 4, **{"model.up": "bf16"}))}
+    plan = plan_for(model, roles=roles, batch="fixed")
+    ddp = Ddp(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    outcomes = []
+    for _ in range(2):
+        model.seconds = AT_FIRST
+        trimtab.apply(ddp, plan, follow=QUICK)
+        active = active_plan_of(model)
+        assert active is not None
+        applied = active.plan.hash, trimtab.explain(ddp)
+        for step in range(30):
+            if step == 10 and dist.get_rank() == 1:
+                model.seconds = 4 * AT_FIRST
+            ddp(torch.ones(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append((*applied, active.plan.hash))
+    return outcomes
+
+
+def test_a_plan_applied_again_replaces_the_followed_one_on_all_ranks(ranks: Pool) -> None:
+    fast, slow = ranks(2, applied_twice)
+    assert fast == slow
+    for applied, explained, followed in fast:
+        assert applied != followed, "the job switched again, by its own decision"
+        assert explained.startswith(f"plan {applied}")
+        assert followed not in explained

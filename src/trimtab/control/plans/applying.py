@@ -102,7 +102,7 @@ def explain_plan(model: nn.Module) -> str | None:
     if active is None:
         return None
     text = "; ".join(active.notes)
-    if not active.history:
+    if not active.history or active.history[-1].after != active.plan.hash:  # no switch since the last `apply`
         return text
     last = active.history[-1]
     return f"{text}; since step {last.step} plan {last.after}: {'; '.join(last.reasons)}"
