@@ -368,3 +368,15 @@ def test_attention_inside_torchs_own_module_is_refused_rather_than_left_as_it_is
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     with pytest.raises(TrimtabError, match=r"self_attn is a torch\.nn\.MultiheadAttention"):
         set_precision(layer, {"self_attn/attention": "bf16"})
+
+
+@pytest.mark.parametrize("precisions", ["int8", Precision.of("bf16"), None, ["int8"]])
+def test_precisions_without_patterns_are_refused(precisions: Any) -> None:
+    with pytest.raises(TrimtabError, match=r"got .*pass \{'\*': 'bf16'\}"):
+        set_precision(Net(), precisions)
+
+
+@pytest.mark.parametrize("value", [8, None, "int7"])
+def test_an_unknown_precision_is_refused(value: Any) -> None:
+    with pytest.raises(TrimtabError, match="there is no precision"):
+        set_precision(Net(), {"*": value})

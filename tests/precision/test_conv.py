@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
+from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.devices import offers
 from trimtab.precision_names import Precision
 
@@ -72,6 +73,24 @@ def test_int8_is_unbiased_and_mixes_with_others() -> None:
                 total += part / 64
         for total, true in zip(sums, exact, strict=True):
             assert float((total - true).norm() / true.norm()) < 0.02 / 64**0.5 * 3 + 3e-3
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_empty_batch_has_zero_gradients(name: str, groups: int) -> None:
+    x = torch.randn(0, 6, 9, 7, requires_grad=True)
+    weight, bias = torch.randn(8, 6 // groups, 3, 3, requires_grad=True), torch.randn(8, requires_grad=True)
+    geometry = Geometry((2, 2), (1, 1), (1, 1), groups)
+    calls = torch.zeros(1, dtype=torch.int64)
+    y = conv(x, weight, bias, geometry, Precision.of(name), base=0, calls=calls)
+    assert y.shape == (0, 8, 5, 4)
+    y.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert x.grad.shape == x.shape
+    assert not weight.grad.any()
+    assert not bias.grad.any()
 
 
 @pytest.mark.skipif("int8" not in ALL, reason="this CPU has no int8")

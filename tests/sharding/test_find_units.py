@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.sharding.jobs import convert
 from tests.sharding.models import WIDTH, make
 from torch import nn
 
+import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.sharding import Attention, Checkpoint, Mlp, clip_grad_norm_
 
@@ -115,6 +117,85 @@ def test_own_modules_can_be_described_or_left_alone(ranks: Pool) -> None:
     assert max(ranks(2, described)) < 1e-6
 
 
+class Heads(nn.Module):
+    """Attention that knows its number of heads, as the user's own module might."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout, self.count, self.heads, self.head_dim = layout, 4, 4, WIDTH // 4
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        batch, length, _ = x.shape
+        heads = self.count if self.layout == "hidden count" else self.heads
+        if self.layout == "interleaved":
+            q, k, v = self.qkv(x).view(batch, -1, heads, 3 * self.head_dim).transpose(1, 2).chunk(3, -1)
+        else:
+            q, k, v = (
+                part.reshape(batch, -1, heads, self.head_dim).transpose(1, 2)
+                for part in self.qkv(x).chunk(3, -1)
+            )
+        hidden = nn.functional.scaled_dot_product_attention(q, k, v, bias)
+        return x + self.out(hidden.transpose(1, 2).reshape(batch, length, -1))
+
+
+def sharded_heads(layout: str) -> tuple[float, str]:
+    """The largest difference to the unsharded module, and the refusal of the conversion or of the first pass."""
+    torch.manual_seed(0)
+    alone = nn.ModuleList([Heads(layout), Heads(layout)])
+    model = copy.deepcopy(alone)
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    x = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    bias = torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8).tril() if layout == "biased" else None
+    try:
+        convert(model, kinds={Heads: Attention(qkv="qkv", out="out")}, shares=[3, 1])
+    except TrimtabError as error:
+        assert [(name, id(p)) for name, p in model.named_parameters()] == before
+        return 0.0, f"conversion: {error}"
+    try:
+        return max(
+            float((a(x, bias) - b(x, bias)).abs().max()) for a, b in zip(alone, model, strict=True)
+        ), ""
+    except TrimtabError as error:
+        return 0.0, f"first pass: {error}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "refusal"),
+    [
+        ("by number", ""),  # the attribute is found, and set to the rank's number of heads
+        ("hidden count", "conversion: tensor_parallel: Heads (0) cannot be sharded as kinds= declares it"),
+        ("interleaved", "conversion: tensor_parallel: Heads (0) cannot be sharded as kinds= declares it"),
+        ("biased", "first pass: tensor_parallel: Heads (0) cannot be sharded as kinds= declares it"),
+    ],
+)
+def test_declared_heads_are_equal_or_refused(ranks: Pool, layout: str, refusal: str) -> None:
+    for difference, message in ranks(2, sharded_heads, layout):
+        assert difference < 1e-5
+        assert message.startswith(refusal)
+        assert bool(message) == bool(refusal)
+
+
+def sharded_opt() -> tuple[float, float]:
+    import transformers
+    from transformers.models.opt.modeling_opt import OPTAttention
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
+    config = transformers.OPTConfig(vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **sizes)
+    alone: Any = transformers.OPTForCausalLM(config).eval()
+    projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    model: Any = convert(copy.deepcopy(alone), kinds={OPTAttention: Attention(**projections)})
+    tokens = torch.arange(16).view(2, 8)
+    expected = alone(tokens).logits
+    return float((model(tokens).logits - expected).abs().max()), float(expected.abs().max())
+
+
+def test_opt_has_the_outputs_of_a_single_device(ranks: Pool) -> None:
+    for difference, size in ranks(2, sharded_opt):
+        assert difference < 1e-5 * size
+
+
 def wrongly_described(kind: Attention | Mlp, head_dim: int | None) -> str:
     model = strange()
     for module in model.modules():
@@ -152,6 +233,12 @@ def twice() -> str:
 
 def test_a_second_conversion_is_refused(ranks: Pool) -> None:
     assert "already tensor-parallel" in ranks(1, twice)[0]
+
+
+@pytest.mark.parametrize("mesh", [None, 2, "tp"])
+def test_what_is_no_mesh_is_refused(mesh: Any) -> None:
+    with pytest.raises(TrimtabError, match=r"expected a DeviceMesh, got .*init_device_mesh"):
+        trimtab.tensor_parallel(make("gpt"), mesh)
 
 
 def test_verbs_ask_for_a_converted_model() -> None:

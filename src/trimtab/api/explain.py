@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 import torch.distributed as dist
 
 from trimtab.control.compression.ddp import adaptive_of

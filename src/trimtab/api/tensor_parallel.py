@@ -64,6 +64,13 @@ def tensor_parallel(
         raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; use 'auto' or None")
     if gamma_max and balance is None:
         raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} needs balance='auto'")
+    if not isinstance(model, nn.Module):
+        raise TrimtabError(f"tensor_parallel: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TrimtabError(
+            f"tensor_parallel: expected a DeviceMesh, got {mesh!r}; make one of all ranks with "
+            "torch.distributed.device_mesh.init_device_mesh('cpu' or 'cuda', (dist.get_world_size(),))"
+        )
     group, replica = _group(mesh)
     if headroom < 0:
         raise TrimtabError(

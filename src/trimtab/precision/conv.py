@@ -44,6 +44,8 @@ def conv(
     calls: torch.Tensor,
 ) -> torch.Tensor:
     """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
+    if len(x) == 0:  # nothing to quantize
+        return F.conv2d(x.to(weight.dtype), weight, bias, *geometry).to(result_dtype(x))
     arguments = (x, weight, bias, geometry, precision, base, calls, result_dtype(x))
     run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
     result: torch.Tensor = run(*arguments)

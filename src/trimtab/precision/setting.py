@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from trimtab.precision.operators import CallCounter, LowPrecisionForward, instal
 from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
 from trimtab.random_bits import name_hash
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *, seed: int = 0) -> None:
     """Replace the precisions of a model's operators; see `trimtab.set_precision`. Without patterns: restore them.
@@ -27,6 +24,13 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
     Raises:
         TrimtabError: as `trimtab.set_precision`. The model has not been changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise TrimtabError(f"set_precision: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(precisions, Mapping):
+        raise TrimtabError(
+            f"set_precision: expected precisions by pattern of operator names, got {precisions!r}; for the same "
+            "precision everywhere pass {'*': 'bf16'}, and {} to restore the model"
+        )
     root = _unwrapped(model)
     chosen = match(root, precisions)
     device = _device(root)

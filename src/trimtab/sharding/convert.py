@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +16,11 @@ from trimtab.sharding.find_units import FoundBlock, features, find_blocks, is_tr
 from trimtab.sharding.projection import InProjection, OutProjection
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, attach, find_sharded_model, grown
-from trimtab.sharding.unit_kinds import Mlp
+from trimtab.sharding.unit_kinds import Attention, Mlp
+from trimtab.sharding.verify import verify_at_first_forward, verify_example
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trimtab.sharding.group import TensorGroup
     from trimtab.sharding.unit_kinds import UnitKind
@@ -37,7 +40,8 @@ def convert(
 ) -> ShardedModel:
     """Keep only this rank's units of every block. The parameters of rank 0 are broadcast.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. Only declared modules are compared with the unsharded ones once
+    more, in their first forward pass, with the inputs of the job.
 
     Args:
         share: returns the table of every block, given for each its number of units and the bytes of one unit.
@@ -61,11 +65,17 @@ def convert(
             for each, (units, _, widths) in zip(blocks, sizes, strict=True)
         }
     )
+    declared = {(type(each.parent), each.kind): each for each in reversed(blocks) if each.declared}.values()
+    for each in declared:
+        trial = replace(each, parent=copy.deepcopy(each.parent))
+        verify_example(trial, _shard(trial, *_sizes(trial), tables[each.name], sharded))
     _broadcast(model, group)
     for each, (units, heads, widths) in zip(blocks, sizes, strict=True):
         sharded.blocks[each.name] = _shard(each, units, heads, widths, tables[each.name], sharded)
     key_dropout(model, sharded, {each.name: each for each in blocks})
     attach(model, sharded)
+    for each in declared:
+        verify_at_first_forward(each, sharded.blocks[each.name])
     return sharded
 
 
@@ -88,6 +98,23 @@ def _sizes(found_block: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]
     return units, heads_per_unit, {kind.query: wide, kind.key: narrow, kind.value: narrow, kind.out: wide}
 
 
+def _head_counts(
+    found_block: FoundBlock, kind: Attention, units: int, heads_per_unit: int
+) -> Iterator[tuple[nn.Module, str, int]]:
+    """The attributes that depend on the number of heads, each with its value for one unit."""
+    parent = found_block.parent
+    if kind.local_width:
+        yield parent, kind.local_width, heads_per_unit * int(getattr(parent, kind.head_dim))
+    for module in parent.modules():
+        for name, value in vars(module).items():
+            counts = "head" in name and not any(word in name for word in ("dim", "size", "width"))
+            if counts and type(value) is int and name not in (kind.head_dim, kind.local_width):
+                if value == units * heads_per_unit:
+                    yield module, name, heads_per_unit
+                elif value == units:
+                    yield module, name, 1
+
+
 def _parameter_bytes(found_block: FoundBlock, projections: Iterable[str]) -> int:
     return sum(found_block.parent.get_submodule(name).weight.nbytes for name in projections)  # type: ignore[misc]
 
@@ -101,13 +128,12 @@ def _shard(
     sharded: ShardedModel,
 ) -> UnitBlock:
     kind, group = found_block.kind, sharded.group
-    attribute = None if isinstance(kind, Mlp) else kind.local_width
     block = UnitBlock(
         name=found_block.name,
         units=units,
         heads_per_unit=heads,
         parent=found_block.parent,
-        local_widths={attribute: widths[kind.out][0]} if attribute else {},
+        local_widths=[] if isinstance(kind, Mlp) else list(_head_counts(found_block, kind, units, heads)),
         group=group,
         sharded=sharded,
         table=table,

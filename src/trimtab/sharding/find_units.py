@@ -29,6 +29,8 @@ class FoundBlock:
     path: str
     """Name of the parent in the model."""
     kind: UnitKind
+    declared: bool
+    """Whether the user declared the kind: then nobody has checked that the module works with some of its units."""
 
 
 def find_blocks(
@@ -45,7 +47,10 @@ def find_blocks(
         kinds = list(_kinds_of(module, extra))
         for kind in kinds:
             name = path if len(kinds) == 1 else f"{path}.{type(kind).__name__.lower()}"
-            blocks.append(FoundBlock(name=name or "model", parent=module, path=path, kind=kind))
+            declared = isinstance(module, tuple(extra))
+            blocks.append(
+                FoundBlock(name=name or "model", parent=module, path=path, kind=kind, declared=declared)
+            )
             covered.update(projections_of(module, kind).values())
     _refuse_unknown(model, covered, bool(blocks))
     return blocks

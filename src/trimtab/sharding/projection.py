@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from trimtab.sharding.unit_block import UnitBlock
 
 
+class HiddenReached(Exception):  # noqa: N818 - no error: ends a pass of `trimtab.sharding.verify`
+    """Carries the hidden values at a block's last projection."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+
 class InProjection(nn.Module):
     """From the replicated input to this rank's units: the rows of each unit, in slot order."""
 
@@ -36,6 +44,8 @@ class InProjection(nn.Module):
         units = self.block.computing
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
         y = F.linear(x, self.block.stored(self.weight, into=True), bias)
+        if self.block.verifying == "all units":
+            return self._of_all_units(y)
         if units == 0:
             # Attention fails without any head: give it one of zeros, which `OutProjection` drops.
             return F.pad(y, (0, width))
@@ -44,6 +54,14 @@ class InProjection(nn.Module):
             pieces = y.unflatten(-1, (units, width)).split(self.parts, dim=-1)
             y = torch.cat([piece.flatten(-2) for piece in pieces], dim=-1)
         return y
+
+    def _of_all_units(self, y: Tensor) -> Tensor:
+        """The output of the unsharded projection. Collective."""
+        block, width = self.block, sum(self.parts)
+        full = y.new_zeros((*y.shape[:-1], block.units, width))
+        full[..., torch.tensor(block.owned, device=y.device), :] = y.unflatten(-1, (block.count, width))
+        block.group.all_reduce(full)
+        return torch.cat([piece.flatten(-2) for piece in full.split(self.parts, dim=-1)], dim=-1)
 
     def extra_repr(self) -> str:
         return f"units={self.block.count} of {self.block.units}, parts={self.parts}"
@@ -60,8 +78,12 @@ class OutProjection(nn.Module):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.block.verifying == "all units":
+            raise HiddenReached(x)
         if self.block.computing == 0:
             x = x[..., :0]
+        if self.block.verifying == "own units":
+            raise HiddenReached(x)
         if self.training and self.block.activation_norms is not None:
             self.block.activation_norms.add_hidden(x)
         if self.block.running is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,8 @@ class UnitBlock:
     parent: nn.Module
     """The module that computes the block in its forward pass."""
 
-    local_widths: dict[str, int]
-    """Attributes of the parent that hold the width of all heads, and the width of one unit in each."""
+    local_widths: list[tuple[nn.Module, str, int]]
+    """Attributes that hold the width or the number of all heads, in the parent and its modules, with that of a unit."""
 
     group: TensorGroup
     sharded: ShardedModel
@@ -89,6 +89,8 @@ class UnitBlock:
 
     activation_norms: ActivationNorms | None = None
     """Accumulates the norms of activations while they are needed."""
+    verifying: Literal["own units", "all units"] | None = None
+    """What a pass of `trimtab.sharding.verify` computes; None in every other pass."""
     _entered: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -149,7 +151,7 @@ class UnitBlock:
             if self.running is not None:
                 entered = self.running.input(entered)
             self._entered = (x, entered)
-            self._set_widths(self.computing)
+            self.set_widths(self.units if self.verifying == "all units" else self.computing)
         return self._entered[1]
 
     def leave(self) -> None:
@@ -162,7 +164,7 @@ class UnitBlock:
         if self.lease is not None and self.lease.working:
             self.lease.working = {}
         self.running = None
-        self._set_widths(self.count)
+        self.set_widths(self.count)
 
     def changed(self) -> None:
         """The units computed here have changed: the cut is dropped, and listeners may choose a new one."""
@@ -180,12 +182,13 @@ class UnitBlock:
     def adopt(self, table: UnitTable) -> None:
         """Replace the table; the tensors already hold its units."""
         self.table, self.capacity, self.lease = table, self.capacity_for(table), None
-        self._set_widths(self.count)
+        self.set_widths(self.count)
         self.changed()
 
-    def _set_widths(self, units: int) -> None:
-        for attribute, width in self.local_widths.items():
-            setattr(self.parent, attribute, max(1, units) * width)
+    def set_widths(self, units: int) -> None:
+        """Let the forward pass expect that many units."""
+        for module, attribute, width in self.local_widths:
+            setattr(module, attribute, max(1, units) * width)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -20,8 +20,9 @@ class Mlp:
 class Attention:
     """A module that computes attention by heads, and whose forward pass works with any number of heads.
 
-    It must split heads by their width (`view(..., -1, head_dim)`), not by their number. Give either `qkv`, one
-    projection to all queries, then all keys, then all values, or the three projections `query`, `key` and `value`.
+    It must split heads by their width (`view(..., -1, head_dim)`), or by an attribute with "head" in its name that
+    holds their number, which is set to that of this rank. Give either `qkv`, one projection to all queries, then all
+    keys, then all values, or the three projections `query`, `key` and `value`.
     """
 
     out: str

@@ -1,0 +1,139 @@
+"""Check that a declared module computes its units independently of how many a rank has.
+
+A forward pass that splits heads by their number, orders a fused projection differently, or mixes hidden units gives
+other outputs when the units are sharded, often without an error. So the hidden values of this rank's units are
+computed twice, in evaluation mode and without a gradient: from these units alone, and with all units of all ranks, as
+the unsharded module would.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+from trimtab.model_state import JobBound
+from trimtab.sharding.projection import HiddenReached
+from trimtab.sharding.unit_kinds import Attention
+
+if TYPE_CHECKING:
+    from trimtab.sharding.find_units import FoundBlock
+    from trimtab.sharding.unit_block import UnitBlock
+
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_TOLERANCE = 1e-2
+"""Relative difference of the hidden values: far above rounding, and far below that of wrong heads."""
+
+
+def verify_example(found: FoundBlock, block: UnitBlock) -> None:
+    """Raise if a sharded block differs from the unsharded one on hidden states of its own. Every rank calls it.
+
+    Nothing is learned about a module that needs more than hidden states and position embeddings.
+    """
+    parameter = block.tensors[0].parameter
+    if block.group.size == 1 or parameter.device.type == "meta":
+        return
+    width = parameter.shape[1]
+    values = torch.arange(2 * 4 * width, device=parameter.device).sin().view(2, 4, width).to(parameter.dtype)
+    parameters = inspect.signature(found.parent.forward).parameters
+    args = dict.fromkeys(
+        (name for name, p in parameters.items() if p.default is p.empty and p.kind == _NAMED), None
+    )
+    if isinstance(found.kind, Attention) and "position_embeddings" in parameters:  # cosine and sine
+        angles = values.new_zeros((1, 4, getattr(found.parent, found.kind.head_dim)))
+        args["position_embeddings"] = (angles.cos(), angles)
+    args[next(iter(parameters), "")] = values
+    _verify(found, block, (), args)
+
+
+def verify_at_first_forward(found: FoundBlock, block: UnitBlock) -> None:
+    """As `verify_example`, with the inputs of the block's first forward pass."""
+    if block.group.size == 1:
+        return
+    hook = _FirstForward(found, block)
+    hook.handle = found.parent.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _FirstForward(JobBound):
+    """A forward pre-hook that checks the block once, with the inputs of the job."""
+
+    handle: Any = None
+
+    def __init__(self, found: FoundBlock, block: UnitBlock) -> None:
+        self._found, self._block = found, block
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        if not _verify(self._found, self._block, args, kwargs):
+            logger().warning(
+                "tensor_parallel: %s could not be compared with the unsharded module; compare some outputs yourself",
+                self._block.name,
+            )
+
+
+def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool:
+    """Raise on every rank if the block is wrong on any; False if the unsharded module rejects these inputs."""
+    device = block.tensors[0].parameter.device
+    full, own = (_hidden(block, args, kwargs, whole=whole) for whole in (True, False))
+    worst = torch.tensor(-1.0, device=device)  # unknown
+    if isinstance(full, Tensor):
+        worst.fill_(math.inf)
+        owned = torch.tensor(block.owned, device=device)
+        expected = full.unflatten(-1, (block.units, -1))[..., owned, :].flatten(-2).double()
+        if isinstance(own, Tensor) and own.shape == expected.shape:
+            error = (own.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+            worst = error.nan_to_num(0.0).float()  # without own units, or with invalid inputs: nothing to see
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=block.group.process_group)
+    dtype = full.dtype if isinstance(full, Tensor) else torch.float32
+    if float(worst) > max(_TOLERANCE, torch.finfo(dtype).eps ** 0.5):
+        what = f" ({own})" if isinstance(own, Exception) else ""
+        raise TrimtabError(
+            f"tensor_parallel: {type(found.parent).__name__} ({found.path or 'the model'}) cannot be sharded as "
+            f"kinds= declares it: on a rank with some of its units these get other values than in the unsharded "
+            f"module{what}. Its forward pass must split heads by their width, view(..., -1, head_dim), order a fused "
+            "projection as all queries, all keys, all values, and not mix units. Change that, or replicate the module "
+            f"with replicate=[{found.path!r}]"
+        ) from (own if isinstance(own, Exception) else None)
+    return float(worst) >= 0
+
+
+def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor | Exception:
+    """The values that reach the block's last projection, or the error before that."""
+    modes = [(module, module.training) for module in block.parent.modules()]
+    block.verifying = "all units" if whole else "own units"
+    block.set_widths(block.units if whole else block.count)
+    try:
+        block.parent.eval()
+        args, kwargs = tree_map(_copied, (args, kwargs))
+        with torch.no_grad():
+            block.parent.forward(*args, **kwargs)
+    except HiddenReached as reached:
+        return reached.values
+    except Exception as error:
+        return error
+    finally:
+        for module, training in modes:
+            module.training = training
+        block.verifying = None
+        block.leave()
+    return RuntimeError("the forward pass does not call the last projection")
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an argument, which a forward pass may change (a cache)."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a cache with tensors of a graph
+        return None
