@@ -181,10 +181,10 @@ def sharded_opt() -> tuple[float, float]:
     from transformers.models.opt.modeling_opt import OPTAttention
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
     config = transformers.OPTConfig(vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, **sizes)
     alone: Any = transformers.OPTForCausalLM(config).eval()
-    projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    projections: Any = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
     model: Any = convert(copy.deepcopy(alone), kinds={OPTAttention: Attention(**projections)})
     tokens = torch.arange(16).view(2, 8)
     expected = alone(tokens).logits
