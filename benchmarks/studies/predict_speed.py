@@ -18,7 +18,7 @@ import trimtab
 from trimtab.bench.result import Result
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, Line, OperatorTime, Profile
-from trimtab.measure.capture.named_model import workload_of
+from trimtab.measure.capture.capture import workload_of
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions

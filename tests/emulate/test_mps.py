@@ -57,7 +57,7 @@ def test_refuses_more_memory_than_there_is() -> None:
 
 def test_each_rank_of_a_shared_gpu_is_a_node() -> None:
     result = nodes(place_ranks(_cards(), [0, 1, 2]))
-    assert [(node.host, len(node.placements)) for node in result] == [("a", 1), ("a", 1), ("b", 1)]
+    assert [(node[0].host, len(node)) for node in result] == [("a", 1), ("a", 1), ("b", 1)]
 
 
 def test_without_a_gpu_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from tests.support.requirements import requires
 
 from trimtab.emulate import Emulation, parse_contention
 from trimtab.emulate.placement import place_ranks
+from trimtab.emulate.throttling.cgroups import cpus
 from trimtab.emulate.throttling.competitor import niceness
-from trimtab.emulate.throttling.quota import cpus
 from trimtab.errors import TrimtabError
 
 _SCRIPT = str(Path(__file__).with_name("speed_script.py"))

@@ -18,7 +18,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.device import ROUNDS, WARMUP, DeviceProbe, samples_at
 from trimtab.measure.job import LINK_ROUNDS, REDUCTION_ROUNDS, probe_job
-from trimtab.measure.lockstep import StepTrainer
+from trimtab.measure.operators import StepTrainer
 from trimtab.measure.reductions import ReductionOverhead, ReductionProbe, with_overhead
 from trimtab.predict.links import Placement
 

@@ -15,8 +15,6 @@ from trimtab.cluster import load_cluster, save_cluster
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.measure.casts import cast
-from trimtab.measure.codec import CodecProbe
 from trimtab.measure.device import (
     ROUNDS,
     WARMUP,
@@ -24,6 +22,7 @@ from trimtab.measure.device import (
     usual_precisions,
     workload_fingerprint,
 )
+from trimtab.measure.kernels import cast, codec_times
 from trimtab.measure.links import LinkProbe
 from trimtab.measure.probe import classify, merge_files, probe
 from trimtab.models.gpt import Gpt
@@ -214,11 +213,8 @@ def test_no_cast_is_named() -> None:
 
 
 def test_the_codec_is_fitted_in_both_directions() -> None:
-    trial = CodecProbe(4, CPU)
-    trial.round()
-    fits = trial.fits()
-    assert set(fits) == {"encode", "decode", "add"}
-    assert all(a >= 0 and c >= 0 and a + c > 0 for a, c in fits.values())
+    times = codec_times(4, CPU, rounds=1)
+    assert all(line.a >= 0 and line.c >= 0 and line.a + line.c > 0 for line in vars(times).values())
 
 
 def _probe_link() -> dict[str, list[tuple[float, float, float]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.unit_clock import UnitClock
+from trimtab.measure.tensor_ranks import UnitClock
 
 
 class Counting(UnitClock):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,27 +60,17 @@ def compress(
         explanation = "TRIMTAB_DISABLE is set: nothing is compressed"
     elif disabled := agree_to_compress(group, codec, overrides, log, check):
         explanation = f"TRIMTAB_DISABLE is set on ranks {disabled}: nothing is compressed on any rank"
-    elif sharded:
-        explanation = compress_fsdp(
-            model,
-            codec,
-            overrides=overrides,
-            min_numel=min_numel,
-            error_feedback=error_feedback,
-            seed=seed,
-            weight_bits=weight_bits,
-        )
     else:
-        explanation = compress_ddp(
-            model,
-            codec,
-            overrides=overrides,
-            min_numel=min_numel,
-            error_feedback=error_feedback,
-            seed=seed,
-            weight_bits=weight_bits,
-            log=log,
-            log_every=log_every,
-        )
+        options: dict[str, Any] = {
+            "overrides": overrides,
+            "min_numel": min_numel,
+            "error_feedback": error_feedback,
+            "seed": seed,
+            "weight_bits": weight_bits,
+        }
+        if sharded:
+            explanation = compress_fsdp(model, codec, **options)
+        else:
+            explanation = compress_ddp(model, codec, **options, log=log, log_every=log_every)
     record_explanation(model, explanation)
     return model

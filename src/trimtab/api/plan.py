@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -92,22 +91,21 @@ def plan(
     offered = _precisions(target, profile, precisions)
     kinds: set[Literal["cpu", "cuda"]] = {target.devices[name].kind for name in rank_counts(target)}
     here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
-    job = _job(model, batches, loss, here)
-    workload = capture_workload(
-        job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds)
-    )
+    trained, batches, loss = _job(model, batches, loss, here)
+    workload = capture_workload(trained, batches[0], loss=loss, autocast=autocast, device=min(kinds))
     measured = Measured(workload, profile)
     for name in rank_counts(target):  # report what was not measured before the long work
         measured.costs(name, batch_size // target.world_size, {})
     half = DTYPES[autocast] if autocast is not None else None  # unknown names were rejected above
-    with torch.autocast(job.device.type, dtype=half) if half is not None else nullcontext():
-        damages = damage_of(job.model, job.batches, job.loss, precisions=offered, indicator=indicator)
+    device = next((p.device for p in trained.parameters()), torch.device("cpu"))
+    with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
+        damages = damage_of(trained, batches, loss, precisions=offered, indicator=indicator)
     progress(1, 12)
     made = make_plan(
         target,
         workload,
         {name: by for name, by in damages.items() if name in workload.settings},
-        model=fingerprint(job.model),
+        model=fingerprint(trained),
         trimtab=trimtab.__version__,
         batch_size=batch_size,
         batch=batch,
@@ -121,38 +119,26 @@ def plan(
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A model and the batches for its calibration."""
-
-    model: nn.Module
-    batches: list[Any]
-    loss: Callable[[Any], torch.Tensor] | None
-
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-
 def _job(
     model: nn.Module | str,
     batches: Sequence[Any] | None,
     loss: Callable[[Any], torch.Tensor] | None,
     device: torch.device,
-) -> _Job:
+) -> tuple[nn.Module, list[Any], Callable[[Any], torch.Tensor] | None]:
+    """The model, the batches for its calibration, and its loss."""
     if isinstance(model, nn.Module):
         if not batches:
             raise TrimtabError(
                 "plan: the effect of lower precision is measured on data: pass batches=, two or so, each as the "
                 "model is called with it"
             )
-        return _Job(model=model, batches=list(batches), loss=loss)
+        return model, list(batches), loss
     torch.manual_seed(0)
     spec = load_model(model, device)
     calibration = list(batches) if batches else [spec.batch]
     if model in NAMES and not batches:
         calibration = [filled(spec, step) for step in range(BATCHES)]
-    return _Job(model=spec.model, batches=calibration, loss=loss or spec.loss)
+    return spec.model, calibration, loss or spec.loss
 
 
 def _profile(cluster: Cluster) -> Profile:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab import environment
 from trimtab.errors import TrimtabError
-from trimtab.measure.rank_speeds import measure_rank_speeds
+from trimtab.measure.tensor_ranks import measure_rank_speeds
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import convert

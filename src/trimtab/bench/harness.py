@@ -37,6 +37,11 @@ class Timing:
         low, _, high = quantiles(self.samples, n=4, method="inclusive")
         return (high - low) / median(self.samples)
 
+    @property
+    def step(self) -> dict[str, float]:
+        """The columns of a row of step times."""
+        return {"step_ms": self.median_ms, "spread": self.spread}
+
     def ratio(self, other: Timing) -> float:
         """Median of the round-by-round ratios: what slows a whole round cancels out."""
         return median(a / b for a, b in zip(self.samples, other.samples, strict=True))

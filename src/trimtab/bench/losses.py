@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.trainer import Trainer
 from trimtab.models.tasks import Task
 
@@ -27,10 +27,7 @@ SIGMAS = 3.0
 
 
 def final_losses(
-    methods: Iterable[str],
-    seeds: Sequence[int],
-    train: Callable[[str, int, int], float],
-    report: Callable[[int, int], None],
+    methods: Iterable[str], seeds: Sequence[int], train: Callable[[str, int, int], float], report: Progress
 ) -> dict[str, list[float]]:
     """By method: the loss on held-out data after training with each seed.
 

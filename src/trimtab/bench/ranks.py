@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trimtab.bench.harness import Progress
 from trimtab.cluster import Cluster
 from trimtab.emulate import Emulation
 from trimtab.errors import TrimtabError
@@ -27,7 +28,7 @@ def run_on_cluster(
     cluster: Cluster,
     function: Callable[..., Any],
     spec: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Any:
     """Emulate a cluster, call `function(spec, report)` on each of its ranks and return rank 0's JSON result.
@@ -46,7 +47,7 @@ def run_on_ranks(
     function: Callable[..., Any],
     spec: Mapping[str, Any],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """Call `function(spec, report)` on every rank of a running emulation and return rank 0's JSON result.
 
@@ -71,7 +72,7 @@ def run_on_ranks(
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _watch(path: Path, progress: Callable[[int, int], None] | None, stop: threading.Event) -> None:
+def _watch(path: Path, progress: Progress | None, stop: threading.Event) -> None:
     while progress is not None and not stop.wait(0.2):
         try:
             done, total = path.read_text().split()

@@ -8,7 +8,6 @@ import platform
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,21 @@ class Result:
 
 def environment() -> dict[str, Any]:
     """Machine, versions, date and command, so that a figure can be reproduced."""
+    import torch
+
+    import trimtab
+    from trimtab.measure.device import called
+
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
-        "cpu": _cpu(),
+        "cpu": called(torch.device("cpu")),
         "cores": len(os.sched_getaffinity(0)),
-        "gpu": _gpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "trimtab": _version("trimtab"),
+        "torch": torch.__version__,
+        "trimtab": trimtab.__version__,
     }
 
 
@@ -45,29 +49,6 @@ def _command() -> str:
     program = Path(sys.argv[0])
     study = program.parent.name == "studies"
     return " ".join([f"python benchmarks/studies/{program.name}" if study else "trimtab", *sys.argv[1:]])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        import trimtab
-
-        return trimtab.__version__ if package == "trimtab" else None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _rounded(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from trimtab.api.tensor_parallel import tensor_parallel
-from trimtab.bench.harness import Timing
+from trimtab.bench.harness import Progress, Timing
 from trimtab.bench.ranks import wire_bytes
 from trimtab.control.shares.loader import Loader
 from trimtab.measure.timing import meet, synchronize
@@ -196,7 +196,7 @@ def take_turns(
     warmup: int,
     repeats: int,
     steps: int,
-    report: Callable[[int, int], None],
+    report: Progress,
 ) -> dict[str, Timing]:
     """All methods in turn, in blocks of steps: the seconds of a sample, so that what slows a whole round cancels out.
 

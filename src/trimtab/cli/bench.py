@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from functools import wraps
+from importlib import import_module
+from inspect import signature
+from typing import Annotated, Any
 
 import typer
 
@@ -18,27 +21,68 @@ bench = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Link = Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")]
 Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the warm-up.")]
+Steps = Annotated[int, typer.Option(min=10, help="Training steps of each run.")]
+Seeds = Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")]
+
+_BENCHES: dict[str, Callable[[], None]] = {}
 
 
-@bench.command("allreduce")
-def bench_allreduce(
+def _measures(what: str, module: str = "") -> Callable[[Callable[..., dict[str, Any] | None]], None]:
+    """Make a bench of a function with its flags: the scenario of the same name is called with them.
+
+    Args:
+        what: what the progress bar says.
+        module: of the scenario, if not that of the same name.
+
+    The function returns the flags that the scenario takes in another form, if any.
+    """
+
+    def register(flags: Callable[..., dict[str, Any] | None]) -> None:
+        name = flags.__name__
+
+        @wraps(flags)
+        def command(**given: Any) -> None:
+            from trimtab.cli.terminal import print_table, progress_bar
+
+            bound = signature(flags).bind(**given)
+            bound.apply_defaults()
+            arguments = {**bound.arguments, **(flags(**given) or {})}
+            as_json = arguments.pop("json")
+            scenario = getattr(import_module(f"trimtab.bench.scenarios.{module or name}"), name)
+            with progress_bar(what) as progress:
+                result: Result = scenario(**arguments, progress=progress)
+            if as_json:
+                typer.echo(result.to_json())
+                return
+            print_table(f"trimtab bench {result.bench}", result.rows)
+            print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
+
+        bench.command(name)(command)
+        _BENCHES[name] = command
+
+    return register
+
+
+@_measures("all-reduce")
+def allreduce(
     link: Annotated[
         str, typer.Option(help="Link rates to try: 1gbit, 100mbit, ..., none.")
     ] = "100mbit,1gbit,10gbit,none",
     size_mb: Annotated[str, typer.Option(help="Megabytes of fp32, comma-separated.")] = "1,4,16,64",
     repeats: Repeats = 7,
     json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Plain all-reduce between two emulated hosts, by size and link rate."""
-    from trimtab.bench.scenarios.allreduce import allreduce
+    sizes = _numbers(size_mb, int)
+    if min(sizes, default=0) < 1:
+        raise TrimtabError(f"{size_mb!r} is not a list of whole numbers such as 1,4,16")
+    return {"link": link.split(","), "size_mb": sizes}
 
-    sizes = _numbers(size_mb)
-    _show("all-reduce", json, lambda progress: allreduce(link.split(","), sizes, repeats, progress))
 
-
-@bench.command("codec")
-def bench_codec(
+@_measures("codec")
+def codec(
     device: Device = "cpu",
     bits: Annotated[int, typer.Option(min=1, max=8)] = 4,
     block: Annotated[int, typer.Option(min=8)] = 1024,
@@ -46,112 +90,79 @@ def bench_codec(
     json: Json = False,
 ) -> None:
     """Encoding and decoding 256 MiB of fp32, relative to copying it: one CPU thread, or the GPU."""
-    from trimtab.bench.scenarios.codec import codec
-
-    _show("codec", json, lambda progress: codec(device, bits, block, repeats, progress))
 
 
-@bench.command("ddp")
-def bench_ddp(
-    link: Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")] = "1gbit",
+@_measures("ddp")
+def ddp(
+    link: Link = "1gbit",
     device: Device = "cpu",
     model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
     repeats: Repeats = 7,
     json: Json = False,
 ) -> None:
     """A training step by every way to send the gradients: two emulated hosts, or four slices of a GPU."""
-    from trimtab.bench.scenarios.ddp import ddp
-
-    _show("ddp", json, lambda progress: ddp(link, device, model, repeats, progress))
 
 
-@bench.command("fsdp")
-def bench_fsdp(
-    link: Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")] = "1gbit",
+@_measures("fsdp")
+def fsdp(
+    link: Link = "1gbit",
     device: Device = "cpu",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT on the CPU.")] = 8,
     repeats: Repeats = 5,
-    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run for the losses.")] = 200,
-    seeds: Annotated[int, typer.Option(min=2)] = 3,
+    steps: Steps = 200,
+    seeds: Seeds = 3,
     json: Json = False,
 ) -> None:
     """FSDP2 with gradients, and gradients and weights, in fewer bits: step times, bytes and losses."""
-    from trimtab.bench.scenarios.fsdp import fsdp
-
-    _show("fsdp", json, lambda progress: fsdp(link, device, layers, repeats, steps, seeds, progress))
 
 
-@bench.command("hierarchy")
-def bench_hierarchy(
-    link: Annotated[
-        str, typer.Option(help="Link rate between the hosts: 1gbit, 100mbit, ..., none.")
-    ] = "1gbit",
+@_measures("hierarchy")
+def hierarchy(
+    link: Link = "1gbit",
     layers: Annotated[int, typer.Option(min=1, help="Layers of 3.2 million parameters.")] = 8,
     inside_mb: Annotated[int, typer.Option(min=1, help="Megabytes of the all-reduce inside a host.")] = 64,
     repeats: Repeats = 7,
     json: Json = False,
 ) -> None:
     """Two hosts of two ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
-    from trimtab.bench.scenarios.hierarchy import hierarchy
-
-    _show("hierarchy", json, lambda progress: hierarchy(link, layers, inside_mb, repeats, progress))
 
 
-@bench.command("loss")
-def bench_loss(
-    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
-    seeds: Annotated[int, typer.Option(min=2)] = 3,
-    json: Json = False,
-) -> None:
+@_measures("loss")
+def loss(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """What fewer bits do to the loss of a small GPT, compared with fp32 and a setting known to be harmful."""
-    from trimtab.bench.scenarios.loss import loss
-
-    _show("loss", json, lambda progress: loss(steps, seeds, progress))
 
 
-@bench.command("adaptive")
-def bench_adaptive(
-    steps: Annotated[int, typer.Option(min=10, help="Training steps of each run.")] = 200,
-    seeds: Annotated[int, typer.Option(min=2)] = 3,
-    json: Json = False,
-) -> None:
+@_measures("adaptive")
+def adaptive(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """Bits chosen per layer, compared with uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
-    from trimtab.bench.scenarios.adaptive import adaptive
-
-    _show("adaptive", json, lambda progress: adaptive(steps, seeds, progress))
 
 
-@bench.command("tp")
-def bench_tp(
+@_measures("tensor parallelism")
+def tp(
     speed: Annotated[str, typer.Option(help="Speeds of the second rank, comma-separated.")] = "0.5,0.25",
     device: Device = "cpu",
     repeats: Repeats = 9,
     json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Tensor-parallel training with a slow rank: even, measured and ideal shares, and torch's own."""
-    from trimtab.bench.scenarios.tp import tp
+    speeds = _numbers(speed, float)
+    if not speeds or not all(0 < each <= 1 for each in speeds):
+        raise TrimtabError(f"{speed!r} is not a list of speeds above 0 and up to 1, such as 0.5,0.25")
+    return {"speed": speeds}
 
-    _show("tensor parallelism", json, lambda progress: tp(_speeds(speed), device, repeats, progress))
 
-
-@bench.command("precision")
-def bench_precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
+@_measures("precision")
+def precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
     """Operators and whole steps in each precision, relative to fp32 (CPU) or bf16 (GPU)."""
-    from trimtab.bench.scenarios.precision import precision
-
-    _show("precision", json, lambda progress: precision(device, repeats, progress))
 
 
-@bench.command("shares")
-def bench_shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
+@_measures("batch shares")
+def shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
     """Unequal hosts with equal batches and with shares by speed, compared with the sum of their rates."""
-    from trimtab.bench.scenarios.shares import shares
-
-    _show("batch shares", json, lambda progress: shares(device, repeats, progress))
 
 
-@bench.command("straggler")
-def bench_straggler(
+@_measures("stragglers", "straggler.straggler")
+def straggler(
     device: Device = "cpu",
     repeats: Repeats = 8,
     only: Annotated[
@@ -159,27 +170,21 @@ def bench_straggler(
         typer.Option(help="Settings to run, comma-separated: gpt-half, contention, ...; all when absent."),
     ] = "",
     json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Slow ranks in a running tensor-parallel job: left alone, resized, migrated, and by the controller."""
-    from trimtab.bench.scenarios.straggler.straggler import straggler
-
-    chosen = [name for name in only.split(",") if name]
-    _show("stragglers", json, lambda progress: straggler(device, repeats, chosen, progress))
+    return {"only": [name for name in only.split(",") if name]}
 
 
-@bench.command("predict")
-def bench_predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = False) -> None:
+@_measures("predictor", "predict.predict")
+def predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = False) -> None:
     """Predicted step times of plans compared with measured ones: three models on two unequal ranks."""
-    from trimtab.bench.scenarios.predict.predict import predict
-
-    _show("predictor", json, lambda progress: predict(device, rounds, progress))
 
 
-@bench.command("hybrid")
-def bench_hybrid(
+@_measures("hybrid", "hybrid.hybrid")
+def hybrid(
     device: Device = "cpu",
     repeats: Repeats = 5,
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")] = 5,
+    seeds: Seeds = 5,
     only: Annotated[
         str,
         typer.Option(
@@ -187,65 +192,24 @@ def bench_hybrid(
         ),
     ] = "",
     json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Unequal ranks by lower precision, by batch shares and by both, as planned; losses and gradients."""
-    from trimtab.bench.scenarios.hybrid.hybrid import hybrid
-
-    chosen = [name for name in only.split(",") if name]
-    _show("hybrid", json, lambda progress: hybrid(device, repeats, seeds, chosen, progress))
+    return {"only": [name for name in only.split(",") if name]}
 
 
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; one that this machine cannot run says why."""
-    for name, measure in (
-        ("codec", bench_codec),
-        ("allreduce", bench_allreduce),
-        ("ddp", bench_ddp),
-        ("fsdp", bench_fsdp),
-        ("hierarchy", bench_hierarchy),
-        ("hybrid", bench_hybrid),
-        ("loss", bench_loss),
-        ("adaptive", bench_adaptive),
-        ("precision", bench_precision),
-        ("predict", bench_predict),
-        ("shares", bench_shares),
-        ("tp", bench_tp),
-        ("straggler", bench_straggler),
-    ):
+    for name, measure in _BENCHES.items():
         try:
             measure()
         except TrimtabError as error:
             print(f"trimtab: bench {name}: {error}", file=sys.stderr)
 
 
-def _speeds(text: str) -> list[float]:
+def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers from a comma-separated list; empty if it is not one."""
     try:
-        speeds = [float(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        speeds = []
-    if not speeds or not all(0 < speed <= 1 for speed in speeds):
-        raise TrimtabError(f"{text!r} is not a list of speeds above 0 and up to 1, such as 0.5,0.25")
-    return speeds
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise TrimtabError(f"{text!r} is not a list of whole numbers such as 1,4,16")
-    return numbers
-
-
-def _show(what: str, as_json: bool, measure: Callable[[Callable[[int, int], None]], Result]) -> None:
-    from trimtab.cli.terminal import print_table, progress_bar
-
-    with progress_bar(what) as progress:
-        result = measure(progress)
-    if as_json:
-        typer.echo(result.to_json())
-        return
-    print_table(f"trimtab bench {result.bench}", result.rows)
-    print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
+        return []

@@ -89,14 +89,10 @@ def plan(
 
 def parse_bits(text: str) -> Bits:
     """``4``, ``none``, ``adaptive`` or ``auto``."""
-    if text == "none":
-        return None
-    if text == "adaptive":
-        return "adaptive"
-    if text == "auto":
-        return "auto"
-    if text.isdigit() and 1 <= int(text) <= 8:
-        return int(text)
+    words: dict[str, Bits] = {"none": None, "adaptive": "adaptive", "auto": "auto"}
+    words |= {str(bits): bits for bits in range(1, 9)}
+    if text in words:
+        return words[text]
     raise TrimtabError(f"plan: --bits is 1 to 8, none, adaptive or auto; got {text!r}")
 
 

@@ -58,7 +58,7 @@ def simulate(
     """
     from trimtab.cli.terminal import print_table
     from trimtab.cluster import check_profile, load_cluster
-    from trimtab.measure.capture.named_model import workload_of
+    from trimtab.measure.capture.capture import workload_of
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 

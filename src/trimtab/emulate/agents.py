@@ -1,16 +1,24 @@
-"""The torchrun agents of one run: preconditions, waiting, termination."""
+"""The torchrun agents of one run: preconditions, waiting, termination, and what each of them runs.
+
+``python -m trimtab.emulate.agents NODE TORCHRUN_ARGUMENTS`` is torchrun for one node; exit codes of failed ranks
+go to a file in the run's directory.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trimtab.emulate.outcome import any_report
+from trimtab.emulate.job_directory import EMULATION_RUN
+from trimtab.emulate.outcome import any_report, exit_codes_path
 from trimtab.emulate.rank_output import RankOutput
 from trimtab.errors import TrimtabError
 
@@ -73,3 +81,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(sys.argv[2:]))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        path = exit_codes_path(Path(os.environ[EMULATION_RUN]), int(sys.argv[1]))
+        path.with_suffix(".tmp").write_text(json.dumps(codes))
+        path.with_suffix(".tmp").rename(path)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

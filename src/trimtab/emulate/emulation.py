@@ -18,14 +18,12 @@ from trimtab.emulate.agents import free_port, require_free, require_script, stop
 from trimtab.emulate.cleanup import kill_marked, remove, sweep
 from trimtab.emulate.guardian import Guardian
 from trimtab.emulate.job_directory import EMULATION_RUN, Job, create_job
-from trimtab.emulate.memory import kills, limit_memory
 from trimtab.emulate.outcome import Failure, Outcome, first_failure
-from trimtab.emulate.placement import Node, Placement, nodes, place_ranks
+from trimtab.emulate.placement import Placement, nodes, place_ranks
 from trimtab.emulate.rank_output import RankOutput
-from trimtab.emulate.rank_settings import RankSettings, state_path
-from trimtab.emulate.throttling.cgroups import Group
+from trimtab.emulate.throttling.cgroups import Group, kills, limit_memory
 from trimtab.emulate.throttling.duty_cycle import start_duty_cycle
-from trimtab.emulate.throttling.rank_state import RankState
+from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
 from trimtab.emulate.throttling.throttle import Throttle, check_throttle
 from trimtab.environment import logger
@@ -219,33 +217,39 @@ class Emulation:
         return RankState.create(state_path(run, placement.rank), speed * speed_left(schedule, 0))
 
     def _start_agent(
-        self, run: Path, index: int, node: Node, port: int, argv: Sequence[str], env: Mapping[str, str]
+        self,
+        run: Path,
+        index: int,
+        node: Sequence[Placement],
+        port: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
     ) -> subprocess.Popen[Any]:
         interface = "lo" if self._links is None else links.INTERFACE
         variables = {
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
-            "OMP_NUM_THREADS": str(len(node.placements[0].cores)),
+            "OMP_NUM_THREADS": str(len(node[0].cores)),
             # Otherwise torch warns at every connection that addresses in a namespace have no host name.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **self._mps,
         }
-        share = self._shares.get(node.placements[0].rank)
+        share = self._shares.get(node[0].rank)
         if share is not None:
-            variables.update(mps.client_environment(share, node.placements[0].rank, interface))
+            variables.update(mps.client_environment(share, node[0].rank, interface))
         torchrun = [
             f"--nnodes={len(self._nodes)}",
             f"--node-rank={index}",
-            f"--nproc-per-node={len(node.placements)}",
-            f"--master-addr={self.address(self._nodes[0].host)}",
+            f"--nproc-per-node={len(node)}",
+            f"--master-addr={self.address(self._nodes[0][0].host)}",
             f"--master-port={port}",
             "--module",
             "trimtab.emulate.worker",
         ]
         with (run / f"agent-{index}.log").open("wb") as log:
             return self.start(
-                node.host,
-                [sys.executable, "-m", "trimtab.emulate.torchrun_agent", str(index), *torchrun, *argv],
+                node[0].host,
+                [sys.executable, "-m", "trimtab.emulate.agents", str(index), *torchrun, *argv],
                 env={**variables, **env, EMULATION_RUN: str(run)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -47,31 +47,18 @@ class Links:
         self._addresses: dict[str, str] = {}
         switch = f"trimtab-{job.name}-switch"
         self._create_namespace(switch)
-        self._run("link", "add", "bridge", "type", "bridge", namespace=switch)
-        self._run("link", "set", "bridge", "up", namespace=switch)
+        self._run("link add bridge type bridge", namespace=switch)
+        self._run("link set bridge up", namespace=switch)
         for index, (name, host) in enumerate(cluster.machines()):
             namespace, port = f"trimtab-{job.name}-{index}", f"port{index}"
             self._namespaces[name] = namespace
             self._addresses[name] = f"10.83.{(index + 1) // 256}.{(index + 1) % 256}"
             self._create_namespace(namespace)
-            self._run(
-                "link",
-                "add",
-                INTERFACE,
-                "netns",
-                namespace,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                switch,
-            )
-            self._run("addr", "add", f"{self._addresses[name]}/16", "dev", INTERFACE, namespace=namespace)
-            self._run("link", "set", "lo", "up", namespace=namespace)
-            self._run("link", "set", INTERFACE, "up", namespace=namespace)
-            self._run("link", "set", port, "master", "bridge", "up", namespace=switch)
+            self._run(f"link add {INTERFACE} netns {namespace} type veth peer name {port} netns {switch}")
+            self._run(f"addr add {self._addresses[name]}/16 dev {INTERFACE}", namespace=namespace)
+            self._run("link set lo up", namespace=namespace)
+            self._run(f"link set {INTERFACE} up", namespace=namespace)
+            self._run(f"link set {port} master bridge up", namespace=switch)
             if host.link is not None:
                 # A queue shapes outgoing traffic: at the host's end for sending, at the bridge's for receiving.
                 self._shape(cluster.links[host.link], INTERFACE, namespace)
@@ -88,19 +75,19 @@ class Links:
 
     def _create_namespace(self, name: str) -> None:
         self._job.record("netns", name)
-        self._run("netns", "add", name, hint="needs the capabilities SYS_ADMIN and NET_ADMIN")
+        self._run(f"netns add {name}", hint="needs the capabilities SYS_ADMIN and NET_ADMIN")
 
     def _shape(self, link: Link, device: str, namespace: str) -> None:
         for arguments, module in queues(link):
             hint = f"this kernel needs the module sch_{module}"
             if module == "netem":
                 hint += "; without it remove latency_us from the links"
-            self._run("qdisc", "add", "dev", device, *arguments, tool="tc", namespace=namespace, hint=hint)
+            self._run(f"qdisc add dev {device} {arguments}", tool="tc", namespace=namespace, hint=hint)
 
-    def _run(self, *arguments: str, tool: str = "ip", namespace: str | None = None, hint: str = "") -> None:
+    def _run(self, arguments: str, tool: str = "ip", namespace: str | None = None, hint: str = "") -> None:
         inside = [] if namespace is None else ["-n", namespace]
         done = subprocess.run(
-            [tool, *inside, *arguments],
+            [tool, *inside, *arguments.split()],
             capture_output=True,
             text=True,
             env={**os.environ, **self._job.marked},
@@ -109,21 +96,20 @@ class Links:
         if done.returncode != 0:
             message = " ".join(done.stderr.split())
             raise TrimtabError(
-                f"emulate: links: `{tool} {' '.join(arguments)}` failed: {message}"
+                f"emulate: links: `{tool} {arguments}` failed: {message}"
                 + (f" ({hint})" if hint else "")
                 + f"; or {_UNSHAPED}"
             )
 
 
-def queues(link: Link) -> list[tuple[list[str], str]]:
+def queues(link: Link) -> list[tuple[str, str]]:
     """Arguments of `tc qdisc add dev DEVICE` for one end of a link, with the kernel module each needs."""
     rate = link.gbit_per_s * 1e9
     # Large enough not to lose bandwidth to timers, small enough that short messages are limited too.
     burst = max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_S))
-    token_bucket = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
-    queues = [(["root", "handle", "1:", *token_bucket], "tbf")]
+    queues = [(f"root handle 1: tbf rate {rate:.0f}bit burst {burst} latency {_QUEUE_MS}ms", "tbf")]
     if link.latency_us:
         # A packet passes two shaped ends, the sender's and the receiver's: half the delay at each.
-        delay = ["netem", "delay", f"{link.latency_us / 2:.1f}us", "limit", "100000"]
-        queues.append((["parent", "1:1", "handle", "10:", *delay], "netem"))
+        delay = f"netem delay {link.latency_us / 2:.1f}us limit 100000"
+        queues.append((f"parent 1:1 handle 10: {delay}", "netem"))
     return queues

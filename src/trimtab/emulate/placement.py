@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from trimtab.cluster import Cluster
+if TYPE_CHECKING:  # the small processes of an emulation start without pydantic
+    from trimtab.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +31,6 @@ class Placement:
 
     sharing: int
     """Number of ranks that share its core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """The ranks that one torchrun agent starts: those of a host, or a single rank with its share of a GPU."""
-
-    host: str
-    placements: tuple[Placement, ...]
 
 
 def place_ranks(cluster: Cluster, cores: Sequence[int]) -> list[Placement]:
@@ -67,17 +61,15 @@ def place_ranks(cluster: Cluster, cores: Sequence[int]) -> list[Placement]:
     return placements
 
 
-def nodes(placements: Sequence[Placement]) -> list[Node]:
-    """One node for each host; one for each rank where a host has CUDA devices.
+def nodes(placements: Sequence[Placement]) -> list[list[Placement]]:
+    """The ranks that each torchrun agent starts: those of a host, or a single one where a host has CUDA devices.
 
     NCCL must see ranks that share a GPU as separate hosts, and a script must find its device as `cuda:LOCAL_RANK`, so
     they are separate nodes for torchrun too.
     """
-    result = []
-    for host, group in groupby(placements, key=lambda placement: placement.host):
-        members = tuple(group)
-        if any(placement.kind == "cuda" for placement in members):
-            result += [Node(host=host, placements=(placement,)) for placement in members]
-        else:
-            result.append(Node(host=host, placements=members))
+    result: list[list[Placement]] = []
+    for _, group in groupby(placements, key=lambda placement: placement.host):
+        members = list(group)
+        shares_gpu = any(placement.kind == "cuda" for placement in members)
+        result += [[placement] for placement in members] if shares_gpu else [members]
     return result

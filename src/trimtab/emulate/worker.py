@@ -24,9 +24,8 @@ from weakref import WeakKeyDictionary
 from trimtab.emulate.job_directory import EMULATION_RUN
 from trimtab.emulate.outcome import error_path
 from trimtab.emulate.rank_output import STREAMS, pipe_path
-from trimtab.emulate.rank_settings import RankSettings, state_path
-from trimtab.emulate.throttling.quota import cpus, set_quota
-from trimtab.emulate.throttling.rank_state import RankState
+from trimtab.emulate.throttling.cgroups import cpus, set_quota
+from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import speed_left
 
 

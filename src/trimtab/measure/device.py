@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from statistics import median
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from trimtab.environment import EMULATION
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.measure.casts import cast_lines
-from trimtab.measure.codec import CodecProbe
-from trimtab.measure.lockstep import StepTrainer
-from trimtab.measure.operators import Timed, with_steps
-from trimtab.measure.timing import synchronize
+from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
+from trimtab.measure.operators import StepTrainer, Timed, with_steps
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
+from trimtab.predict.operators.costs import key_of
 from trimtab.predict.precision_patterns import matched
 from trimtab.workload import Workload
 
@@ -138,18 +135,23 @@ class DeviceProbe:
         self.workload: Workload = capture_workload(
             task.spec.model, task.spec.batch, loss=task.spec.loss, autocast=task.autocast
         )
-        _refuse_unoffered(task.precisions, device)
+        offered = offers(device)["linear"]
+        for name in task.precisions:
+            if name not in offered:
+                raise TrimtabError(f"{called(device)} does not offer {name}; it offers {', '.join(offered)}")
         self._mark = workload_fingerprint(self.workload)
         self._start = 0.0
         self._done, self._total = 0, 0
+        self._progress: Callable[[int, int], None] = lambda done, total: None
 
     def run(self, progress: Callable[[int, int], None]) -> tuple[DeviceProfile, list[str]]:
         """This rank's profile, and the names of units without enough time. Collective.
 
         A unit of steps with too few rounds is in the profile, and also among those names.
         """
+        self._progress = progress
         cells = self._cells()
-        units = dict(self._units())
+        units = self._units()
         counts = [self._cached_rounds(cell) for cell in cells]
         settings: tuple[Any, ...] = (self._mark, self._task.batches, self._task.bits)
         missing = [name for name in units if name not in self._cache.done]
@@ -166,14 +168,11 @@ class DeviceProbe:
         missing = list(dict.fromkeys(name for _, _, names in by_rank for name in names))
         self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in counts if count < ROUNDS)
         self._start = time.perf_counter()
-        left = self._others(units, missing, progress)
-        return self._steps(cells, counts, left, progress)
+        left = self._others(units, missing)
+        return self._steps(cells, counts, left)
 
     def _others(
-        self,
-        units: dict[str, Callable[[DeviceProfile], DeviceProfile]],
-        missing: Sequence[str],
-        progress: Callable[[int, int], None],
+        self, units: dict[str, Callable[[DeviceProfile], DeviceProfile]], missing: Sequence[str]
     ) -> list[str]:
         """Everything but steps: it is short and comes first, so that there is time for it."""
         left = []
@@ -184,18 +183,14 @@ class DeviceProbe:
                 continue
             if mine:
                 self._cache.add(name, units[name](self._cache.profile))
-            self._advance(progress)
+            self._advance()
         return left
 
     def _steps(
-        self,
-        cells: Sequence[Cell],
-        counts: Sequence[int],
-        left: list[str],
-        progress: Callable[[int, int], None],
+        self, cells: Sequence[Cell], counts: Sequence[int], left: list[str]
     ) -> tuple[DeviceProfile, list[str]]:
         pending = [(cell, count) for cell, count in zip(cells, counts, strict=True) if count < ROUNDS]
-        finished = not pending or self._rounds(pending, progress)
+        finished = not pending or self._rounds(pending)
         timed: dict[str, Timed] = {}
         for cell, _ in pending:
             if not finished and cell.unit in self._cache.done:
@@ -212,7 +207,7 @@ class DeviceProbe:
                 self._cache.add(unit, profile)
         return profile, left
 
-    def _rounds(self, pending: Sequence[tuple[Cell, int]], progress: Callable[[int, int], None]) -> bool:
+    def _rounds(self, pending: Sequence[tuple[Cell, int]]) -> bool:
         """Time the pending steps in rounds; returns whether there was time for all of them."""
         spec = self._task.spec
         trainer = StepTrainer(
@@ -233,7 +228,7 @@ class DeviceProbe:
                     step = trainer.timed(cell.samples, self._chosen(cell.precision))
                     if round_ >= 0:
                         self._cache.steps.setdefault(cell.unit, []).append(step)
-                    self._advance(progress)
+                    self._advance()
                 self._cache.save()
         finally:
             self._cache.save()
@@ -270,40 +265,31 @@ class DeviceProbe:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _advance(self, progress: Callable[[int, int], None]) -> None:
+    def _advance(self) -> None:
         self._done += 1
-        progress(self._done, self._total)
+        self._progress(self._done, self._total)
 
-    def _units(self) -> Iterator[tuple[str, Callable[[DeviceProfile], DeviceProfile]]]:
-        plain = self._task.autocast or "fp32"
-        directions = [
-            f"{source}>{p}" for p in self._task.precisions for source in dict.fromkeys((plain, "fp32"))
-        ]
-        directions += [f"{p}>{plain}" for p in self._task.precisions if p not in ("fp8", "tf32")]
-        for direction in dict.fromkeys(
-            d for d in directions if len(set(d.split(">"))) == 2 and "tf32" not in d
-        ):
-            yield f"cast {direction}", self._cast(direction)
-        for bits in self._task.bits:
-            yield f"codec {bits}", self._codec(bits)
-        yield "launch", self._launch
+    def _units(self) -> dict[str, Callable[[DeviceProfile], DeviceProfile]]:
+        """By name, what adds a measurement to a profile."""
+        plain, precisions = self._task.autocast or "fp32", self._task.precisions
+        directions = [f"{source}>{p}" for p in precisions for source in (plain, "fp32")]
+        directions += [f"{p}>{plain}" for p in precisions if p != "fp8"]
+        units = {
+            f"cast {direction}": partial(self._cast, direction)
+            for direction in directions
+            if len(set(direction.split(">"))) == 2 and "tf32" not in direction
+        }
+        return {
+            **units,
+            **{f"codec {bits}": partial(self._codec, bits) for bits in self._task.bits},
+            "launch": lambda profile: replace(profile, launch_s=launch_seconds(self._device)),
+        }
 
-    def _cast(self, direction: str) -> Callable[[DeviceProfile], DeviceProfile]:
-        return lambda profile: replace(
-            profile, casts={**profile.casts, **cast_lines(self._device, (direction,))}
-        )
+    def _cast(self, direction: str, profile: DeviceProfile) -> DeviceProfile:
+        return replace(profile, casts={**profile.casts, **cast_lines(self._device, (direction,))})
 
-    def _codec(self, bits: int) -> Callable[[DeviceProfile], DeviceProfile]:
-        def measure(profile: DeviceProfile) -> DeviceProfile:
-            probe = CodecProbe(bits, self._device)
-            for _ in range(3):
-                probe.round()
-            return replace(profile, codec={**profile.codec, str(bits): probe.times()})
-
-        return measure
-
-    def _launch(self, profile: DeviceProfile) -> DeviceProfile:
-        return replace(profile, launch_s=launch_seconds(self._device))
+    def _codec(self, bits: int, profile: DeviceProfile) -> DeviceProfile:
+        return replace(profile, codec={**profile.codec, str(bits): codec_times(bits, self._device)})
 
 
 def _gather(own: Any) -> list[Any]:
@@ -313,42 +299,20 @@ def _gather(own: Any) -> list[Any]:
     return by_rank
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Seconds for the host to launch a small kernel; 0 on a CPU."""
-    if device.type == "cpu":
-        return 0.0
-    x = torch.zeros(16, device=device)
-    taken = []
-    for _ in range(5):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(200):
-            x.add_(1.0)
-        taken.append((time.perf_counter() - start) / 200)
-    return median(taken)
-
-
 def workload_fingerprint(workload: Workload) -> str:
     """A short hash, the same for models whose operators have the same shapes."""
-    from trimtab.predict.operators.costs import key_of
-
     text = ";".join(str(key_of(operator)) for operator in workload.at_batch(1).operators)
     return f"{workload.model}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-def conditions(device: torch.device) -> str:
-    """What a device's times depend on besides its name: threads, or the share of a GPU."""
-    if device.type == "cpu":
-        return f"{torch.get_num_threads()}-threads"
-    return f"share-{os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')}"
-
-
 def cache_of(device: torch.device, extra: str = "") -> ProbeCache:
-    """The cache for measurements of this device."""
-    where = conditions(device) + (f"-{extra}" if extra else "")
+    """The cache for measurements of this device; times also depend on threads, or on the share of a GPU."""
+    where = f"share-{os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')}"
+    if device.type == "cpu":
+        where = f"{torch.get_num_threads()}-threads"
     return ProbeCache(
         called(device),
-        where,
+        f"{where}-{extra}" if extra else where,
         torch=torch.__version__,
         trimtab=trimtab.__version__,
         keep=EMULATION not in os.environ,
@@ -362,10 +326,3 @@ def alone() -> bool:
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     return True
-
-
-def _refuse_unoffered(precisions: Sequence[str], device: torch.device) -> None:
-    offered = offers(device)["linear"]
-    for name in precisions:
-        if name not in offered:
-            raise TrimtabError(f"{called(device)} does not offer {name}; it offers {', '.join(offered)}")

@@ -4,22 +4,29 @@ An operator alone in a loop finds its data in the cache and has the memory to it
 So operators are timed where they run. Modules whose precision can be set are timed individually; what runs
 between two of them is timed as a whole and divided among the workload's operators there, by the bytes
 they move. The intervals add up to the step: nothing is omitted or counted twice.
+
+Ranks that share a machine, a link or a power limit slow each other down. So all ranks of a job start every timed
+step together, and its optimizer too, as they do in training.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
+from trimtab.measure.timing import meet
+from trimtab.precision.half import DTYPES
+from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import key_of
 from trimtab.workload import Operator, Workload
@@ -33,8 +40,7 @@ AHEAD_CYCLES = 20_000_000
 """About ten milliseconds: longer than the kernel launches of an optimizer step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of one step, by operator."""
 
     forward: tuple[float, ...]
@@ -178,8 +184,7 @@ def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
     """
     forward = sum(whole.forward) / sum(step.forward)
     backward = sum(whole.backward) / sum(step.backward)
-    return replace(
-        step,
+    return StepTimes(
         forward=tuple(seconds * forward for seconds in step.forward),
         backward=tuple(seconds * backward for seconds in step.backward),
         optimizer=whole.optimizer,
@@ -207,6 +212,66 @@ def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP rejects a
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on)
     future.set_result(values)
     return future
+
+
+class StepTrainer:
+    """Trains a model with DDP without communication. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        device: torch.device,
+        *,
+        batch_of: Callable[[int], tuple[Any, ...]],
+        loss_of: Callable[[Any], torch.Tensor] = lambda output: output,
+        autocast: str | None = None,
+    ) -> None:
+        """
+        Args:
+            model: is trained in place; `close` restores its precisions.
+            batch_of: the model's arguments for a number of samples.
+            loss_of: the scalar loss from the model's output.
+        """
+        self._ddp = DistributedDataParallel(model)
+        without_communication(self._ddp)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        self._workload, self._device = workload, device
+        self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
+
+    def timed(self, samples: int, precisions: Mapping[str, str]) -> StepTimes:
+        """One step with this many samples, with some operators, by name, in lower precision."""
+        step = self._step(samples, precisions, whole=False)
+        if self._device.type == "cpu":
+            return step  # reading a clock costs next to nothing
+        return anchored(step, self._step(samples, precisions, whole=True))
+
+    def close(self) -> None:
+        """Restore the model's own precision."""
+        set_operators(self._ddp, {})
+        self._optimizer.zero_grad()
+
+    def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
+        set_operators(self._ddp, precisions)
+        batch = self._batch_of(samples)
+
+        def loss() -> torch.Tensor:
+            kind = self._autocast
+            with torch.autocast(self._device.type, DTYPES[kind]) if kind else nullcontext():
+                return self._loss_of(self._ddp(*batch))
+
+        def ready() -> None:
+            # After the last average all ranks start their update together.
+            meet(self._device)
+            host_ahead(self._device)
+
+        def update() -> None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        clock = StepClock(self._ddp.module, self._workload, self._device)
+        meet(self._device)
+        return clock.step(loss, update, ready=ready, whole=whole)
 
 
 def operator_times(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.cluster import Cluster, Device, Host, Link, load_cluster
+from trimtab.cluster import Cluster, Device, Host, Link, Profile, load_cluster
 from trimtab.cluster.profile import LOCAL, check_profile, merge_profiles
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -22,12 +24,6 @@ from trimtab.measure.timing import meet, seconds_per_call
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
 from trimtab.predict.links import Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from trimtab.cluster import Profile
 
 ALIKE = 0.15
 """Devices with the same name whose speeds differ by less than this fraction are one class."""

@@ -72,6 +72,16 @@ def seconds_per_call(
     return elapsed / calls
 
 
+def call_seconds(run: Callable[[], object], device: torch.device, *, gpu_calls: int = 1) -> float:
+    """Seconds of one call; on a GPU the mean of so many queued ones."""
+    synchronize(device)
+    if device.type == "cuda":
+        return stream_seconds(run, gpu_calls) / gpu_calls
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def stream_seconds(run: Callable[[], object], calls: int) -> float:
     """Seconds that so many calls take on the current CUDA stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

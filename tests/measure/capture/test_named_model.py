@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.named_model import workload_of
+from trimtab.measure.capture.capture import workload_of
 
 if TYPE_CHECKING:
     from pathlib import Path

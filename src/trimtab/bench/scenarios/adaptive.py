@@ -7,7 +7,7 @@ says how losses are compared. The policies by themselves, without training, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import compare, final_losses, fit
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
@@ -58,7 +58,7 @@ LONGER, ADAM_LR = 2, 3e-3
 """AdamW trains for this many times the steps: what fewer bits do to it shows late."""
 
 
-def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Result:
+def adaptive(steps: int, seeds: int, progress: Progress) -> Result:
     """Train every method with both optimizers."""
     trained = run_on_cluster(two_hosts(), on_rank, {"steps": steps, "seeds": seeds}, progress)
     rows = []
@@ -69,7 +69,7 @@ def adaptive(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Re
     return Result(bench="adaptive", summary=_summary(rows), rows=rows)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """By optimizer and method: the loss on held-out text for each seed, and the payload of a step."""
     runs = {
         _run(optimizer, method): (optimizer, method) for optimizer in TRAINED for method in TRAINED[optimizer]
@@ -95,10 +95,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
 
         final = fit(trainer, task, steps, after_step)
         # Of the last seed: seeds differ only in how soon the first plan was made, and hardly in that.
-        wire[run] = {
-            "wire_mb": sum(payloads) / len(payloads) / 1e6,
-            "wire_mb_at_end": payloads[-1] / 1e6,
-        }
+        wire[run] = {"wire_mb": sum(payloads) / len(payloads) / 1e6, "wire_mb_at_end": payloads[-1] / 1e6}
         return final
 
     finals = final_losses(runs, range(spec["seeds"]), train, report)

@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimtab.bench.clusters import parse_rate, two_hosts
-from trimtab.bench.harness import AA, interleave, part
+from trimtab.bench.harness import AA, Progress, interleave, part
 from trimtab.bench.ranks import run_on_cluster, wire_bytes
 from trimtab.bench.result import Result
+from trimtab.measure.timing import lockstep_seconds
 
 
-def allreduce(links: Sequence[str], sizes_mb: Sequence[int], repeats: int, progress: Any) -> Result:
+def allreduce(link: Sequence[str], size_mb: Sequence[int], repeats: int, progress: Any) -> Result:
     """Two emulated hosts; for each link rate ("none": unshaped) every size in turn, in one job.
 
     `over_floor` is the time divided by that of the same bytes at the link's full rate.
     """
     rows: list[dict[str, Any]] = []
-    for index, link in enumerate(links):
-        spec = {"sizes_mb": list(sizes_mb), "repeats": repeats}
-        measured = run_on_cluster(two_hosts(link), on_rank, spec, part(progress, index, len(links)))
+    for index, rate in enumerate(link):
+        spec = {"sizes_mb": list(size_mb), "repeats": repeats}
+        measured = run_on_cluster(two_hosts(rate), on_rank, spec, part(progress, index, len(link)))
         for row in measured:
-            floor_ms = row["wire_mb"] * 8 / parse_rate(link) if link != "none" else None
+            floor_ms = row["wire_mb"] * 8 / parse_rate(rate) if rate != "none" else None
             over = row["ms"] / floor_ms if floor_ms else None
-            rows.append({"method": row.pop("method"), "link": link, **row, "over_floor": over})
-    largest = [row for row in rows if row["mb"] == max(sizes_mb)]
+            rows.append({"method": row.pop("method"), "link": rate, **row, "over_floor": over})
+    largest = [row for row in rows if row["mb"] == max(size_mb)]
     summary: dict[str, Any] = {f"{row['link']}_ms": row["ms"] for row in largest if AA not in row["method"]}
     noise = [row["aa_ratio"] for row in rows if AA in row["method"]]
     summary["aa_worst"] = max(abs(ratio - 1) for ratio in noise)
     return Result(bench="allreduce", summary=summary, rows=rows)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """Each size twice (the second is the A/A row), interleaved."""
     world = dist.get_world_size()
     buffers = {size: torch.randn(size * 1_000_000 // 4) for size in spec["sizes_mb"]}
 
-    def case(size: int) -> Callable[[], float]:
-        def run() -> float:
-            buffers[size].fill_(1.0)
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(buffers[size])
-            return time.perf_counter() - start
+    def timed(buffer: torch.Tensor) -> float:
+        buffer.fill_(1.0)
+        return lockstep_seconds(lambda: dist.all_reduce(buffer), buffer.device)
 
-        return run
-
-    cases = {f"{size}{suffix}": case(size) for size in buffers for suffix in ("", AA)}
+    cases = {
+        f"{size}{suffix}": partial(timed, buffer) for size, buffer in buffers.items() for suffix in ("", AA)
+    }
     timings = interleave(cases, warmup=1, repeats=spec["repeats"], progress=report)
     rows = []
     for size, buffer in buffers.items():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from trimtab.bench.harness import AA, interleave
+from trimtab.bench.harness import AA, Progress, interleave
 from trimtab.bench.result import Result
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
+from trimtab.measure.timing import call_seconds
 
 NUMEL = 64 * 1024 * 1024
 """256 MiB of fp32."""
@@ -19,7 +21,7 @@ LAUNCHES = 30
 """Launches between two events on a GPU, so that neither a launch nor what the last case left in cache counts."""
 
 
-def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[int, int], None]) -> Result:
+def codec(device: str, bits: int, block: int, repeats: int, progress: Progress) -> Result:
     """Encode, decode and add 256 MiB of fp32 in preallocated buffers, one CPU thread or one GPU."""
     torch.set_num_threads(1)
     where = torch.device(device)
@@ -43,7 +45,7 @@ def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[
         "decode_add": lambda: kernels.decode(payload, packing, target, add=True),
         "reduce_encode": lambda: kernels.reduce_encode(target, [other], packing, sums, stream=1, scale=0.5),
     }
-    timed = {name: _timed(run, where) for name, run in cases.items()}
+    timed = {name: partial(call_seconds, run, where, gpu_calls=LAUNCHES) for name, run in cases.items()}
     timings = interleave(timed, warmup=3, repeats=repeats, progress=progress)
     gigabytes = NUMEL * 4 / 1e9
     rows = [
@@ -62,23 +64,3 @@ def codec(device: str, bits: int, block: int, repeats: int, progress: Callable[[
     }
     summary |= {"copy_aa": timings["copy" + AA].ratio(timings["copy"]), "kernels": kernels.name}
     return Result(bench="codec", summary=summary, rows=rows)
-
-
-def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float | None]:
-    if device.type != "cuda":
-
-        def on_host() -> None:
-            run()
-
-        return on_host
-
-    def on_device() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(LAUNCHES):
-            run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / LAUNCHES / 1e3
-
-    return on_device

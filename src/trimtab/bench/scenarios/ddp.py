@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import slices, two_hosts
-from trimtab.bench.harness import AA, interleave
+from trimtab.bench.harness import AA, Progress, interleave
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer
@@ -43,7 +43,7 @@ METHODS = (
 )
 
 
-def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
+def ddp(link: str, device: str, model: str, repeats: int, progress: Progress) -> Result:
     """All methods in one job, interleaved: on two emulated hosts, or on four slices of one GPU."""
     if model not in MODELS:
         raise TrimtabError(f"there is no model {model!r}; choose {', '.join(MODELS)}")
@@ -68,7 +68,7 @@ def ddp(link: str, device: str, model: str, repeats: int, progress: Callable[[in
     return Result(bench="ddp", summary=summary, rows=rows)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """One copy of the model for each method, on the same data, all from where the default has settled.
 
     So all losses are after the same number of steps, and the default is not timed during its warm-up.
@@ -87,8 +87,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
     rows = [
         {
             "method": trainers[method].name,
-            "step_ms": timing.median_ms,
-            "spread": timing.spread,
+            **timing.step,
             "fraction_of_ideal": 1 / timing.ratio(ideal),
             "wire_mb_per_step": trainers[method].wire_mb,
             "loss": trainers[method].loss,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import hosts
+from trimtab.bench.harness import Progress
 from trimtab.bench.scenarios.hybrid.plan import make_plans
 from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.cluster import Cluster
@@ -31,7 +32,7 @@ def cluster(*, shaped: bool) -> Cluster:
     return hosts((1.0, 0.5), link="200mbit" if shaped else None)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Rows of the demo's table, and what trimtab explains about the compression and the plan."""
     blocks = SETTLING + COUNTED
     report(0, blocks + 2)
@@ -48,26 +49,24 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
         steps=BLOCK,
         report=lambda done, total: report(done + 1, total + 2),
     )
-    trainers[PLAIN].block(
-        BLOCK * (SETTLING - 1)
-    )  # so that all have trained equally long when losses are compared
+    # So that all have trained equally long when losses are compared.
+    trainers[PLAIN].block(BLOCK * (SETTLING - 1))
     report(blocks + 2, blocks + 2)
     rows = []
     for method, trainer in trainers.items():
-        row: dict[str, Any] = {
-            "method": method,
-            "samples_per_s": 1e3 / timings[method].median_ms,
-            "over_ddp": timings[PLAIN].median_ms / timings[method].median_ms,
-            "wire_mb": None,
-            "shares": None,
-            "lowered": "/".join(map(str, _lowered(plan))) if method == PLAN else None,
-            "loss": None,
-        }
-        if method != IDEAL:
-            row["wire_mb"] = trainer.wire_mb
-            row["shares"] = "/".join(map(str, trainer.data.shares))
-            row["loss"] = trainer.held_out_loss()
-        rows.append(row)
+        trained = method != IDEAL
+        lowered = [len(plan.roles[plan.role_of(rank)].precisions) for rank in range(plan.world_size)]
+        rows.append(
+            {
+                "method": method,
+                "samples_per_s": 1e3 / timings[method].median_ms,
+                "over_ddp": timings[PLAIN].median_ms / timings[method].median_ms,
+                "wire_mb": trainer.wire_mb if trained else None,
+                "shares": "/".join(map(str, trainer.data.shares)) if trained else None,
+                "lowered": "/".join(map(str, lowered)) if method == PLAN else None,
+                "loss": trainer.held_out_loss() if trained else None,
+            }
+        )
     numel = sum(p.numel() for p in trainers[PLAIN].module.parameters())
     steps = blocks * BLOCK
     return {
@@ -83,11 +82,6 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict
 def _task() -> tasks.Task:
     """What every method trains, from the same start."""
     return tasks.gpt(width=256, layers=4, heads=8, context=128, samples=SAMPLES)
-
-
-def _lowered(plan: Plan) -> list[int]:
-    """Operators in lower precision, by rank."""
-    return [len(plan.roles[plan.role_of(rank)].precisions) for rank in range(plan.world_size)]
 
 
 def _trainer(method: str, plan: Plan) -> LoaderTrainer:

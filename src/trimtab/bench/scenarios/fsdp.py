@@ -9,7 +9,7 @@ rows show both, and what the weights in 8 bits add.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import trimtab
 from trimtab.bench.clusters import slices, two_hosts
-from trimtab.bench.harness import AA, interleave, part
+from trimtab.bench.harness import AA, Progress, interleave, part
 from trimtab.bench.losses import final_losses, fit, judged
 from trimtab.bench.ranks import run_on_cluster, wire_bytes
 from trimtab.bench.result import Result
@@ -45,13 +45,7 @@ KEPT = ", weights kept"
 
 
 def fsdp(
-    link: str,
-    device: str,
-    layers: int,
-    repeats: int,
-    steps: int,
-    seeds: int,
-    progress: Callable[[int, int], None],
+    link: str, device: str, layers: int, repeats: int, steps: int, seeds: int, progress: Progress
 ) -> Result:
     """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); then their losses.
 
@@ -82,7 +76,7 @@ def fsdp(
     return Result(bench="fsdp", summary=summary, rows=rows)
 
 
-def time_methods(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def time_methods(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """One copy of the model for each method, all from the same start and on the same data."""
     device = torch.device(spec["device"])
     kept = [method + KEPT for method in METHODS if not method.endswith(AA)]
@@ -96,8 +90,7 @@ def time_methods(spec: Mapping[str, Any], report: Callable[[int, int], None]) ->
         rows.append(
             {
                 "method": method,
-                "step_ms": timing.median_ms,
-                "spread": timing.spread,
+                **timing.step,
                 "wire_mb_per_step": trainer.wire_mb,
                 "of_plain_bytes": trainer.wire_mb / base.wire_mb,
                 "weights_mb": trainer.weights_mb,
@@ -135,7 +128,7 @@ class Method(Trainer):
         return self._forward_mb * (2 if self._reshard else 1)
 
 
-def train_methods(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, list[float]]:
+def train_methods(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]:
     """The loss on held-out text after the last step, by method and seed, of a small GPT."""
     methods = {**METHODS, **CANARIES}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.bench.clusters import hosts, two_hosts
-from trimtab.bench.harness import AA, interleave
+from trimtab.bench.harness import AA, Progress, interleave
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, Uncompressed
 from trimtab.collectives import Hierarchy, SharedMemory
 from trimtab.doors.ddp import DdpCompression, stage_groups
+from trimtab.measure.timing import slowest_seconds
 from trimtab.models import tasks
 
 CPU = torch.device("cpu")
@@ -34,13 +35,7 @@ METHODS = (
 )
 
 
-def hierarchy(
-    link: str,
-    layers: int,
-    inside_mb: int,
-    repeats: int,
-    progress: Callable[[int, int], None],
-) -> Result:
+def hierarchy(link: str, layers: int, inside_mb: int, repeats: int, progress: Progress) -> Result:
     """Training steps by every way on two emulated hosts of two ranks; then an all-reduce inside one host.
 
     A flat reduction has no stage inside a host, so it has one row, over Gloo.
@@ -54,27 +49,26 @@ def hierarchy(
     spec = {"mb": inside_mb, "repeats": 2 * repeats + 1}
     inside = run_on_cluster(hosts((1.0,), per_host=2), inside_on_rank, spec)
     progress(1, 1)
-    by_name = {row["method"]: row for row in rows}
-    best = by_name["hierarchical compressed, shared memory"]
-    rivals = [row for name, row in by_name.items() if row is not best and name != IDEAL]
-    shared, gloo = inside[-1], inside[0]
+    best = "hierarchical compressed, shared memory"
+    ms = {row["method"]: row["step_ms"] for row in rows}
+    wire = {row["method"]: row["wire_mb_between_hosts"] for row in rows}
+    gloo, again, shared = (row["step_ms"] for row in inside)
     summary: dict[str, Any] = {
         "link": link,
-        "hierarchical_compressed_over_best_other": min(row["step_ms"] for row in rivals) / best["step_ms"],
-        "hierarchical_compressed_over_flat_plain": by_name[PLAIN]["step_ms"] / best["step_ms"],
-        "hierarchical_compressed_over_flat_compressed": by_name["flat compressed"]["step_ms"]
-        / best["step_ms"],
-        "hierarchical_compressed_of_ideal": best["fraction_of_ideal"],
-        "wire_flat_over_hierarchical_compressed": by_name["flat compressed"]["wire_mb_between_hosts"]
-        / best["wire_mb_between_hosts"],
-        "shared_memory_over_gloo_inside": gloo["step_ms"] / shared["step_ms"],
-        "aa_ratio": by_name[PLAIN + AA]["step_ms"] / by_name[PLAIN]["step_ms"],
-        "aa_ratio_inside": inside[1]["step_ms"] / gloo["step_ms"],
+        "hierarchical_compressed_over_best_other": min(ms[m] for m in ms if m not in (best, IDEAL))
+        / ms[best],
+        "hierarchical_compressed_over_flat_plain": ms[PLAIN] / ms[best],
+        "hierarchical_compressed_over_flat_compressed": ms["flat compressed"] / ms[best],
+        "hierarchical_compressed_of_ideal": next(r["fraction_of_ideal"] for r in rows if r["method"] == best),
+        "wire_flat_over_hierarchical_compressed": wire["flat compressed"] / wire[best],
+        "shared_memory_over_gloo_inside": gloo / shared,
+        "aa_ratio": ms[PLAIN + AA] / ms[PLAIN],
+        "aa_ratio_inside": again / gloo,
     }
     return Result(bench="hierarchy", summary=summary, rows=[*rows, *inside])
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """One copy of the model for each method, all from the same start and on the same data."""
     world = dist.group.WORLD
     assert world is not None
@@ -89,8 +83,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     rows = [
         {
             "method": method,
-            "step_ms": timing.median_ms,
-            "spread": timing.spread,
+            **timing.step,
             "fraction_of_ideal": 1 / timing.ratio(timings[IDEAL]),
             "wire_mb_between_hosts": trainers[method].wire_mb,
             "loss": trainers[method].loss,
@@ -111,11 +104,7 @@ class Method(Trainer):
     """
 
     def __init__(
-        self,
-        method: str,
-        layers: int,
-        groups: tuple[dist.ProcessGroup, ...],
-        levels: Mapping[str, Hierarchy],
+        self, method: str, layers: int, groups: tuple[dist.ProcessGroup, ...], levels: Mapping[str, Hierarchy]
     ) -> None:
         task = tasks.gpt(width=512, layers=layers, heads=8, context=16, samples=1)
         # Views: eight models on each of four ranks must fit in memory.
@@ -140,7 +129,7 @@ class Method(Trainer):
             self._compression.close()
 
 
-def inside_on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def inside_on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """An all-reduce between two ranks of one host: Gloo over the loopback, again, and shared memory."""
     world = dist.group.WORLD
     assert world is not None
@@ -148,29 +137,17 @@ def inside_on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) 
     values = torch.randn(spec["mb"] * 1_000_000 // 4)
     half = 1 / dist.get_world_size()
 
-    def case(run: Callable[[torch.Tensor], None]) -> Callable[[], float]:
-        def timed() -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            run(values)
-            dist.barrier()
-            return time.perf_counter() - start
-
-        return timed
-
-    def gloo(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor)
-        tensor.mul_(half)
+    def gloo() -> None:
+        dist.all_reduce(values)
+        values.mul_(half)
 
     prefix = f"all-reduce of {spec['mb']} MB inside a host, "
     cases = {
-        prefix + "gloo": case(gloo),
-        prefix + "gloo" + AA: case(gloo),
-        prefix + "shared memory": case(lambda tensor: shared.all_reduce(tensor, scale=half)),
+        prefix + "gloo": gloo,
+        prefix + "gloo" + AA: gloo,
+        prefix + "shared memory": lambda: shared.all_reduce(values, scale=half),
     }
-    timings = interleave(cases, warmup=2, repeats=spec["repeats"], progress=report)
+    timed = {name: partial(slowest_seconds, run, CPU) for name, run in cases.items()}
+    timings = interleave(timed, warmup=2, repeats=spec["repeats"], progress=report)
     shared.close()
-    return [
-        {"method": name, "step_ms": timing.median_ms, "spread": timing.spread}
-        for name, timing in timings.items()
-    ]
+    return [{"method": name, **timing.step} for name, timing in timings.items()]

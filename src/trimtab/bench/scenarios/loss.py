@@ -6,7 +6,7 @@ is SGD without clipping: Adam and clipping both hide the size of a gradient, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import compare, final_losses, fit
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def loss(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Result:
+def loss(steps: int, seeds: int, progress: Progress) -> Result:
     """Train every method with every seed on two ranks; compare the losses on held-out text."""
     finals = run_on_cluster(two_hosts(), on_rank, {"steps": steps, "seeds": seeds}, progress)
     rows = compare(finals)
@@ -51,7 +51,7 @@ def loss(steps: int, seeds: int, progress: Callable[[int, int], None]) -> Result
     return Result(bench="loss", summary=summary, rows=rows)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, list[float]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]:
     """The loss on held-out text after the last step, by method and seed."""
 
     def train(method: str, seed: int, data_seed: int) -> float:

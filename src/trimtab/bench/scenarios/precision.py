@@ -5,8 +5,8 @@ Baseline: what a user would run instead, fp32 on a CPU (one thread), autocast to
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
-from trimtab.bench.harness import AA, Timing, interleave
+from trimtab.bench.harness import AA, Progress, interleave
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer, autocast
+from trimtab.measure.timing import call_seconds
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
 from trimtab.precision_names import OPERATOR_PRECISIONS, OperatorKind
@@ -37,7 +38,7 @@ class _Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-def precision(device: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
+def precision(device: str, repeats: int, progress: Progress) -> Result:
     """Rows for each operator, shape, precision and pass, then for whole steps of a GPT.
 
     `saved_bytes_ratio` is what autograd keeps besides parameters, relative to what it keeps in the baseline;
@@ -86,9 +87,8 @@ def _operator_rows(
     kind: OperatorKind, shape: str, module: nn.Module, x: torch.Tensor, repeats: int
 ) -> list[dict[str, Any]]:
     baseline = _baseline(x.device)
-    names = [
-        name for name in offers(x.device)[kind] if name in OPERATOR_PRECISIONS[kind] and name != baseline
-    ]
+    offered = offers(x.device)[kind]
+    names = [name for name in offered if name in OPERATOR_PRECISIONS[kind] and name != baseline]
     runs: dict[str, Callable[[], float]] = {}
     saved: dict[str, int] = {}
     for name in (baseline, baseline + AA, *names):
@@ -141,24 +141,9 @@ def _timed(module: nn.Module, x: torch.Tensor, which: str) -> Callable[[], float
     def timed() -> float:
         for parameter in module.parameters():
             parameter.grad = None
-        return _seconds(run, x.device)
+        return call_seconds(run, x.device)
 
     return timed
-
-
-def _seconds(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin.record()
-    for _ in range(times):
-        run()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
@@ -179,18 +164,14 @@ def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
     return sum(saved.values())
 
 
-def _step_rows(
-    device: torch.device, repeats: int, progress: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
+def _step_rows(device: torch.device, repeats: int, progress: Progress) -> list[dict[str, Any]]:
     size = STEP[device.type]
     baseline = _baseline(device)
-    lower = [
-        name for name in ("bf16", "fp8", "int8") if name in offers(device)["linear"] and name != baseline
-    ]
-    trainers = {
-        name: _trainer(name if name in lower else None, device) for name in (baseline, baseline + AA, *lower)
-    }
-    cases = {name: (lambda trainer=trainer: _step(trainer)) for name, trainer in trainers.items()}
+    offered = offers(device)["linear"]
+    lower = [name for name in ("bf16", "fp8", "int8") if name in offered and name != baseline]
+    names = (baseline, baseline + AA, *lower)
+    trainers = {name: _trainer(name if name in lower else None, device) for name in names}
+    cases = {name: partial(_step, trainer) for name, trainer in trainers.items()}
     timings = interleave(cases, warmup=WARMUP, repeats=repeats, progress=progress)
     first = timings[baseline]
     return [
@@ -221,7 +202,7 @@ def _trainer(precision: str | None, device: torch.device) -> Trainer:
 def _step(trainer: Trainer) -> float:
     """Seconds of one step, which no other rank takes part in."""
     batch, losses = trainer.batch(len(trainer.losses)), []
-    seconds = _seconds(lambda: losses.append(trainer.train(batch)), trainer.device)
+    seconds = call_seconds(lambda: losses.append(trainer.train(batch)), trainer.device)
     trainer.losses.append(float(losses[-1]))
     return seconds
 
@@ -244,11 +225,8 @@ def _quantize_rows(device: torch.device, repeats: int) -> list[dict[str, Any]]:
         "fp8 whole, both orders, nearest": (lambda: quantize_whole(x, e4m3, nearest, Operand.INPUT), 6),
         "fp8 whole, both orders, stochastic": (lambda: quantize_whole(x, e5m2, stochastic, Operand.INPUT), 6),
     }
-    timings: dict[str, Timing] = interleave(
-        {name: (lambda run=run: _seconds(run, device, 5)) for name, (run, _) in cases.items()},  # type: ignore[misc]
-        warmup=WARMUP,
-        repeats=repeats,
-    )
+    timed = {name: partial(call_seconds, run, device, gpu_calls=5) for name, (run, _) in cases.items()}
+    timings = interleave(timed, warmup=WARMUP, repeats=repeats)
     copy = timings["copy"]
     return [
         {

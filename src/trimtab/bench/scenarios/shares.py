@@ -8,7 +8,7 @@ the canary, which counts each rank's mean alike, shows that the comparison would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, part
+from trimtab.bench.harness import AA, Progress, part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import LoaderTrainer, take_turns
@@ -47,7 +47,7 @@ CONTENTION = (0.4, 40, 90, 140)
 """Speed left to the second of two equal hosts, from which step, to which, and steps in all."""
 
 
-def shares(device: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
+def shares(device: str, repeats: int, progress: Progress) -> Result:
     """Every speed and model in a job of its own; on CPU also a rank that slows down and recovers."""
     from trimtab.emulate import parse_contention
 
@@ -72,7 +72,7 @@ def shares(device: str, repeats: int, progress: Callable[[int, int], None]) -> R
     return Result(bench="shares", summary=summary, rows=rows)
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods in turn, block by block; rates of the last `repeats` blocks."""
     device = torch.device(spec["device"])
     trainers = {method: make_trainer(method, spec["model"], device) for method in METHODS[device.type]}
@@ -105,7 +105,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     return [*rows, {"method": CANARY, "shares": shared, "final_loss": canary.held_out_loss()}]
 
 
-def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[float]:
+def follow_contention(spec: Mapping[str, Any], report: Progress) -> list[float]:
     """The second rank's part of the batch in every step."""
     trainer = make_trainer("shares", "gpt", torch.device(spec["device"]))
     parts = []

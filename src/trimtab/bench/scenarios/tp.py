@@ -6,7 +6,6 @@ needed, plus the time of its collectives when nobody waits); `torch` is `paralle
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, interleave, part
+from trimtab.bench.harness import AA, Progress, interleave, part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
-from trimtab.measure.timing import meet
+from trimtab.measure.timing import slowest_seconds
 from trimtab.models import tasks
 from trimtab.sharding import assignment, assignment_for, move
 
@@ -33,29 +32,26 @@ _MOVED = 0.1
 """Fraction of the units that change their rank in the row `move`."""
 
 
-def tp(speeds: Sequence[float], device: str, repeats: int, progress: Callable[[int, int], None]) -> Result:
-    """Two ranks, the second at each of `speeds` in turn and at 1."""
-    every = [*speeds, 1.0]
+def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) -> Result:
+    """Two ranks, the second at each speed in turn and at 1."""
+    every = [*speed, 1.0]
     rows: list[dict[str, Any]] = []
-    for index, speed in enumerate(every):
-        rows += run_at(speed, device, repeats, part(progress, index, len(every)))
+    for index, each in enumerate(every):
+        rows += run_at(each, device, repeats, part(progress, index, len(every)))
     by_key = {(row["method"], row["speed"]): row for row in rows}
     summary: dict[str, Any] = {"device": device}
-    for speed in speeds:
-        summary[f"shares_over_ideal_at_{speed:g}"] = by_key["shares", speed]["over_ideal"]
-        summary[f"even_over_ideal_at_{speed:g}"] = by_key["even", speed]["over_ideal"]
-        summary[f"speedup_at_{speed:g}"] = (
-            by_key["even", speed]["step_ms"] / by_key["shares", speed]["step_ms"]
-        )
+    for each in speed:
+        even, shares = by_key["even", each], by_key["shares", each]
+        summary[f"shares_over_ideal_at_{each:g}"] = shares["over_ideal"]
+        summary[f"even_over_ideal_at_{each:g}"] = even["over_ideal"]
+        summary[f"speedup_at_{each:g}"] = even["step_ms"] / shares["step_ms"]
     summary["even_over_torch"] = by_key["even", 1.0]["over_torch"]
     summary["aa_ratio"] = by_key["torch" + AA, 1.0]["over_torch"]
     summary["move_in_steps"] = by_key["move", 1.0]["step_ms"] / by_key["even", 1.0]["step_ms"]
     return Result(bench="tp", summary=summary, rows=rows)
 
 
-def run_at(
-    speed: float, device: str, repeats: int, progress: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
+def run_at(speed: float, device: str, repeats: int, progress: Progress) -> list[dict[str, Any]]:
     """The rows at one speed of the second rank: on CPU matrix products are repeated, a GPU is divided."""
     spec = {"speed": speed, "device": device, "repeats": repeats, **SIZES[device]}
     rows: list[dict[str, Any]] = run_on_cluster(
@@ -64,7 +60,7 @@ def run_at(
     return rows
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods at one speed of the second rank, interleaved."""
     equal = spec["speed"] == 1
     even, again = (TensorTrainer(_task(spec), clock=True, optimizer=_adamw) for _ in range(2))
@@ -85,8 +81,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
             {
                 "method": method,
                 "speed": spec["speed"],
-                "step_ms": timing.median_ms,
-                "spread": timing.spread,
+                **timing.step,
                 "over_ideal": timing.ratio(timings["ideal"]) if method != "move" else None,
                 "over_torch": timing.ratio(timings["torch"]) if equal and trainer is not None else None,
                 "units": trainer.units if isinstance(trainer, TensorTrainer) else None,
@@ -97,13 +92,9 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
 
 
 def _task(spec: Mapping[str, Any]) -> tasks.Task:
+    size = {name: spec[name] for name in ("width", "layers", "heads")}
     return tasks.gpt(
-        width=spec["width"],
-        layers=spec["layers"],
-        heads=spec["heads"],
-        context=spec["length"],
-        samples=spec["batch"],
-        device=torch.device(spec["device"]),
+        **size, context=spec["length"], samples=spec["batch"], device=torch.device(spec["device"])
     )
 
 
@@ -125,16 +116,9 @@ def _by_torch(spec: Mapping[str, Any]) -> Trainer:
             # Columns are split as they come: each rank's queries, keys and values must be next to each other.
             ordered = parameter.data.unflatten(0, (3, mesh.size(), -1)).transpose(0, 1)
             setattr(layer.qkv, name, torch.nn.Parameter(ordered.flatten(0, 2).contiguous()))
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "qkv": ColwiseParallel(),
-                "out": RowwiseParallel(),
-                "up": ColwiseParallel(),
-                "down": RowwiseParallel(),
-            },
-        )
+        columns = {name: ColwiseParallel() for name in ("qkv", "up")}
+        rows = {name: RowwiseParallel() for name in ("out", "down")}
+        parallelize_module(layer, mesh, {**columns, **rows})
     return Trainer(task.model, _adamw(task.model), lambda step: task.batch(step=step), task.device)
 
 
@@ -146,10 +130,6 @@ def _move(trainer: TensorTrainer) -> float:
         moving = max(1, round((len(first) + len(second)) * _MOVED))
         counts[name] = [len(first) - moving, len(second) + moving]
     there = assignment_for(trainer.model, counts)
-    meet(trainer.device)
-    start = time.perf_counter()
-    move(trainer.model, trainer.optimizer, there)
-    meet(trainer.device)
-    seconds = time.perf_counter() - start
+    seconds = slowest_seconds(lambda: move(trainer.model, trainer.optimizer, there), trainer.device)
     move(trainer.model, trainer.optimizer, here)
     return seconds

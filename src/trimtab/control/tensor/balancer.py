@@ -27,8 +27,7 @@ from trimtab import environment
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
-from trimtab.measure.migration import Transfer, measure_transfer
-from trimtab.measure.unit_clock import UnitClock
+from trimtab.measure.tensor_ranks import Transfer, UnitClock, measure_transfer
 from trimtab.model_state import attach_state, find_state, state_of
 from trimtab.planning.tensor.rebalance import (
     Costs,

@@ -1,4 +1,4 @@
-"""Numbers that a rank shares with other processes of the emulation, in a memory-mapped file.
+"""What a rank gets from the launcher in a file, and numbers that it shares with other processes in a mapped one.
 
 The rank writes its process id, its number of optimizer steps, and the speed at which it should run according to the
 schedule; the process that slows it down reads them.
@@ -6,9 +6,14 @@ schedule; the process that slows it down reads them.
 
 from __future__ import annotations
 
+import json
 import mmap
 import struct
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from trimtab.emulate.throttling.cgroups import Group
+from trimtab.emulate.throttling.schedule import Contention
 
 # Aligned eight-byte fields, which every supported machine reads and writes atomically.
 _FIELDS = struct.Struct("=qqd")
@@ -55,3 +60,39 @@ class RankState:
     @speed.setter
     def speed(self, value: float) -> None:
         self._floats[2] = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """The settings of one rank in a run."""
+
+    kind: str
+    cores: tuple[int, ...]
+    sharing: int
+    speed: float
+    """The speed that the throttle enforces without contention."""
+
+    throttle: str | None
+    schedule: tuple[Contention, ...]
+    quota: Group | None
+    memory: Group | None
+    memory_fraction: float | None
+    """The fraction of the GPU's memory that the rank may use."""
+
+    def save(self, run: Path, rank: int) -> None:
+        (run / f"settings-{rank}.json").write_text(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def load(cls, run: Path, rank: int) -> RankSettings:
+        tree = json.loads((run / f"settings-{rank}.json").read_text())
+        tree["cores"] = tuple(tree["cores"])
+        tree["schedule"] = tuple(Contention(**contention) for contention in tree["schedule"])
+        for name in ("quota", "memory"):
+            if tree[name] is not None:
+                tree[name] = Group(path=Path(tree[name]["path"]), version=tree[name]["version"])
+        return cls(**tree)
+
+
+def state_path(run: Path, rank: int) -> Path:
+    """The file of a rank's `RankState`."""
+    return run / f"state-{rank}"

@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:  # every rank reads its schedule, and starts without pydantic
+    from trimtab.cluster import Cluster
 
 _FORM = "HOST=SPEED@FROM:TO, for example b=0.5@20:60 (host b at half its speed from step 20 to 60)"
 _PATTERN = re.compile(r"(?P<host>[^=@:\s]+)=(?P<speed>[0-9.eE+-]+)@(?P<start>[0-9]+):(?P<end>[0-9]*)")

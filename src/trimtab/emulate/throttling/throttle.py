@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from trimtab.emulate.job_directory import Job
 from trimtab.emulate.placement import Placement
-from trimtab.emulate.throttling.cgroups import Group
-from trimtab.emulate.throttling.quota import create_quota
+from trimtab.emulate.throttling.cgroups import Group, create_quota
 from trimtab.emulate.throttling.schedule import Contention
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError

@@ -11,13 +11,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.assemble import assemble
-from trimtab.measure.capture.call import DTYPES, Call, Meta
+from trimtab.measure.capture.call import DTYPES, Call, Meta, tensors_in
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
+from trimtab.models.spec import load_model
 from trimtab.precision.half import DTYPES as HALVES
 from trimtab.precision.operators import LowPrecisionForward
 from trimtab.workload.workload import Workload
@@ -66,7 +67,7 @@ def capture_workload(
             model,
             calls,
             second,
-            batch=[_sized_meta(t, _batch_size(batch), size) for t in _tensors(batch)],
+            batch=[_sized_meta(t, _batch_size(batch), size) for t in tensors_in(batch)],
             batch_size=size,
             autocast=autocast,
             bucket_cap_mb=bucket_cap_mb,
@@ -97,6 +98,29 @@ def capture_workload(
         general = assembled(more[0], more[1], 2)
         return general.at_batch(1) if general.resizable else workload
     return workload
+
+
+def workload_of(
+    model: str, *, samples: int = 4, autocast: str | None = None, device: str = "cpu", real: bool = False
+) -> Workload:
+    """Capture a model on the meta device, without allocating its parameters.
+
+    Args:
+        real: build the model and run it once, for models whose forward depends on values. The workload then has
+            this batch size only.
+    """
+    spec = load_model(model, torch.device("cpu" if real else "meta"), samples=samples)
+    try:
+        return capture_workload(
+            spec.model,
+            spec.batch,
+            loss=spec.loss,
+            autocast=autocast,
+            device=None if real else device,
+            real=real,
+        )
+    except TrimtabError as error:
+        raise TrimtabError(f"{model}: {error}; on the command line: --real") from None
 
 
 def _fake_forward(
@@ -199,17 +223,13 @@ def _device_type(model: nn.Module, wanted: str | None) -> str:
     return kind
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
 def _sized_meta(tensor: torch.Tensor, old: int, new: int) -> Meta:
     shape = tuple(tensor.shape)
     return ((new, *shape[1:]) if shape[:1] == (old,) else shape), DTYPES[tensor.dtype]
 
 
 def _batch_size(batch: Any) -> int:
-    for tensor in _tensors(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim():
             return len(tensor)
     raise TrimtabError("capture: the sample batch has no tensor with an axis; axis 0 is the batch")

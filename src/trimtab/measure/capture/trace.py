@@ -127,10 +127,10 @@ class Tracer:
 
     def kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One call below autograd."""
-        results = list(tensors_in(result))
+        results = tensors_in(result)
         if not results:
             return
-        operands = list(tensors_in((args, kwargs)))
+        operands = tensors_in((args, kwargs))
         packet = func._schema.name.split("::")[-1]
         sources = {self._of(tensor).number for tensor in operands}
         mutable = func._schema.is_mutable
@@ -138,48 +138,31 @@ class Tracer:
         if aliases or packet == "lift_fresh":
             self._views += 1
             return
-        if self._whole is not None:
-            self._inside(packet, operands, results)
-            return
-        self._record(func, packet, args, kwargs, operands, results)
-
-    def _inside(self, packet: str, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """A kernel inside such an operator: record what its results are copies of."""
-        assert self._whole is not None
-        self._whole.differentiable |= torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+        call, index = self._whole, self._whole_index
+        if call is None:
+            call, index = self._recorded(func, packet, args, kwargs, operands), len(self.calls) - 1
+        call.differentiable |= torch.is_grad_enabled() and any(t.requires_grad for t in operands)
         for tensor in results:
             memory = self._of(tensor)
-            memory.writer = self._whole_index
+            memory.writer = index
             if packet == "_to_copy":
                 memory.cast_of = self._of(operands[0]).number
+            if self._whole is None:
+                self._add_output(call, index, tensor)
 
-    def _record(
-        self,
-        func: Any,
-        packet: str,
-        args: Any,
-        kwargs: Any,
-        operands: list[torch.Tensor],
-        results: list[torch.Tensor],
-    ) -> None:
+    def _recorded(self, func: Any, packet: str, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Call:
+        """A kernel that is an operator of its own."""
         kind: Kind = "cast" if packet == "_to_copy" else kind_of_target(packet)
         target = "attention" if kind == "attention" else str(func)
         setting = self._setting() if kind in ("attention", "matmul") else None
         name = f"{self.module}/{packet.strip('_')}" if self.module else packet.strip("_")
         call = Call(self._unique(name), kind, self.module, target, setting, views=self._views)
         self._views = 0
-        index = len(self.calls)
         call.arguments = self._arguments(call, func._schema.arguments, args, kwargs)
-        call.differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
         call.keeps_output = packet.strip("_") in KEEP_OUTPUT
-        self._attribute(call, index, operands)
+        self._attribute(call, len(self.calls), operands)
         self.calls.append(call)
-        for tensor in results:
-            memory = self._of(tensor)
-            memory.writer = index
-            if packet == "_to_copy":
-                memory.cast_of = self._of(operands[0]).number
-            self._add_output(call, index, tensor)
+        return call
 
     def _arguments(self, call: Call, schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         """Arguments by name; tensors as ``$i`` (the i-th input) or ``%i`` (the i-th parameter)."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
+
+from trimtab.measure.capture.call import tensors_in
 
 MOST_VALUES = 1 << 22
 """Larger integer tensors (a mask of a long context) are fake too."""
@@ -18,14 +19,14 @@ MOST_VALUES = 1 << 22
 
 def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator, with values if its arguments have them and its results are integers."""
-    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    operands = tensors_in((args, kwargs))
     if not _fakes_wanted() or any(isinstance(t, FakeTensor) or _floating(t) for t in operands):
         return func(*args, **kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return func(*args, **kwargs)
     if not operands or _returns_tensors(func):
         outline = func(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(outline) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(outline)
         if not results or any(_floating(t) or t.numel() > MOST_VALUES for t in results):
             return outline
     with unset_fake_temporarily():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.dry_run import DryRun
@@ -19,13 +21,8 @@ from trimtab.precision_names import OPERATOR_PRECISIONS
 from trimtab.predict.damage import Damage, Source, Sources, damage_of
 from trimtab.random_bits import stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import nn
-
-    Key = tuple[str, str, str]
-    """Operator, precision, source."""
+Key = tuple[str, str, str]
+"""Operator, precision, source."""
 
 MOVE = 3e-3
 """How far each parameter moves, relative to the root mean square of all matrices: about as far as rounding moves it.

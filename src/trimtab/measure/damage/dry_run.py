@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -15,12 +17,7 @@ from trimtab.precision.operators import CallCounter, LowPrecisionForward
 from trimtab.precision_names import ATTENTION
 from trimtab.random_bits import stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import nn
-
-    Loss = Callable[[Any], torch.Tensor]
+Loss = Callable[[Any], torch.Tensor]
 
 
 class DryRun:

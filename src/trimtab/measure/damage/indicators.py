@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage.calibrate import calibrate, random_step, step_length
 from trimtab.measure.damage.dry_run import DryRun
-from trimtab.measure.damage.recorder import Recorder
+from trimtab.measure.damage.recorder import OperatorCall, Recorder
 from trimtab.measure.damage.rounding import of_weight
 from trimtab.precision.operators import operators
 from trimtab.precision.setting import set_operators
-from trimtab.precision_names import OPERATOR_PRECISIONS, PRECISIONS
+from trimtab.precision_names import OPERATOR_PRECISIONS, PRECISIONS, OperatorKind
 from trimtab.predict.damage import Damage, TensorStatistics, bidirectional, damage_of
 from trimtab.random_bits import absorb, stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
-    from torch import nn
-
-    from trimtab.measure.damage.recorder import OperatorCall
-    from trimtab.precision_names import OperatorKind
-
-    Indicator = Callable[[DryRun, Sequence[str]], Damage]
+Indicator = Callable[[DryRun, Sequence[str]], Damage]
 
 DRAWS = 4
 """Draws of stochastic rounding that the measured damage averages."""

@@ -10,20 +10,17 @@ separately for each product). Products of activations have ``x0``, ``x1``... ins
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.damage import rounding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trimtab.measure.damage.recorder import OperatorCall
-    from trimtab.precision_names import OperatorKind
+from trimtab.measure.damage.recorder import OperatorCall
+from trimtab.precision_names import OperatorKind
 
 
 @dataclass

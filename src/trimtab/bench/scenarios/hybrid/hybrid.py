@@ -9,12 +9,12 @@ compared with an exact solver on what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import judged
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
@@ -31,9 +31,7 @@ CLUSTERS: dict[str, dict[str, tuple[float, float, float | None]]] = {
 PARTS = LOSS, ALLOCATOR = "loss", "allocator"
 
 
-def hybrid(
-    device: str, repeats: int, seeds: int, only: Sequence[str], progress: Callable[[int, int], None]
-) -> Result:
+def hybrid(device: str, repeats: int, seeds: int, only: Sequence[str], progress: Progress) -> Result:
     """The clusters and parts named by `only`, or all; losses are those of the clusters that are run."""
     if device not in CLUSTERS:
         raise TrimtabError(f"there is no device {device!r}; choose {', '.join(CLUSTERS)}")
@@ -51,7 +49,7 @@ def hybrid(
         )
     stages = [*clusters, *(part for part in PARTS if part in chosen)]
 
-    def stage(name: str) -> Callable[[int, int], None]:
+    def stage(name: str) -> Progress:
         index = stages.index(name)
         return lambda done, total: progress(index * 1000 + done * 1000 // total, len(stages) * 1000)
 

@@ -8,7 +8,7 @@ without error feedback.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from trimtab.api.compress import compress
 from trimtab.api.set_precision import set_precision
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import final_losses
 from trimtab.bench.scenarios.hybrid.plan import make_task
 from trimtab.bench.scenarios.hybrid.ranks import Way, make_trainer, planned
@@ -61,7 +61,7 @@ def runs(
     return {**chosen, CANARY: {**plain, "canary": True}}, names
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, list[float]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]:
     """The loss on held-out text after the last step, by run and seed."""
     device = torch.device(spec["device"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Timing
+from trimtab.bench.harness import AA, Progress, Timing
 from trimtab.bench.scenarios.hybrid.plan import NAMES, Plans, make_plans, make_task, samples_of
 from trimtab.bench.trainer import LoaderTrainer, autocast, take_turns
 from trimtab.control.plans.active_plan import plan_text
@@ -86,7 +86,7 @@ def planned(plan: Plan) -> Way:
     )
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, Any]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Rows of rates, shares and gradient errors; and the plans, for the runs that compare losses."""
     device = torch.device(spec["device"])
     task = make_task(device, size=spec.get("size"))

@@ -10,12 +10,12 @@ so that a machine whose speed drifts is compared with itself. How long predictin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from trimtab.bench.harness import part
+from trimtab.bench.harness import Progress, part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.scenarios.predict.ranks import on_rank, two_ranks
@@ -64,7 +64,7 @@ PLANS = {
 }
 
 
-def predict(device: str, rounds: int, progress: Callable[[int, int], None]) -> Result:
+def predict(device: str, rounds: int, progress: Progress) -> Result:
     """Every model over every link."""
     models, links = MODELS[device], LINKS[device]
     rows: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ def predict_jobs(
     link: str,
     plans: Sequence[HeldOutPlan],
     rounds: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each plan of each model; one emulated cluster trains the models one after another."""
     spec = {

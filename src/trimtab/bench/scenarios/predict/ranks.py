@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.clusters import hosts
+from trimtab.bench.harness import Progress
 from trimtab.bench.trainer import Trainer
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import (
@@ -30,11 +31,9 @@ from trimtab.cluster.profile import (
 from trimtab.codec import Block
 from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.measure.casts import cast_lines
-from trimtab.measure.codec import CodecProbe
+from trimtab.measure.kernels import cast_lines, codec_times
 from trimtab.measure.links import LinkProbe, link_times, own_rows
-from trimtab.measure.lockstep import StepTrainer
-from trimtab.measure.operators import StepTimes, with_steps
+from trimtab.measure.operators import StepTimes, StepTrainer, with_steps
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
@@ -56,7 +55,7 @@ PROBED = (2, 4, 6)
 PLACEMENT = Placement(per_host=(1, 1))
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[dict[str, Any]]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[list[dict[str, Any]]]:
     """For each model and plan what was predicted, measured, and measured again, by round."""
     # From torch's own convolution of one channel; it changes nothing here.
     warnings.filterwarnings("ignore", message="Grad strides do not match")
@@ -177,7 +176,7 @@ class Job:
         """
         step_sets = self._steps()
         casts = cast_lines(self.device, self._casts)
-        codec = {str(bits): self._codec(bits) for bits in self.bits}
+        codec = {str(bits): codec_times(bits, self.device, rounds=1) for bits in self.bits}
         link, measured = next(iter(self.cluster.links), LOCAL), self._links()
         both: list[Any] = [None, None]
         dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in step_sets])
@@ -217,10 +216,7 @@ class Job:
         return sets if self.name == FAST else [sets[0] | sets[1]] * 2
 
     def _profile(
-        self,
-        steps: Mapping[tuple[bool, int], StepTimes],
-        casts: dict[str, Line],
-        codec: dict[str, CodecTime],
+        self, steps: Mapping[tuple[bool, int], StepTimes], casts: dict[str, Line], codec: dict[str, CodecTime]
     ) -> DeviceProfile:
         timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
         return with_steps(DeviceProfile(called=self.name, casts=casts, codec=codec), self.workload, timed)
@@ -275,11 +271,6 @@ class Job:
             self._link.round()
         self._link.round()
         return link_times(self._link, NAMES)
-
-    def _codec(self, bits: int) -> CodecTime:
-        probe = CodecProbe(bits, self.device)
-        probe.round()
-        return probe.times()
 
     def _may_be_low(self, index: int) -> bool:
         return self.workload.operators[index].kind in ("linear", "conv")

@@ -7,19 +7,19 @@ counts.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import part
+from trimtab.bench.harness import Progress, part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.scenarios.straggler.method import GAMMA_MAX, Method
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.errors import TrimtabError
+from trimtab.measure.timing import slowest_seconds
 from trimtab.planning.tensor.rebalance import counts_for
 from trimtab.sharding import assignment_for, move
 
@@ -36,7 +36,7 @@ _SPEC: dict[str, Any] = {
 }  # fmt: skip
 
 
-def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def links(device: str, progress: Progress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of both links, and what was chosen; slices of a GPU have no link that could be made slow."""
     if device != "cpu":
         return [], {"links": "only with --device cpu: slices of a GPU have no link that could be made slow"}
@@ -62,7 +62,7 @@ def links(device: str, progress: Callable[[int, int], None]) -> tuple[list[dict[
     return rows, figures
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """Each method for the same steps, in blocks that take turns, from where the rank has become slow."""
     from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
@@ -95,21 +95,15 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
         }
         if method == "semi-resize":
             records = trainer.records()
-            row["chosen"] = _chosen(records[0].decision.actions[1]) if records else "nothing"
+            chosen = records[0].decision.actions[1] if records else "nothing"
+            row["chosen"] = "migrate" if chosen in ("own", "lease") else chosen
             row["decided_at"] = records[0].step if records else None
         rows.append(row)
     return rows
 
 
-def _chosen(action: str) -> str:
-    return {"own": "migrate", "lease": "migrate"}.get(action, action)
-
-
 def _move(trainer: Method) -> float:
     """Give the slow rank the share that its speed asks for; returns the seconds until the last rank has finished."""
     units = {name: sum(counts) for name, counts in trainer.counts.items()}
-    dist.barrier()
-    start = time.perf_counter()
-    move(trainer.model, trainer.optimizer, assignment_for(trainer.model, counts_for(units, [1.0, _SPEED])))
-    dist.barrier()
-    return time.perf_counter() - start
+    there = assignment_for(trainer.model, counts_for(units, [1.0, _SPEED]))
+    return slowest_seconds(lambda: move(trainer.model, trainer.optimizer, there), trainer.device)

@@ -6,7 +6,7 @@ canary leaves out most of both ranks at random, which must show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import sqrt
 from statistics import mean, stdev
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import AA
+from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import compare, final_losses, fit
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.trainer import TensorTrainer
@@ -41,7 +41,7 @@ FIRST_SEED = 10
 """Not the seeds that the bench's sizes and steps were chosen with."""
 
 
-def resize_loss(steps: int, seeds: int, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def resize_loss(steps: int, seeds: int, progress: Progress) -> list[dict[str, Any]]:
     """Rows of every method's loss on held-out text after training with each seed, on two ranks.
 
     Keys: those of `trimtab bench loss`, and the seeds' losses as `losses`. Another row, `priority over random`,
@@ -63,7 +63,7 @@ def rows_of(finals: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     return [*rows, between]
 
 
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, list[float]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]:
     """The loss on held-out text after the last step, by method and seed."""
 
     def train(method: str, seed: int, data_seed: int) -> float:

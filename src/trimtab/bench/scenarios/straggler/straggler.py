@@ -9,14 +9,15 @@ the ranks of the even run needed, plus its collectives without waits. All train 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Timing, interleave, part
+from trimtab.bench.harness import AA, Progress, Timing, interleave, part
 from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.scenarios.straggler.links import links
@@ -54,7 +55,7 @@ NEAR = 1.15
 ONLY = ("gpt-half", "gpt-quarter", "gpt-two", "vit-half", "contention", "links", "seeds")
 
 
-def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable[[int, int], None]) -> Result:
+def straggler(device: str, repeats: int, only: Sequence[str], progress: Progress) -> Result:
     """Every setting in a job of its own; its rows go to standard error as soon as they are measured."""
     unknown = [name for name in only if name not in ONLY]
     if unknown:
@@ -88,27 +89,22 @@ def straggler(device: str, repeats: int, only: Sequence[str], progress: Callable
 
 
 def _setting(
-    name: str, device: str, repeats: int, progress: Callable[[int, int], None]
+    name: str, device: str, repeats: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows and figures of one setting."""
+    spec: dict[str, Any] = {**SIZES[device], "device": device}
     if name in STATIC[device]:
-        rows = _static(name, device, repeats, progress)
-        return rows, _static_figures(name, rows)
+        spec |= {**STATIC[device][name], "repeats": repeats, "settle": SETTLE}
+        rows = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, progress, throttle="gemm")
+        return [{"setting": name, **row} for row in rows], _static_figures(name, rows)
     if name == "contention":
-        rows = _contention(device, progress)
-        return rows, _contention_figures(rows)
+        spec |= {**CONTENTION, "model": "gpt", "speeds": [1.0, 1.0]}
+        rows = run_on_cluster(hosts(spec["speeds"], device), follow_contention, spec, progress)
+        return [{"setting": name, **row} for row in rows], _contention_figures(rows)
     return links(device, progress) if name == "links" else _seeds(progress)
 
 
-def _static(
-    name: str, device: str, repeats: int, progress: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
-    spec = {**STATIC[device][name], **SIZES[device], "device": device, "repeats": repeats, "settle": SETTLE}
-    rows = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, progress, throttle="gemm")
-    return [{"setting": name, **row} for row in rows]
-
-
-def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods with ranks of fixed speeds: the first steps, then measured rounds, interleaved."""
     trainers = {method: Method(spec, method) for method in (*TRAINED, "even" + AA, "shares")}
     trainers["migrate"] = Method(spec, "migrate", leased=trainers["shares"].counts)
@@ -126,12 +122,7 @@ def on_rank(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
     timings["ideal"] = ideal(trainers["even"].local_times[-spec["repeats"] :], trainers["even"].device)
     rows = []
     for method, timing in timings.items():
-        row: dict[str, Any] = {
-            "method": method,
-            "step_ms": timing.median_ms,
-            "spread": timing.spread,
-            "over_ideal": timing.ratio(timings["ideal"]),
-        }
+        row: dict[str, Any] = {"method": method, **timing.step, "over_ideal": timing.ratio(timings["ideal"])}
         if method in trainers:
             row |= _trained(trainers[method], trainers["even"])
         if method.startswith("semi"):
@@ -185,22 +176,8 @@ def _described(record: Any) -> dict[str, Any]:
     }
 
 
-def _contention(device: str, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    spec: dict[str, Any] = {
-        **SIZES[device],
-        **CONTENTION,
-        "model": "gpt",
-        "speeds": [1.0, 1.0],
-        "device": device,
-    }
-    rows = run_on_cluster(hosts(spec["speeds"], device), follow_contention, spec, progress)
-    return [{"setting": "contention", **row} for row in rows]
-
-
-def follow_contention(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def follow_contention(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """Two equal ranks, the second of which is slow for a while."""
-    from types import SimpleNamespace
-
     from trimtab.emulate.throttling.repeated_products import RepeatedProducts
 
     state: Any = SimpleNamespace(speed=1.0)
@@ -264,7 +241,7 @@ def _contention_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _seeds(progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _seeds(progress: Progress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What leaving out half of one rank's work does to the loss, over seeds; always on CPU ranks."""
     from trimtab.bench.scenarios.straggler.resize_loss import STEPS, resize_loss
 

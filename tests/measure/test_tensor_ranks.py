@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.faults import Throttle
 
-from trimtab.measure.migration import Transfer, measure_transfer
+from trimtab.measure.tensor_ranks import Transfer, measure_transfer
 from trimtab.sharding.group import TensorGroup
 
 if TYPE_CHECKING:
