@@ -11,6 +11,14 @@ MIN_NUMEL = 2048
 TINY_BYTES = 16 * 1024
 """Up to this payload one all-gather is used: a second round of latency costs more than scattering saves."""
 
+MOST_GATHERED_BYTES = 8 * TINY_BYTES
+"""But only while all ranks' payloads together have at most this size: everyone receives and decodes all of them."""
+
+
+def in_one_gather(nbytes: int, world: int) -> bool:
+    """Whether a bucket of so many encoded bytes is all-gathered instead of scattered, reduced and gathered."""
+    return world <= 2 or (nbytes <= TINY_BYTES and world * nbytes <= MOST_GATHERED_BYTES)
+
 
 def encoded_bytes(numel: int, bits: int, block: int = 1024, *, itemsize: int = 4) -> int:
     """Bytes of `numel` values in `bits` each (0: uncompressed), with one range for each `block` values."""

@@ -108,11 +108,33 @@ def tree(values: Sequence[torch.Tensor], pieces: Sequence[Piece], step: int, sca
     return result
 
 
+def halving(values: Sequence[torch.Tensor], pieces: Sequence[Piece], step: int, scale: float) -> torch.Tensor:
+    owners = 1 << len(values).bit_length() - 1
+    held = [v * scale for v in values]
+    result = torch.zeros_like(values[0])
+    for owner, chunk in enumerate(plan_layout(pieces, values[0].dtype, owners).chunks):
+        for guest in range(owners, len(values)):
+            KERNELS.decode(
+                encode(held[guest], chunk, guest, step, 1.0), chunk, held[guest - owners], add=True
+            )
+        holders, distance = list(range(owners)), owners // 2
+        while distance:
+            holders = [rank for rank in holders if rank & distance == owner & distance]
+            for rank in holders:
+                came = encode(held[rank ^ distance], chunk, rank ^ distance, step, 1.0)
+                KERNELS.decode(came, chunk, held[rank], add=True)
+            distance //= 2
+        key = stream(SEED, step, owner, REDUCED)
+        KERNELS.decode(encode_sum(held[owner], [], chunk, key, 1.0), chunk, result)
+    return result
+
+
 METHODS: dict[str, Callable[..., torch.Tensor]] = {
     "all_gather": all_gather,
     "scatter_reduce": scatter_reduce,
     "ring": ring,
     "tree": tree,
+    "halving": halving,
 }
 
 

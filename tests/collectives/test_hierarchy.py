@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TWO_BY_TWO = Hosts(ranks=((0, 1), (2, 3)))
 CROSSED = Hosts(ranks=((0, 3), (1, 2)))
 CPU = torch.device("cpu")
-KINDS: list[Method] = ["all_gather", "scatter_reduce", "ring", "tree"]
+KINDS: list[Method] = ["all_gather", "scatter_reduce", "ring", "tree", "halving"]
 
 
 def world_group() -> dist.ProcessGroup:
@@ -65,8 +65,10 @@ def reduce_flat(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_ring_and_tree_give_exactly_the_simulated_bits(ranks: Pool, world: int, dtype: torch.dtype) -> None:
-    numels, methods = [20_003, 150, 1], ["ring", "tree"]
+def test_ring_tree_and_halving_give_exactly_the_simulated_bits(
+    ranks: Pool, world: int, dtype: torch.dtype
+) -> None:
+    numels, methods = [20_003, 150, 1], ["ring", "tree", "halving"]
     reduced = ranks(world, reduce_flat, numels, dtype, 1 / world, methods)
     for index, (numel, method) in enumerate((n, m) for n in numels for m in methods):
         values = [values_of(rank, numel, dtype) for rank in range(world)]
@@ -154,7 +156,9 @@ def with_an_overflow(value: float, method: Method | None, hierarchical: bool) ->
     return tensor
 
 
-@pytest.mark.parametrize(("method", "hierarchical"), [("ring", False), ("tree", False), (None, True)])
+@pytest.mark.parametrize(
+    ("method", "hierarchical"), [("ring", False), ("tree", False), ("halving", False), (None, True)]
+)
 def test_an_overflow_on_one_rank_reaches_all_as_nan(
     ranks: Pool, method: Method | None, hierarchical: bool
 ) -> None:
@@ -199,7 +203,14 @@ def reduce_repeatedly(method: Method | None, hierarchical: bool, steps: int) -> 
 
 @pytest.mark.parametrize(
     ("method", "hierarchical"),
-    [("ring", False), ("tree", False), ("all_gather", True), ("scatter_reduce", True)],
+    [
+        ("ring", False),
+        ("tree", False),
+        ("halving", False),
+        ("all_gather", True),
+        ("scatter_reduce", True),
+        ("halving", True),
+    ],
 )
 def test_error_feedback_sends_in_the_end_everything_that_was_meant(
     ranks: Pool, method: Method, hierarchical: bool
@@ -224,7 +235,7 @@ def many_buckets(shared: bool) -> list[torch.Tensor]:
     flats, futures = [], []
     for index in range(12):
         numel = 2_000 + 3_000 * index
-        method: Method = KINDS[index % 4]
+        method: Method = KINDS[index % len(KINDS)]
         reduction = reduction_for(
             bucket(numel), torch.float32, CPU, groups, Block(), seed=SEED, hierarchy=hierarchy, method=method
         )
@@ -244,7 +255,9 @@ def test_overlapping_buckets_do_not_mix(ranks: Pool, shared: bool) -> None:
     for index in range(12):
         numel = 2_000 + 3_000 * index
         values = [values_of(rank, numel) for rank in range(4)]
-        expected = simulate.hierarchy(values, TWO_BY_TWO, mixed_pieces(numel), KINDS[index % 4], index, 0.25)
+        expected = simulate.hierarchy(
+            values, TWO_BY_TWO, mixed_pieces(numel), KINDS[index % len(KINDS)], index, 0.25
+        )
         for rank in range(4):
             assert torch.equal(reduced[rank][index], expected), (index, rank)
 

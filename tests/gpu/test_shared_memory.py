@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = requires(cuda=1, modules=["triton"], tools=["nvidia-cuda-mps-control"], kernels=True)
 
-METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree")
+METHODS: tuple[Method, ...] = ("all_gather", "scatter_reduce", "ring", "tree", "halving")
 
 
 def world_group() -> dist.ProcessGroup:

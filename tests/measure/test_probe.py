@@ -27,7 +27,7 @@ from trimtab.measure.links import LinkProbe
 from trimtab.measure.probe import classify, merge_files, probe
 from trimtab.models.gpt import Gpt
 from trimtab.models.spec import load_model
-from trimtab.predict.links import Placement, volume
+from trimtab.predict.collectives import Placement, all_reduce
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,7 +218,7 @@ def test_the_codec_is_fitted_in_both_directions() -> None:
 
 
 def _probe_link() -> dict[str, list[tuple[float, float, float]]]:
-    trial = LinkProbe(Placement(per_host=(2,)), CPU, rows=((1 << 12,) * 3, (1 << 16, 1 << 12)))
+    trial = LinkProbe(Placement.of((2,)), CPU, rows=((1 << 12,) * 3, (1 << 16, 1 << 12)))
     trial.round()
     trial.round()
     return {k: [(f.per_message_s, f.per_byte_s, f.drag) for f in fits] for k, fits in trial.fits().items()}
@@ -236,14 +236,13 @@ def test_every_rank_gets_the_same_figures_of_the_link(ranks: Any) -> None:
 def _row_sums() -> list[tuple[float, float]]:
     """What is fitted to a row of transfers, and what that row took."""
     rows = ((1 << 12,) * 4, (1 << 18, 1 << 16, 1 << 18))
-    placement = Placement(per_host=(1, 1))
+    placement = Placement.of((1, 1))
     trial = LinkProbe(placement, CPU, rows=rows, collectives=("all_reduce",))
     trial.round()
     found = trial.fits()["all_reduce"][0]
     sums = []
     for row in rows:
-        volumes = [volume("all_reduce", size, placement) for size in row]
-        fitted = sum(m * found.per_message_s + v * found.per_byte_s for m, v in volumes)
+        fitted = sum(all_reduce(size, placement).seconds((found,)) for size in row)
         sums.append((fitted, trial._times["all_reduce", row][0]))
     return sums
 

@@ -61,6 +61,9 @@ class CollectiveTime:
     drag: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """By device class: fraction of the device that a transfer uses while it flows."""
 
+    per_bucket_s: Seconds = 0.0
+    """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceProfile:

@@ -15,23 +15,25 @@ from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.powersgd import PowerSGD
 from trimtab.collectives.block import AllGather, ScatterReduceAllGather
 from trimtab.collectives.codec_gather import CodecAllGather
+from trimtab.collectives.halving import Halving, owners
 from trimtab.collectives.hierarchy import HierarchicalReduction, Hierarchy, PlainShard, ShardFeedback
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.low_rank import LowRankReduction
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
 from trimtab.collectives.ring import Ring
 from trimtab.collectives.tree import Tree
-from trimtab.wire_format import TINY_BYTES
+from trimtab.wire_format import in_one_gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Method = Literal["all_gather", "scatter_reduce", "ring", "tree"]
-_KINDS: dict[Method, type[AllGather | ScatterReduceAllGather | Ring | Tree]] = {
+Method = Literal["all_gather", "scatter_reduce", "ring", "tree", "halving"]
+_KINDS: dict[Method, type[AllGather | ScatterReduceAllGather | Ring | Tree | Halving]] = {
     "all_gather": AllGather,
     "scatter_reduce": ScatterReduceAllGather,
     "ring": Ring,
     "tree": Tree,
+    "halving": Halving,
 }
 
 
@@ -119,10 +121,13 @@ def _block_reduction(
     world = dist.get_world_size(groups[0])
     whole = plan_layout(pieces, dtype, 1)
     if method is None:
-        tiny = dtype == torch.float32 and whole.chunks[0].nbytes <= TINY_BYTES
-        method = "all_gather" if world <= 2 or tiny else "scatter_reduce"
+        # In half precision every payload that is added rounds the sums: their owner rounds them once.
+        gather = in_one_gather(whole.chunks[0].nbytes, world) and (dtype == torch.float32 or world <= 2)
+        method = "all_gather" if gather else "scatter_reduce"
     kind = _KINDS[method]
-    layout = whole if kind in (AllGather, Tree) else plan_layout(pieces, dtype, world)
+    layout = whole
+    if kind not in (AllGather, Tree):
+        layout = plan_layout(pieces, dtype, owners(world) if kind is Halving else world)
     return kind(
         layout,
         groups,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import Block, ErrorFeedback
-from trimtab.collectives import Piece, finish, reduction_for
+from trimtab.collectives import Hierarchy, Method, Piece, finish, reduction_for
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.exchange import Exchange
 
@@ -34,6 +34,8 @@ def measure_exchanges(
     numel: int = LARGEST,
     *,
     repeats: int = REPEATS,
+    hierarchy: Hierarchy | None = None,
+    method: Method | None = None,
 ) -> dict[str, Exchange]:
     """Time an uncompressed exchange of a trial buffer and one with each codec, in turn; all ranks get the same times.
 
@@ -43,12 +45,30 @@ def measure_exchanges(
 
     Args:
         codecs: by name, a codec and whether it has error feedback.
+        hierarchy, method: the route of compressed values, as in `reduction_for`.
     """
     largest = min(numel, LARGEST)
     numel = min(numel, SMALLEST)
+
+    def compressed(codec: Block, feedback: bool, flat: torch.Tensor) -> Callable[[], None]:
+        piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
+        reduction = reduction_for(
+            [(piece, flat.shape)],
+            flat.dtype,
+            device,
+            groups,
+            codec,
+            seed=0,
+            feedback=ErrorFeedback() if feedback else None,
+            hierarchy=hierarchy,
+            method=method,
+        )
+        scale = 1 / dist.get_world_size(groups[0])
+        return lambda: finish(reduction.steps(flat, step=0, scale=scale))
+
     while True:
         flat = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(numel))
-        runs = {name: _run(codec, feedback, flat, groups) for name, (codec, feedback) in codecs.items()}
+        runs = {name: compressed(codec, feedback, flat) for name, (codec, feedback) in codecs.items()}
 
         def plain(flat: torch.Tensor = flat) -> None:
             dist.all_reduce(flat, group=groups[0])
@@ -76,14 +96,3 @@ def measure_exchanges(
         )
         for i, name in enumerate(codecs)
     }
-
-
-def _run(
-    codec: Block, feedback: bool, flat: torch.Tensor, groups: Sequence[dist.ProcessGroup]
-) -> Callable[[], None]:
-    piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
-    memory = ErrorFeedback() if feedback else None
-    pieces = [(piece, flat.shape)]
-    reduction = reduction_for(pieces, flat.dtype, flat.device, groups, codec, seed=0, feedback=memory)
-    scale = 1 / dist.get_world_size(groups[0])
-    return lambda: finish(reduction.steps(flat, step=0, scale=scale))

@@ -1,4 +1,4 @@
-"""Measure the links inside and between hosts with the exchanges of a hierarchical reduction."""
+"""Measure the links inside and between hosts with the exchanges of a reduction."""
 
 from __future__ import annotations
 
@@ -8,63 +8,74 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
+from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec import Block
-from trimtab.codec.kernels import kernels_for
-from trimtab.collectives import Hierarchy, Piece, finish, plan_layout
+from trimtab.collectives import Hierarchy, finish
+from trimtab.collectives.intra_host import IntraHost
+from  import CodecProbe
 from trimtab.measure.timing import repeated_seconds
-from trimtab.predict.host_links import HostLinks, LinkSpeed
+from trimtab.predict.collectives import Placement, all_gather
+from trimtab.predict.links import SHARED_MEMORY, JobLinks, fit
 
 REPEATS = 3
 TRIAL_NUMEL = 1 << 20
-"""Elements of the trial exchanges."""
+"""Elements of the trial exchange inside a host."""
+
+TRIAL_BYTES = 1 << 22
+"""Bytes of all ranks together in the trial exchange between hosts."""
 
 
 def measure_host_links(
-    hierarchy: Hierarchy, group: dist.ProcessGroup, device: torch.device, codec: Block
-) -> HostLinks:
-    """Time the hierarchy's own exchanges, small and large, while all ranks work as in a step. Collective."""
-    local, hosts = hierarchy.hosts.per_host, hierarchy.hosts.count
+    group: dist.ProcessGroup,
+    device: torch.device,
+    codec: Block,
+    placement: Placement,
+    hierarchy: Hierarchy | None = None,
+) -> tuple[JobLinks, CodecTime]:
+    """Time a reduction's own exchanges, small and large, while all ranks work as in a step. Collective.
 
-    def seconds(run: Callable[[], None]) -> float:
+    With a hierarchy between one rank of each host and its peers, without it between all ranks.
+    """
+
+    def seconds(run: Callable[[], object]) -> float:
         return repeated_seconds(run, device, group, repeats=REPEATS)
 
-    def inside(numel: int) -> Callable[[], None]:
+    def inside(exchange: IntraHost, numel: int) -> float:
         flat = torch.zeros(numel, device=device)
-        cuts = [numel * rank // local for rank in range(local + 1)]
+        cuts = [numel * rank // exchange.world for rank in range(exchange.world + 1)]
 
         def run() -> None:
-            finish(hierarchy.inside.reduce_scatter(flat, cuts, 1.0))
-            finish(hierarchy.inside.all_gather(flat, cuts))
+            finish(exchange.reduce_scatter(flat, cuts, 1.0))
+            finish(exchange.all_gather(flat, cuts))
 
-        return run
+        return seconds(run) / 2  # two exchanges, each of which moves all but a rank's own part
 
-    def between(nbytes: int) -> Callable[[], None]:
+    def between(nbytes: int) -> float:
+        ranks = group if hierarchy is None else hierarchy.between[0]
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        everyone = torch.zeros(hosts * nbytes, dtype=torch.uint8, device=device)
+        everyone = torch.zeros(ranks.size() * nbytes, dtype=torch.uint8, device=device)
+        return seconds(lambda: all_gather_single(everyone, own, ranks))
 
-        def run() -> None:
-            all_gather_single(everyone, own, hierarchy.between[0])
-
-        return run
-
-    small, large = 64 * local, TRIAL_NUMEL
-    # Two exchanges, each of which moves all but a rank's own part.
-    memory = _speed(seconds(inside(small)) / 2, seconds(inside(large)) / 2, large * 4 * (local - 1) / local)
-    network = memory
-    if hosts > 1:
-        network = _speed(seconds(between(64)), seconds(between(large)), large * local * (hosts - 1))
-    packing = plan_layout([piece_of(codec, large)], torch.float32, 1).chunks[0]
-    values = torch.zeros(large, device=device)
-    payload = torch.zeros(packing.nbytes, dtype=torch.uint8, device=device)
-    kernels = kernels_for(device)
-    encoding = seconds(lambda: kernels.encode(values, packing, payload, stream=0))
-    return HostLinks(between=network, inside=memory, codec_bytes_per_s=large * 4 / encoding)
+    memory = SHARED_MEMORY
+    peers, together = placement, 1
+    if hierarchy is not None:
+        together = hierarchy.inside.world
+        moved = 4 * (together - 1) / together
+        memory = fit([(1, n * moved, inside(hierarchy.inside, n)) for n in (64 * together, TRIAL_NUMEL)])
+        peers = placement.leaders()
+    points = []
+    for nbytes in (64, max(TRIAL_BYTES // peers.world, 1 << 14)):
+        traffic = all_gather(nbytes, peers)
+        points.append((traffic.messages, together * max(traffic.nbytes), between(nbytes)))
+    links = JobLinks.uniform(fit(points), memory, classes=len(placement.classes))
+    return links, _slowest_codec(codec, device, group)
 
 
-def piece_of(codec: Block, numel: int) -> Piece:
-    """A bucket of one parameter, encoded by this codec."""
-    return Piece(name="", offset=0, numel=numel, bits=codec.bits, block=codec.block)
-
-
-def _speed(small_s: float, large_s: float, nbytes: float) -> LinkSpeed:
-    return LinkSpeed(latency_s=small_s, bytes_per_s=nbytes / max(large_s - small_s, 1e-9))
+def _slowest_codec(codec: Block, device: torch.device, group: dist.ProcessGroup) -> CodecTime:
+    """The codec's times on the slowest rank: the same on all of them."""
+    probe = CodecProbe(codec.bits, device, block=codec.block)
+    probe.round()
+    fits = probe.fits()
+    times = torch.tensor(list(fits.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in zip(fits, times.tolist(), strict=True)})

@@ -19,7 +19,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.device import DeviceProbe, Task, called
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
-from trimtab.predict.links import COLLECTIVES, Collective, Placement
+from trimtab.predict.collectives import COLLECTIVES, Collective, Placement
 from trimtab.workload import Workload
 
 LINK_ROUNDS, REDUCTION_ROUNDS = 4, 4

@@ -17,7 +17,8 @@ from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CollectiveTime
 from trimtab.collectives.reduction import started
 from trimtab.measure.timing import meet, seconds_per_call, slowest_seconds, stream_seconds, synchronize
-from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, fit, volume
+from trimtab.predict.collectives import COLLECTIVES, TRAFFIC, Collective, Placement
+from trimtab.predict.links import Fit, fit
 from trimtab.predict.replay.build import payloads
 from trimtab.workload import Workload
 
@@ -121,8 +122,8 @@ class LinkProbe:
         for collective in self._collectives:
             points = []
             for row in self._rows[collective]:
-                volumes = [volume(collective, size, self._placement) for size in row]
-                messages, sent = sum(m for m, _ in volumes), sum(v for _, v in volumes)
+                traffic = [TRAFFIC[collective](size, self._placement) for size in row]
+                messages, sent = sum(t.messages for t in traffic), sum(max(t.nbytes) for t in traffic)
                 points.append((messages, sent, median(self._times[collective, row])))
             largest_s = points[-1][2]
             fits[collective] = tuple(

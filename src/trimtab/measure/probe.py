@@ -23,7 +23,7 @@ from trimtab.measure.job import probe_job
 from trimtab.measure.timing import meet, seconds_per_call
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
-from trimtab.predict.links import Placement
+from trimtab.predict.collectives import Placement
 
 ALIKE = 0.15
 """Devices with the same name whose speeds differ by less than this fraction are one class."""
@@ -105,7 +105,7 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
     if not fresh:
         cache.load()
     several = len(set(hosts)) > 1
-    placement = Placement(per_host=tuple(hosts.count(name) for name in dict.fromkeys(hosts)))
+    placement = Placement.of(hosts.count(name) for name in dict.fromkeys(hosts))
     link = LINK if several else LOCAL
     probed = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
     if probed.left and dist.get_rank() == 0:

@@ -2,7 +2,7 @@
 
 Encoding, transfers and decoding of different buckets should overlap. How well they do depends on the device: a
 GPU with few hardware queues runs them in turn. The time of a row of buckets beyond that of link and codec is
-added to the cost of a message. Collective: every rank calls these at the same point.
+kept as an overhead of each bucket. Collective: every rank calls these at the same point.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
 from trimtab.measure.links import buckets_within
 from trimtab.measure.timing import slowest_seconds
-from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement
+from trimtab.predict.collectives import Placement
+from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
-from trimtab.predict.step import codec_time
+from trimtab.predict.step import codec_time, measured_rates
 from trimtab.workload import Workload
 
 BLOCK = 1024
@@ -104,13 +105,13 @@ class ReductionOverhead:
 
     def seconds(self, profile: Profile, link: str, names: Sequence[str]) -> float:
         """Seconds per bucket, never negative; `names` are the device classes of the ranks."""
-        fits = _fits(profile, link, names)
+        links = _links(profile, link, names, len(self._placement.classes))
         overheads = []
         for bits, row in self._rows.items():
             buckets, local = compressed_buckets(
                 self._workload,
                 self._placement,
-                fits,
+                links,
                 bits_of(self._workload, bits),
                 [codec_time(profile, name, bits) for name in names],
             )
@@ -128,25 +129,17 @@ class ReductionOverhead:
 
 
 def with_overhead(profile: Profile, link: str, seconds: float) -> Profile:
-    """The profile with this overhead for each compressed bucket, each of which is all-gathered once."""
+    """The profile with this overhead for each compressed bucket."""
     collectives = profile.links[link]
-    gather = collectives["all_gather"]
-    others = dist.get_world_size() - 1
-    slower = replace(gather, per_message_s=gather.per_message_s + seconds / others)
+    slower = replace(collectives["all_gather"], per_bucket_s=seconds)
     return replace(profile, links={**profile.links, link: {**collectives, "all_gather": slower}})
 
 
-def _fits(profile: Profile, link: str, names: Sequence[str]) -> dict[Collective, tuple[Fit, ...]]:
-    measured = profile.links[link]
-    return {
-        collective: tuple(
-            Fit(
-                per_message_s=measured[collective].per_message_s,
-                per_byte_s=measured[collective].per_byte_s,
-                drag=measured[collective].drag.get(name, 0.0),
-            )
-            for name in names
-        )
-        for collective in COLLECTIVES
-        if collective in measured
-    }
+def _links(profile: Profile, link: str, names: Sequence[str], classes: int) -> JobLinks:
+    rates = measured_rates(profile, link)
+    times = profile.links[link]
+    return JobLinks(
+        between={collective: (fit,) * classes for collective, fit in rates.items()},
+        inside={},
+        drag={c: tuple(times[c].drag.get(name, 0.0) for name in names) for c in rates},
+    )

@@ -1,23 +1,19 @@
-"""How long a collective takes on a link: messages and bytes, at measured or nominal rates.
+"""Rates of links, measured or nominal: the time of a message and of a byte.
 
-A collective is described by what the busiest host sends: a number of sequential messages and a volume of bytes.
-Both follow from the collective, the number of ranks and their placement on hosts; the time of a message and of a
-byte is a property of the link. So a measurement between two ranks also applies to more of them.
+How many messages and bytes an exchange takes is in `collectives`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
+from trimtab.predict.collectives import COLLECTIVES, Collective
 from trimtab.predict.linear_fit import two_rates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-Collective = Literal["all_reduce", "all_gather", "all_to_all"]
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
+    from collections.abc import Mapping, Sequence
 
 EFFICIENCY = 0.93
 """Fraction of a link's nominal rate that is available for data, when nothing was measured."""
@@ -28,51 +24,58 @@ LATENCY_S = 50e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """seconds = per_message · messages + per_byte · volume, for one collective on one link."""
+    """seconds = per_message · messages + per_byte · bytes, for one collective on one link."""
 
     per_message_s: float
     per_byte_s: float
     drag: float = 0.0
     """Fraction of a rank's device that the transfer uses."""
 
+    per_bucket_s: float = 0.0
+    """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
+
     estimated: bool = False
     """Whether it comes from a link's nominal rate instead of a measurement."""
 
 
+SHARED_MEMORY = Fit(per_message_s=20e-6, per_byte_s=1 / 4e9, estimated=True)
+"""Between ranks of one host, where nothing was measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """How the ranks of a job are placed on hosts."""
+class JobLinks:
+    """What is known of the links of a job."""
 
-    per_host: tuple[int, ...]
-    """Ranks on each host, in rank order."""
+    between: Mapping[Collective, tuple[Fit, ...]]
+    """For each class of hosts of the job's `Placement`, or between the ranks of a single host. What was not
+    measured is missing."""
 
-    @property
-    def world(self) -> int:
-        return sum(self.per_host)
+    inside: Mapping[Collective, Fit]
+    """Between ranks of one host, before and after the exchange between hosts."""
 
-    @property
-    def hosts(self) -> int:
-        return len(self.per_host)
+    drag: Mapping[Collective, tuple[float, ...]]
+    """For each role, the fraction of its device that a transfer uses."""
 
+    trees: bool = False
+    """Whether the backend also all-reduces along trees."""
 
-def volume(collective: Collective, nbytes: int, placement: Placement) -> tuple[int, float]:
-    """(sequential messages, bytes that the busiest host sends) of a collective.
+    @classmethod
+    def uniform(cls, between: Fit, inside: Fit = SHARED_MEMORY, *, classes: int = 1) -> JobLinks:
+        """The same rates for every collective and every class of hosts."""
+        return cls(
+            between=dict.fromkeys(COLLECTIVES, (between,) * classes),
+            inside=dict.fromkeys(COLLECTIVES, inside),
+            drag=dict.fromkeys(COLLECTIVES, ()),
+        )
 
-    Args:
-        nbytes: for `all_reduce` of the whole vector; for `all_gather` what one rank contributes; for
-            `all_to_all` what one rank sends to all others together.
-    """
-    world = placement.world
-    if world == 1:
-        return 0, 0.0
-    if collective == "all_reduce":  # a ring crosses each host's link once in each direction
-        return 2 * (world - 1), 2 * (world - 1) / world * nbytes
-    if collective == "all_gather":
-        return world - 1, float((world - 1) * nbytes)
-    if placement.hosts == 1:
-        return world - 1, float(nbytes)
-    most = max(placement.per_host)
-    return world - 1, most * nbytes * (world - most) / (world - 1)
+    def fits(self, collective: Collective) -> tuple[Fit, ...]:
+        """Raises TrimtabError for a collective that was not measured."""
+        if collective not in self.between:
+            raise TrimtabError(
+                f"links: {collective} was not measured on this link; run `trimtab probe` under torchrun on the hosts "
+                "it joins, or give the link class a rate in the cluster file"
+            )
+        return self.between[collective]
 
 
 def nominal(gbit_per_s: float, latency_us: float | None) -> Fit:
@@ -81,8 +84,8 @@ def nominal(gbit_per_s: float, latency_us: float | None) -> Fit:
     return Fit(per_message_s=per_message, per_byte_s=8 / (gbit_per_s * 1e9 * EFFICIENCY), estimated=True)
 
 
-def fit(points: Sequence[tuple[int, float, float]], *, drag: float = 0.0) -> Fit:
-    """Least squares in relative error over (messages, volume, seconds); neither rate is negative."""
+def fit(points: Sequence[tuple[float, float, float]], *, drag: float = 0.0) -> Fit:
+    """Least squares in relative error over (messages, bytes, seconds); neither rate is negative."""
     if len(points) < 2:
         raise TrimtabError(
             f"links: {len(points)} measurement(s) cannot separate latency from bandwidth; take two sizes"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.links import COLLECTIVES, Collective, Fit, Placement, nominal
+from trimtab.predict.collectives import COLLECTIVES, Collective, Placement, Route
+from trimtab.predict.links import SHARED_MEMORY, Fit, JobLinks, nominal
 from trimtab.predict.memory.step_peak import Memory, step_memory
 from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.build import (
@@ -21,7 +22,7 @@ from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleW
 from trimtab.predict.replay.replay import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from trimtab.cluster import Cluster
     from trimtab.cluster.profile import CodecTime, Profile
@@ -50,6 +51,9 @@ class JobSetting:
     bits: int | None = None
     """Bits of compressed gradients; None for the backend's own all-reduce."""
 
+    route: Route | None = None
+    """How compressed gradients are reduced; None for the default: flat, by the size of each bucket."""
+
 
 def predict_step(
     measured: Measured, cluster: Cluster, setting: JobSetting, *, naive: bool = False
@@ -71,7 +75,7 @@ def build_step(
     """
     workload, profile = measured.workload, measured.profile
     counts = rank_counts(cluster)
-    placement = Placement(per_host=tuple(sum(host.devices.values()) for _, host in cluster.machines()))
+    placement = Placement.on(cluster)
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
     roles = []
     for name, count in counts.items():
@@ -93,11 +97,13 @@ def build_step(
         )
     if placement.world == 1:
         return (replace(roles[0], segments=_without_buckets(roles[0])),), ()
-    fits = link_fits(cluster, profile, list(counts))
+    links = job_links(cluster, profile)
     if setting.bits is None:
-        return tuple(roles), plain_buckets(workload, placement, fits)
+        return tuple(roles), plain_buckets(workload, placement, links)
     codecs = [codec_time(profile, name, setting.bits) for name in counts]
-    buckets, local = compressed_buckets(workload, placement, fits, bits_of(workload, setting.bits), codecs)
+    buckets, local = compressed_buckets(
+        workload, placement, links, bits_of(workload, setting.bits), codecs, setting.route
+    )
     return with_local(roles, local), buckets
 
 
@@ -140,42 +146,52 @@ def _without_buckets(role: RoleWork) -> tuple[ComputeSegment, ...]:
     return tuple(replace(segment, buckets=()) for segment in role.segments)
 
 
-def link_fits(
-    cluster: Cluster, profile: Profile, devices: Sequence[str]
-) -> dict[Collective, tuple[Fit, ...]]:
-    """For each collective the fit of the job's slowest link, with each device class's drag."""
-    hosts = list(cluster.machines())
-    names = {host.link or LOCAL for _, host in hosts} if len(hosts) > 1 else {LOCAL}
-    fits_of: dict[Collective, tuple[Fit, ...]] = {}
+def job_links(cluster: Cluster, profile: Profile) -> JobLinks:
+    """The rates of a job's links, by class of hosts, with each device class's drag."""
+    placement = Placement.on(cluster)
+    devices = list(rank_counts(cluster))
+    by_link = {name: _rates(cluster, profile, name) for name in {one.link for one in placement.classes}}
+    between: dict[Collective, tuple[Fit, ...]] = {}
+    drag: dict[Collective, tuple[float, ...]] = {}
     for collective in COLLECTIVES:
-        candidates = [
-            _fits(cluster, profile, name, collective, devices, len(hosts)) for name in sorted(names)
-        ]
-        present = [c for c in candidates if c is not None]
-        if present:
-            fits_of[collective] = max(present, key=lambda fits: fits[0].per_byte_s)
-    return fits_of
+        known = [by_link[one.link].get(collective) for one in placement.classes]
+        fits = tuple(fit for fit in known if fit is not None)
+        if len(fits) < len(known):
+            continue  # the error comes when it is needed
+        between[collective] = fits
+        slowest = max(zip(fits, placement.classes, strict=True), key=lambda pair: pair[0].per_byte_s)[1].link
+        measured = profile.links.get(slowest, {}).get(collective)
+        drag[collective] = tuple(measured.drag.get(name, 0.0) if measured else 0.0 for name in devices)
+    local = measured_rates(profile, LOCAL) if placement.hosts > 1 else {}
+    return JobLinks(
+        between=between,
+        inside={collective: local.get(collective, SHARED_MEMORY) for collective in COLLECTIVES},
+        drag=drag,
+        trees=all(cluster.devices[name].kind == "cuda" for name in devices),
+    )
 
 
-def _fits(
-    cluster: Cluster, profile: Profile, link: str, collective: Collective, devices: Sequence[str], hosts: int
-) -> tuple[Fit, ...] | None:
-    measured = profile.links.get(link, {}).get(collective)
-    if measured is not None:
-        return tuple(
-            Fit(
-                per_message_s=measured.per_message_s,
-                per_byte_s=measured.per_byte_s,
-                drag=measured.drag.get(device, 0.0),
-            )
-            for device in devices
+def measured_rates(profile: Profile, link: str) -> dict[Collective, Fit]:
+    """The measured rates of a link; collectives that were not measured are missing."""
+    return {
+        collective: Fit(
+            per_message_s=time.per_message_s, per_byte_s=time.per_byte_s, per_bucket_s=time.per_bucket_s
         )
+        for collective in COLLECTIVES
+        if (time := profile.links.get(link, {}).get(collective)) is not None
+    }
+
+
+def _rates(cluster: Cluster, profile: Profile, link: str) -> dict[Collective, Fit]:
+    measured = measured_rates(profile, link)
     if link in cluster.links:
-        given = cluster.links[link]
-        return (nominal(given.gbit_per_s, given.latency_us),) * len(devices)
-    if profile.links.get(link):
-        return None  # measured, but not this collective; the error comes when it is needed
-    where = "hosts without a `link`" if hosts > 1 else "the ranks of one host"
+        rate = cluster.links[link]
+        return dict.fromkeys(COLLECTIVES, nominal(rate.gbit_per_s, rate.latency_us)) | measured
+    if measured:
+        return measured
+    where = (
+        "hosts without a `link`" if sum(host.count for host in cluster.hosts) > 1 else "the ranks of one host"
+    )
     raise TrimtabError(
         f"links: nothing is known about the link between {where}; give every host a link class with a rate in the "
         "cluster file, or run `trimtab probe` under torchrun on all of its ranks"

@@ -8,70 +8,97 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.cluster.profile import CodecTime, Line
 from trimtab.collectives import Method as ReductionMethod
-from trimtab.planning.compression.route import Method, choose_route
-from trimtab.predict.host_links import HostLinks, LinkSpeed
+from trimtab.planning.compression.route import MOST_ROUNDINGS, RouteChoice, choose_route
+from trimtab.predict.collectives import Method, Placement, stages
+from trimtab.predict.links import Fit, JobLinks
 
 MB = 1_000_000
 
 
-def links(
-    *, gbit: float = 1.0, latency_s: float = 1e-4, inside_gb: float = 4.0, codec_gb: float = 3.0
-) -> HostLinks:
-    return HostLinks(
-        between=LinkSpeed(latency_s=latency_s, bytes_per_s=gbit * 1e9 / 8),
-        inside=LinkSpeed(latency_s=2e-5, bytes_per_s=inside_gb * 1e9),
-        codec_bytes_per_s=codec_gb * 1e9,
+def chosen(
+    hosts: list[int],
+    nbytes: int,
+    payload: int,
+    *,
+    gbit: float = 1.0,
+    latency_s: float = 1e-4,
+    inside_gb: float = 4.0,
+    codec_gb: float = 3.0,
+) -> RouteChoice:
+    placement = Placement.of(hosts)
+    links = JobLinks.uniform(
+        Fit(per_message_s=latency_s, per_byte_s=8e-9 / gbit),
+        Fit(per_message_s=2e-5, per_byte_s=1e-9 / inside_gb),
+        classes=len(placement.classes),
+    )
+    line = Line(a=4e-9 / codec_gb, c=1e-6)
+    return choose_route(
+        placement, nbytes // 4, payload, links, [CodecTime(encode=line, decode=line, add=line)]
     )
 
 
+def two_levels(choice: RouteChoice) -> bool:
+    return choice.route.inside is not None
+
+
 def test_several_ranks_a_host_and_a_slow_link_take_two_levels() -> None:
-    route = choose_route([2, 2], 100 * MB, 13 * MB, links())
-    assert route.hierarchical
-    assert route.method == "all_gather"
-    assert "2 hosts of 2 ranks, 100 MB" in route.reason
-    assert "best flat route" in route.reason
+    choice = chosen([2, 2], 100 * MB, 13 * MB)
+    assert two_levels(choice)
+    assert choice.route.method == "all_gather"
+    assert "2 hosts of 2 ranks, 100 MB" in choice.reason
+    assert "best flat route" in choice.reason
 
 
 def test_one_rank_a_host_has_no_second_level() -> None:
-    route = choose_route([1, 1, 1, 1], 100 * MB, 13 * MB, links())
-    assert (route.hierarchical, route.method) == (False, "scatter_reduce")
-    assert not any(name.startswith("two levels") for name in route.others)
+    choice = chosen([1, 1, 1, 1], 100 * MB, 13 * MB)
+    assert (two_levels(choice), choice.route.method) == (False, "scatter_reduce")
+    assert not any(name.startswith("two levels") for name in choice.others)
 
 
 def test_unequal_hosts_stay_flat_and_say_why() -> None:
-    route = choose_route([4, 3], 100 * MB, 13 * MB, links())
-    assert not route.hierarchical
-    assert "unequal: no second level" in route.reason
+    choice = chosen([4, 3], 100 * MB, 13 * MB)
+    assert not two_levels(choice)
+    assert "unequal: no second level" in choice.reason
 
 
 def test_one_host_sums_exactly_when_its_memory_is_fast() -> None:
-    assert choose_route([4], 100 * MB, 13 * MB, links(inside_gb=10.0)).hierarchical
-    slow = choose_route([4], 100 * MB, 13 * MB, links(inside_gb=0.05, codec_gb=10.0))
-    assert not slow.hierarchical, "cards without peer access, over a slow bus: compress inside the host too"
+    assert two_levels(chosen([4], 100 * MB, 13 * MB, inside_gb=10.0))
+    slow = chosen([4], 100 * MB, 13 * MB, inside_gb=0.05, codec_gb=10.0)
+    assert not two_levels(slow), "cards without peer access, over a slow bus: compress inside the host too"
 
 
 def test_small_buckets_on_many_ranks_take_the_fewest_messages() -> None:
-    slow_to_answer = links(gbit=10.0, latency_s=5e-3)
-    small = choose_route([1] * 16, 4_000, 600, slow_to_answer)
-    assert small.method in ("all_gather", "tree")
-    assert choose_route([1] * 16, 100 * MB, 13 * MB, slow_to_answer).method in ("scatter_reduce", "ring")
+    small = chosen([1] * 16, 4_000, 600, gbit=10.0, latency_s=5e-3)
+    assert small.route.method in ("halving", "tree")
+    large = chosen([1] * 16, 400 * MB, 52 * MB, gbit=0.1, latency_s=1e-4)
+    assert large.route.method == "scatter_reduce"
+
+
+def test_a_thousand_hosts_exchange_halves_and_never_pass_around_a_ring() -> None:
+    choice = chosen([8] * 1000, 25 * MB, 3 * MB, gbit=10.0, latency_s=2e-5)
+    assert (two_levels(choice), choice.route.method) == (True, "halving")
+    assert not any("ring" in name for name in choice.others), "1,000 roundings"
+    for hosts in (16, 128, 1024):
+        way = stages(choice.route, Placement.of([8] * hosts), 6 * MB, 3 * MB)
+        assert way.roundings <= MOST_ROUNDINGS
+        assert sum(traffic.waits for traffic in way.traffic) == 2 * (hosts.bit_length() - 1)
 
 
 def test_a_ring_is_taken_where_hosts_share_one_interface_and_no_second_level_can_be() -> None:
-    # Scatter-reduce sends 8 x 8/16 payloads twice through each interface, the ring 15/16 twice.
-    uneven = choose_route([8, 7], 100 * MB, 13 * MB, links(gbit=0.1))
-    assert uneven.method == "ring"
+    # Scatter-reduce sends 8 x 7/15 payloads through the larger host's interface, the ring 14/15.
+    uneven = chosen([8, 7], 100 * MB, 13 * MB, gbit=0.1)
+    assert uneven.route.method == "ring"
 
 
 def test_the_methods_are_those_of_the_reductions() -> None:
     assert get_args(Method) == get_args(ReductionMethod)
 
 
-@pytest.mark.parametrize(("hosts", "nbytes"), [([], 1), ([0], 1), ([1], -1)])
-def test_what_no_job_has_is_refused(hosts: list[int], nbytes: int) -> None:
-    with pytest.raises(ValueError, match="got"):
-        choose_route(hosts, nbytes, 1, links())
+def test_what_no_bucket_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="got -1"):
+        chosen([1], -4, 1)
 
 
 @given(
@@ -83,15 +110,15 @@ def test_what_no_job_has_is_refused(hosts: list[int], nbytes: int) -> None:
 def test_the_choice_is_never_much_slower_than_the_fastest(
     hosts: list[int], nbytes: int, gbit: float, inside_gb: float
 ) -> None:
-    route = choose_route(hosts, nbytes, nbytes // 8, links(gbit=gbit, inside_gb=inside_gb))
-    assert route.seconds * 0.85 <= min(route.others.values()) + 1e-12
-    assert route.seconds in route.others.values()
+    choice = chosen(hosts, nbytes, nbytes // 8, gbit=gbit, inside_gb=inside_gb)
+    assert choice.seconds * 0.85 <= min(choice.others.values()) + 1e-12
+    assert choice.seconds in choice.others.values()
 
 
 @given(st.integers(2, 6), st.integers(2, 8), st.integers(MB, 500 * MB))
 def test_a_slower_link_never_makes_two_levels_less_worth(hosts: int, local: int, nbytes: int) -> None:
-    chosen = [
-        choose_route([local] * hosts, nbytes, nbytes // 8, links(gbit=gbit)).hierarchical
+    levels = [
+        two_levels(chosen([local] * hosts, nbytes, nbytes // 8, gbit=gbit))
         for gbit in (100.0, 10.0, 1.0, 0.1)
     ]
-    assert chosen == sorted(chosen)
+    assert levels == sorted(levels)

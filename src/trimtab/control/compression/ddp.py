@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec
-from trimtab.collectives import find_hosts
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller
 from trimtab.control.compression.family_codec import family_codec
@@ -56,16 +56,20 @@ def compress_ddp(
         observe = LayerLog(
             log, lambda: state_of(model).compression.codec, every=log_every, seed=seed, rank=rank
         )
-    choice = None
+    choice = route = None
     reason = f"compressing with {codec}, as requested"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
         return "no parameter is large enough to be worth compressing"
     if codec is None or isinstance(codec, Adaptive):
-        choice = _choose_family(model, codec or Adaptive(), error_feedback)
+        first = FAMILIES[AT_FIRST]
+        route = _host_route(model, family_codec(first, first.expected))
+        choice = _choose_family(model, codec or Adaptive(), error_feedback, route)
         reason = choice.decision.reason
         if not choice.decision.compress:
             if codec is None:
                 destroy_groups(choice.groups)
+                if route.hierarchy is not None:
+                    route.hierarchy.close()
                 return reason
             reason = f"choosing bits of the family {choice.settings.name}, as requested"
         codec, error_feedback = choice.codec, choice.settings.family.error_feedback
@@ -73,7 +77,8 @@ def compress_ddp(
             pattern: replace(own, stochastic=codec.stochastic) if isinstance(own, Block) else own
             for pattern, own in (overrides or {}).items()
         }
-    route = _host_route(model, codec) if isinstance(codec, Block) else None
+    elif isinstance(codec, Block):
+        route = _host_route(model, codec)
     compression = DdpCompression(
         model,
         codec,
@@ -137,11 +142,9 @@ def _trained(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [p for p in model.module.parameters() if p.requires_grad]
 
 
-def _host_route(model: DistributedDataParallel, codec: Block) -> HostRoute | None:
-    """The route over hosts with several ranks; None if there is one host. Collective."""
+def _host_route(model: DistributedDataParallel, codec: Block) -> HostRoute:
+    """The route of the model's buckets between and inside hosts. Collective."""
     parameters = _trained(model)
-    if find_hosts(model.process_group, parameters[0].device).count == 1:
-        return None
     nbytes = sum(p.numel() * p.element_size() for p in parameters)
     return choose_host_route(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
 
@@ -161,9 +164,9 @@ class _FamilyChoice:
 
 
 def _choose_family(
-    model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None
+    model: DistributedDataParallel, config: Adaptive, error_feedback: bool | None, route: HostRoute
 ) -> _FamilyChoice:
-    """Measure every applicable family and choose the fastest. Collective."""
+    """Measure every applicable family on the job's route and choose the fastest. Collective."""
     parameters = _trained(model)
     names = [
         name
@@ -185,10 +188,13 @@ def _choose_family(
         for name, family in FAMILIES.items()
         if name in names or (undecided and name == AT_FIRST)
     }
-    exchanges = measure_exchanges(ways, groups, device, numel)
+    measure = partial(
+        measure_exchanges, ways, groups, device, numel, hierarchy=route.hierarchy, method=route.method
+    )
+    exchanges = measure()
     if is_close(exchanges):
         logger().debug("compressing pays hardly or not at all; measuring the link once more")
-        exchanges = measure_exchanges(ways, groups, device, numel, repeats=4 * REPEATS)
+        exchanges = measure(repeats=4 * REPEATS)
     memory = PastDecision(gradient_bytes, groups[0], device)
     before = memory.recall()
     name, decision = decide_family({name: exchanges[name] for name in names}, gradient_bytes, before)

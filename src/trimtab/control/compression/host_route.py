@@ -1,4 +1,4 @@
-"""Whether a job reduces in two levels, inside and between hosts: links are measured, then the route is chosen."""
+"""How a job reduces its gradients, flat or in two levels: links are measured, then the route is chosen."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import Block
-from trimtab.collectives import Hierarchy, Method, find_hosts, plan_layout
+from trimtab.collectives import Hierarchy, Method, find_hosts
 from trimtab.errors import TrimtabError
-from trimtab.measure.host_links import measure_host_links, piece_of
-from trimtab.planning.compression.route import choose_route
+from trimtab.measure.host_links import measure_host_links
+from trimtab.planning.compression.route import choose_route, has_choice
+from trimtab.predict.collectives import Placement
+from trimtab.wire_format import encoded_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +31,35 @@ def choose_host_route(
     """Find the hosts, measure inside and between them, and choose for buckets of this size.
 
     Collective: every rank of the group calls it at the same point, and all get the same result. Takes about a
-    tenth of a second at 1 Gbit/s. If every host has one rank, nothing is measured.
+    tenth of a second at 1 Gbit/s. Nothing is measured on a single host, and where few hosts have one rank each.
     """
     hosts = find_hosts(group, device)
-    reason = hosts.flat_reason()
-    if reason is not None:
-        return HostRoute(hierarchy=None, method=None, reason=reason)
-    fallback = ""
-    try:
-        hierarchy = Hierarchy(group, device, hosts=hosts)
-    except TrimtabError as error:  # the same on every rank
-        fallback = f"; inside the hosts without shared memory: {error}"
-        hierarchy = Hierarchy(group, device, hosts=hosts, shared_memory=False)
-    links = measure_host_links(hierarchy, group, device, codec)
-    payload = plan_layout([piece_of(codec, bucket_bytes // 4)], torch.float32, 1).chunks[0].nbytes
-    route = choose_route([hosts.per_host] * hosts.count, bucket_bytes, payload, links)
-    if not route.hierarchical:
+    placement = Placement.of(len(ranks) for ranks in hosts.ranks)
+    reason = hosts.flat_reason() or ""
+    if not has_choice(placement):
+        return HostRoute(hierarchy=None, method=None, reason=reason or "all ranks are on one host")
+    hierarchy = None
+    if placement.two_levels:
+        try:
+            hierarchy = Hierarchy(group, device, hosts=hosts)
+        except TrimtabError as error:  # the same on every rank
+            reason = f"inside the hosts without shared memory: {error}"
+            hierarchy = Hierarchy(group, device, hosts=hosts, shared_memory=False)
+    links, codec_time = measure_host_links(group, device, codec, placement, hierarchy)
+    numel = bucket_bytes // 4
+    choice = choose_route(
+        placement,
+        numel,
+        encoded_bytes(numel, codec.bits, codec.block),
+        links,
+        [codec_time],
+        inside="group" if hierarchy is not None and not hierarchy.shared_memory else "shared_memory",
+    )
+    if hierarchy is not None and choice.route.inside is None:
         hierarchy.close()
+        hierarchy = None
     return HostRoute(
-        hierarchy=hierarchy if route.hierarchical else None,
-        method=route.method,
-        reason=route.reason + fallback,
+        hierarchy=hierarchy,
+        method=choice.route.method,
+        reason=f"{choice.reason}; {reason}" if reason else choice.reason,
     )

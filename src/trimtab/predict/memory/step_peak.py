@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.predict.memory.allocations import StepMemory
-from trimtab.predict.replay.build import in_one_gather, payloads
+from trimtab.predict.replay.build import payloads
+from trimtab.wire_format import in_one_gather
 from trimtab.workload.tensor import BYTES
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trimtab.errors import TrimtabError
-from trimtab.predict.links import Collective, Fit, Placement, volume
+from trimtab.predict.collectives import Placement, Route, Traffic, all_reduce, stages, tree_all_reduce
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
-from trimtab.wire_format import MIN_NUMEL, TINY_BYTES, encoded_bytes
+from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.cluster.profile import CodecTime
+    from trimtab.predict.links import JobLinks
     from trimtab.workload import Workload
 
 
@@ -35,11 +35,6 @@ def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
         sum(encoded_bytes(sizes[name], chosen[name]) for name in bucket.parameters)
         for bucket in workload.buckets
     )
-
-
-def in_one_gather(nbytes: int, world: int) -> bool:
-    """Whether a bucket of so many encoded bytes is all-gathered instead of scattered, reduced and gathered."""
-    return world <= 2 or nbytes <= TINY_BYTES
 
 
 def segments(
@@ -64,78 +59,55 @@ def segments(
     return tuple(stream)
 
 
-def plain_buckets(
-    workload: Workload, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
-) -> tuple[BucketTransfers, ...]:
-    """Buckets that the backend all-reduces; one fit for each role."""
+def plain_buckets(workload: Workload, placement: Placement, links: JobLinks) -> tuple[BucketTransfers, ...]:
+    """Buckets that the backend all-reduces."""
     return tuple(
-        BucketTransfers(
-            name=f"bucket {i}", transfers=(transfer("all_reduce", bucket.nbytes, placement, fits),)
-        )
+        BucketTransfers(name=f"bucket {i}", transfers=(_plain(bucket.nbytes, placement, links),))
         for i, bucket in enumerate(workload.buckets)
     )
 
 
-def transfer(
-    collective: Collective, nbytes: int, placement: Placement, fits: Mapping[Collective, Sequence[Fit]]
-) -> Transfer:
-    """One collective of so many bytes (see `volume`)."""
-    if collective not in fits or not fits[collective]:
-        raise TrimtabError(
-            f"links: {collective} was not measured on this link; run `trimtab probe` under torchrun on the hosts "
-            "it joins, or give the link class a rate in the cluster file"
-        )
-    of_roles = fits[collective]
-    messages, sent = volume(collective, nbytes, placement)
+def _plain(nbytes: int, placement: Placement, links: JobLinks) -> Transfer:
+    ways = [all_reduce(nbytes, placement)]
+    if links.trees:
+        ways.append(tree_all_reduce(nbytes, placement))
+    fits = links.fits("all_reduce")
+    return _transfer(min(ways, key=lambda way: way.seconds(fits)), links)
+
+
+def _transfer(traffic: Traffic, links: JobLinks, overhead_s: float = 0.0) -> Transfer:
+    fits = links.fits(traffic.collective)
     return Transfer(
-        latency_s=messages * of_roles[0].per_message_s,
-        seconds=sent * of_roles[0].per_byte_s,
-        drag=tuple(fit.drag for fit in of_roles),
+        latency_s=traffic.latency_s(fits) + overhead_s,
+        seconds=traffic.flow_s(fits),
+        drag=links.drag[traffic.collective],
     )
 
 
 def compressed_buckets(
     workload: Workload,
     placement: Placement,
-    fits: Mapping[Collective, Sequence[Fit]],
+    links: JobLinks,
     bits: Mapping[str, int],
     codecs: Sequence[CodecTime],
+    route: Route | None = None,
 ) -> tuple[tuple[BucketTransfers, ...], list[tuple[tuple[float, ...], ...]]]:
-    """Compressed buckets, and for each role the codec's time before and after each transfer."""
-    world = placement.world
+    """Compressed buckets, and for each role its own work before and after each transfer."""
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
+    overhead = max(fit.per_bucket_s for fit in links.fits("all_gather"))
     buckets: list[BucketTransfers] = []
     local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
     for index, bucket in enumerate(workload.buckets):
         numel = sum(sizes[name] for name in bucket.parameters)
         nbytes = sum(encoded_bytes(sizes[name], bits[name]) for name in bucket.parameters)
-        name = f"bucket {index}"
-        if in_one_gather(nbytes, world):
-            buckets.append(
-                BucketTransfers(name=name, transfers=(transfer("all_gather", nbytes, placement, fits),))
-            )
-            for role, codec in zip(local, codecs, strict=True):
-                after = codec.decode.seconds(numel) + (world - 1) * codec.add.seconds(numel)
-                role.append((codec.encode.seconds(numel), after))
-            continue
-        part = numel / world
-        away = nbytes * (world - 1) // world
-        buckets.append(
-            BucketTransfers(
-                name=name,
-                transfers=(
-                    transfer("all_to_all", away, placement, fits),
-                    transfer("all_gather", -(-nbytes // world), placement, fits),
-                ),
-            )
-        )
+        way = stages(route or Route(), placement, numel, nbytes)
+        *first, last = way.traffic
+        transfers = [_transfer(traffic, links) for traffic in first] + [_transfer(last, links, overhead)]
+        buckets.append(BucketTransfers(name=f"bucket {index}", transfers=tuple(transfers)))
+        # Roles of one kind of device share their times.
+        seconds = {id(codec): way.local_s(codec, links.inside) for codec in codecs}
         for role, codec in zip(local, codecs, strict=True):
-            owner = (
-                (world - 1) * codec.add.seconds(part)
-                + codec.encode.seconds(part)
-                + codec.decode.seconds(part)
-            )
-            role.append((codec.encode.seconds(numel - part), owner, (world - 1) * codec.decode.seconds(part)))
+            role.append(seconds[id(codec)])
     return tuple(buckets), [tuple(role) for role in local]
 
 

@@ -29,7 +29,7 @@ from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_file import parse_plan
 from trimtab.precision_names import OWN
-from trimtab.predict.links import Placement
+from trimtab.predict.collectives import Placement
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.precision_patterns import matched
 from trimtab.workload import Workload
@@ -147,7 +147,7 @@ def make_plans(
         ),
         device,
         names := [rank.device for rank in cluster.ranks()],
-        Placement(per_host=tuple(sum(host.devices.values()) for _, host in cluster.machines())),
+        Placement.on(cluster),
         next(iter(cluster.links), LOCAL),
     )
     workload = probed.workload

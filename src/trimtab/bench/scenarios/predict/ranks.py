@@ -37,7 +37,7 @@ from trimtab.measure.operators import StepTimes, StepTrainer, with_steps
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
-from trimtab.predict.links import Placement
+from trimtab.predict.collectives import Placement
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
@@ -52,7 +52,7 @@ UNITS = 8
 PROBED = (2, 4, 6)
 """Units of the fast rank while operators are timed; the slow one has the rest."""
 
-PLACEMENT = Placement(per_host=(1, 1))
+PLACEMENT = Placement.of((1, 1))
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[list[dict[str, Any]]]:

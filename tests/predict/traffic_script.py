@@ -1,0 +1,91 @@
+"""Run by every rank: reduces a bucket by every route and counts what passes its host's interface and is posted.
+
+Rank 0 prints a row for each route: bytes received and sent by each host, and the most messages that a rank
+posts itself, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab.codec import Block
+from trimtab.collectives import Hierarchy, Method, Piece, find_hosts, finish, reduction_for
+
+NUMEL, BITS, BLOCK = 1 << 19, 8, 1024
+CPU = torch.device("cpu")
+
+
+def through_interface() -> list[int]:
+    """Bytes received and sent by this host, without its loopback."""
+    totals = [0, 0]
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, figures = line.split(":")
+        if name.strip() != "lo":
+            totals = [
+                total + int(figures.split()[place]) for total, place in zip(totals, (0, 8), strict=True)
+            ]
+    return totals
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    group: Any = dist.group.WORLD
+    hosts = find_hosts(group, CPU)
+    hierarchy = Hierarchy(group, CPU) if hosts.flat_reason() is None else None
+    posted = [0]
+    torch_distributed: Any = dist
+    post = dist.batch_isend_irecv
+
+    def counted(operations: Any) -> Any:
+        posted[0] += 1
+        return post(operations)
+
+    torch_distributed.batch_isend_irecv = counted
+    methods: tuple[Method | None, ...] = (None, "all_gather", "scatter_reduce", "ring", "tree", "halving")
+    rows = []
+    for method in methods:
+        for level in (None, hierarchy) if hierarchy else (None,):
+            piece = Piece(name="w", offset=0, numel=NUMEL, bits=BITS, block=BLOCK)
+            flat = torch.randn(NUMEL)
+            reduction = reduction_for(
+                [(piece, flat.shape)],
+                flat.dtype,
+                CPU,
+                (group, group),
+                Block(bits=BITS),
+                seed=0,
+                hierarchy=level,
+                method=method,
+            )
+            finish(reduction.steps(flat, step=0, scale=1.0))  # opens the connections
+            dist.barrier()
+            posted[0], before = 0, through_interface()
+            dist.barrier()
+            finish(reduction.steps(flat, step=1, scale=1.0))
+            dist.barrier()
+            passed = [now - then for now, then in zip(through_interface(), before, strict=True)]
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (int(os.environ["GROUP_RANK"]), passed, posted[0]))
+            rows.append(
+                {
+                    "method": method,
+                    "two_levels": level is not None,
+                    "passed": {str(host): both for host, both, _ in everyone},
+                    "posted": max(count for _, _, count in everyone),
+                }
+            )
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+    dist.barrier()
+    if hierarchy is not None:
+        hierarchy.close()
+    dist.destroy_process_group()
+
+
+main()
