@@ -7,6 +7,7 @@ from math import fsum, isfinite
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.compression.route import job_route
 from trimtab.planning.precision.allocate import allocate, relieve
 from trimtab.planning.precision.options import Option, damage_of, lowered, own_only
 from trimtab.planning.precision.profile_tradeoffs import ProfileTradeoffs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trimtab.cluster import Cluster
     from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.predict.collectives import Route
     from trimtab.predict.replayed_job import ReplayedJob
     from trimtab.workload import Workload
 
@@ -105,6 +107,7 @@ class PlanSearch:
         self.alike = alike(workload)
         self.progress = progress
         self._done = 0
+        self._routes: dict[int, Route | None] = {}
 
     def tick(self) -> None:
         self._done += 1
@@ -114,9 +117,15 @@ class PlanSearch:
         """Plain DDP: even shares, nothing lowered, nothing compressed."""
         job = layout(self.devices, even(self.devices, self.total))
         chosen: dict[str, Chosen] = {role: {} for role in job.devices}
-        pace = replayed_job(self.measured, self.cluster, job, chosen, None)
+        pace = self._replayed(job, chosen, None)
         self.tick()
         return JobCandidate(job=job, chosen=chosen, replayed=pace, damage=0.0, bits=None)
+
+    def _replayed(self, job: RoleLayout, chosen: Mapping[str, Chosen], bits: int | None) -> ReplayedJob:
+        if bits is not None and bits not in self._routes:
+            self._routes[bits] = job_route(self.cluster, self.profile, self.workload, bits)
+        route = None if bits is None else self._routes[bits]
+        return replayed_job(self.measured, self.cluster, job, chosen, bits, route)
 
     # Fixed shares
 
@@ -130,7 +139,7 @@ class PlanSearch:
             )
         self.tradeoffs.bits = bits
         job = layout(self.devices, even(self.devices, self.total))
-        plain = replayed_job(self.measured, self.cluster, job, {}, bits)
+        plain = self._replayed(job, {}, bits)
         roles = {
             name: self._lowerable(device, job.samples[name], job.counts[name])
             for name, device in job.devices.items()
@@ -149,7 +158,7 @@ class PlanSearch:
         lowering = allocate(plain, roles, others_s=others, ahead=AHEAD)
         self.tick()
         if fits and before < GAIN * lowering.step_s:
-            return replace(same, replayed=replayed_job(self.measured, self.cluster, job, own, bits))
+            return replace(same, replayed=self._replayed(job, own, bits))
         return JobCandidate(
             job=job, chosen={**own, **lowering.chosen}, replayed=plain, damage=lowering.damage, bits=bits
         )
@@ -252,7 +261,7 @@ class PlanSearch:
         return JobCandidate(
             job=job,
             chosen=chosen,
-            replayed=replayed_job(self.measured, self.cluster, job, chosen, bits),
+            replayed=self._replayed(job, chosen, bits),
             damage=shared.damage,
             bits=bits,
         )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from trimtab.cluster import Cluster
     from trimtab.planning.precision.options import Chosen
+    from trimtab.predict.collectives import Route
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
     from trimtab.workload import Workload
 
@@ -89,13 +90,14 @@ def replayed_job(
     job: RoleLayout,
     chosen: Mapping[str, Chosen],
     bits: int | None,
+    route: Route | None = None,
 ) -> ReplayedJob:
-    """The job in these precisions and bits, ready to be replayed."""
+    """The job in these precisions and bits, on this route, ready to be replayed."""
     roles = {
         name: RoleSetting(device=device, samples=job.samples[name], precisions=lowered(chosen.get(name, {})))
         for name, device in job.devices.items()
     }
-    return ReplayedJob(measured, cluster, roles, job.ranks, bits=bits)
+    return ReplayedJob(measured, cluster, roles, job.ranks, bits=bits, route=route)
 
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.errors import TrimtabError
+from trimtab.planning.compression.route import job_route
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import known_as, with_estimates
 from trimtab.predict.operators.measured import Measured
@@ -106,6 +107,8 @@ def simulate(
     measured = Measured(workload, filled)
     if setting is None:
         setting = even(cluster, workload.batch_size)
+    if setting.bits is not None and setting.route is None:
+        setting = replace(setting, route=job_route(cluster, filled, workload, setting.bits))
     roles, buckets = build_step(measured, cluster, setting)
     return Outcome(
         name=name,

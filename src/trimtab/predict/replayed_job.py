@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.cluster.profile import CollectiveTime, Profile
+    from trimtab.predict.collectives import Route
     from trimtab.predict.operators.cost_mapper import Change, CostMapper
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
@@ -45,20 +46,7 @@ def by_roles(
         ranks: roles in rank order, each with how many ranks in a row have it.
     """
     assert cluster.profile is not None
-    order = [name for name, count in ranks for _ in range(count)]
-    placed = list(cluster.ranks())
-    if len(order) != len(placed):
-        raise TrimtabError(f"the plan is for {len(order)} ranks, and the cluster has {len(placed)}")
-    machines: dict[str, dict[str, int]] = {}
-    for rank, role in zip(placed, order, strict=True):
-        if roles[role].device != rank.device:
-            raise TrimtabError(
-                f"rank {rank.rank} is of device class {rank.device!r} in the cluster and of {roles[role].device!r} "
-                "in the plan; make the plan again for this cluster"
-            )
-        own = machines.setdefault(rank.host, {})
-        own[role] = own.get(role, 0) + 1
-    links = {name: host.link for name, host in cluster.machines()}
+    hosts = _hosts_of_roles(cluster, roles, ranks)
     of = {role: own.device for role, own in roles.items()}
     profile = cluster.profile
     changed = replace(
@@ -74,15 +62,45 @@ def by_roles(
             version=cluster.version,
             devices={role: cluster.devices[device] for role, device in of.items()},
             links=cluster.links,
-            hosts=tuple(
-                # A machine's name includes its number and may be too long for a host's.
-                Host(name=name if len(name) <= 32 else f"host-{index}", devices=own, link=links[name])
-                for index, (name, own) in enumerate(machines.items())
-            ),
+            hosts=hosts,
             profile=changed,
         ),
         changed,
     )
+
+
+def _hosts_of_roles(
+    cluster: Cluster, roles: Mapping[str, RoleSetting], ranks: Sequence[tuple[str, int]]
+) -> tuple[Host, ...]:
+    """The cluster's hosts with roles instead of device classes; neighbors that are alike are one `Host`."""
+    total = sum(count for _, count in ranks)
+    if total != cluster.world_size:
+        raise TrimtabError(f"the plan is for {total} ranks, and the cluster has {cluster.world_size}")
+    hosts: list[Host] = []
+    runs, left, rank = iter(ranks), 0, 0
+    role = ""
+    for name, machine in cluster.machines():
+        own: dict[str, int] = {}
+        for device, count in machine.devices.items():
+            while count:
+                if not left:
+                    role, left = next(runs)
+                if roles[role].device != device:
+                    raise TrimtabError(
+                        f"rank {rank} is of device class {device!r} in the cluster and of {roles[role].device!r} in "
+                        "the plan; make the plan again for this cluster"
+                    )
+                taken = min(count, left)
+                own[role] = own.get(role, 0) + taken
+                count, left, rank = count - taken, left - taken, rank + taken
+        if hosts and (hosts[-1].devices, hosts[-1].link) == (own, machine.link):
+            hosts[-1] = replace(hosts[-1], count=hosts[-1].count + 1)
+        else:
+            # A machine's name includes its number and may be too long for a host's.
+            hosts.append(
+                Host(name=name if len(name) <= 24 else f"host-{rank}", devices=own, link=machine.link)
+            )
+    return tuple(hosts)
 
 
 def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
@@ -110,6 +128,7 @@ class ReplayedJob:
         ranks: Sequence[tuple[str, int]],
         *,
         bits: int | None = None,
+        route: Route | None = None,
     ) -> None:
         """
         Args:
@@ -122,7 +141,9 @@ class ReplayedJob:
         self.cluster, profile = by_roles(cluster, roles, ranks)
         by_role = Measured(workload, profile)
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
-        self._replayed, self._buckets = build_step(by_role, self.cluster, JobSetting(ranks=plain, bits=bits))
+        self._replayed, self._buckets = build_step(
+            by_role, self.cluster, JobSetting(ranks=plain, bits=bits, route=route)
+        )
         self._place = {role.name: i for i, role in enumerate(self._replayed)}
         self._now: list[RoleWork] = list(self._replayed)
         self._dirty: set[str] = set()
