@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, finish
 from trimtab.collectives.intra_host import IntraHost
-from  import CodecProbe
+from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.collectives import Placement, all_gather
 from trimtab.predict.links import SHARED_MEMORY, JobLinks, fit
@@ -73,9 +74,7 @@ def measure_host_links(
 
 def _slowest_codec(codec: Block, device: torch.device, group: dist.ProcessGroup) -> CodecTime:
     """The codec's times on the slowest rank: the same on all of them."""
-    probe = CodecProbe(codec.bits, device, block=codec.block)
-    probe.round()
-    fits = probe.fits()
-    times = torch.tensor(list(fits.values()), dtype=torch.float64, device=device)
+    lines = asdict(codec_times(codec.bits, device, rounds=1))
+    times = torch.tensor([list(line.values()) for line in lines.values()], dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in zip(fits, times.tolist(), strict=True)})
+    return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in zip(lines, times.tolist(), strict=True)})
