@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.planning.planning import BETWEEN, FAST, SLOW, planned, three, uneven
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.replan import MIN_SPEEDUP, SPARED, replan
+from trimtab.planning.replan import MIN_SPEEDUP, SPARED, devices_of, plan_for_ranks, replan
 
 if TYPE_CHECKING:
     from trimtab.planning.plan import Plan
@@ -118,3 +118,57 @@ def test_what_was_not_observed_is_refused() -> None:
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(TrimtabError, match="is not a valid compute time of slow"):
             replan(plan, {SLOW: bad})
+
+
+def test_a_plan_for_fewer_ranks_is_the_one_that_would_have_been_made_for_them() -> None:
+    plan = planned(three(), 22, budget=0.0)
+    assert devices_of(plan) == ["one", "two", "three"]
+    assert plan.shares == (12, 6, 4)
+    assert plan_for_ranks(plan, devices_of(plan)) is plan
+    fewer = plan_for_ranks(plan, ["one", "three"])
+    assert devices_of(fewer) == ["one", "three"]
+    assert fewer.batch_size == plan.batch_size
+    assert fewer.shares == (17, 5)
+    assert (fewer.model, fewer.bits, fewer.budget, fewer.batch) == (
+        plan.model,
+        plan.bits,
+        plan.budget,
+        plan.batch,
+    )
+    assert fewer.predicted.step_s > plan.predicted.step_s
+    assert fewer.reasons[-1] == "made anew for 2 ranks from the plan for 3"
+    alone = plan_for_ranks(plan, ["two"])
+    assert alone.shares == (22,)
+    assert plan_for_ranks(plan, ["three", "one"]).shares == fewer.shares[::-1], "other ranks, same order"
+
+
+def test_a_plan_for_more_ranks_and_unknown_ones() -> None:
+    plan = planned(three(), 22, budget=0.0)
+    assert devices_of(plan_for_ranks(plan, ["one", None, None])) == ["one", "two", "three"]
+    assert devices_of(plan_for_ranks(plan, [None, "one", "two", None, "three"])) == [
+        *("three", "one", "two", "three", "three"),
+    ], "what the plan lacks is taken to be slow"
+    more = plan_for_ranks(plan, ["one", "one", "two", "three"])
+    assert more.shares[0] == more.shares[1] > more.shares[2] > more.shares[3]
+    assert sum(more.shares) == 22
+    again = plan_for_ranks(more, devices_of(plan))
+    assert again.shares == plan.shares
+    assert sum("made anew" in reason for reason in again.reasons) == 1
+
+
+def test_lowered_precisions_are_chosen_anew_for_the_ranks_that_are_there() -> None:
+    plan = planned(uneven(1.3), 12, batch="fixed")
+    assert plan.roles[SLOW].precisions
+    alone = plan_for_ranks(plan, [SLOW])
+    assert not alone.roles[alone.role_of(0)].precisions, "there is nobody to keep up with"
+    assert alone.shares == (12,)
+    free = planned(uneven(1.3), 12, batch="free")
+    assert plan_for_ranks(free, [SLOW]).predicted.damage <= free.budget
+
+
+def test_ranks_that_a_plan_says_nothing_about_are_refused() -> None:
+    plan = planned(three(), 4, budget=0.0)
+    with pytest.raises(TrimtabError, match="knows nothing of four"):
+        plan_for_ranks(plan, ["one", "four"])
+    with pytest.raises(TrimtabError, match="4 samples cannot be divided among 5 ranks"):
+        plan_for_ranks(plan, ["one"] * 5)

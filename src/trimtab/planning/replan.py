@@ -1,4 +1,4 @@
-"""Makes a new plan while training runs, from the measured times of the ranks. Pure."""
+"""Makes a new plan from a plan: for the measured times of its ranks, or for other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.planning.roles import RoleLayout, even, layout
 from trimtab.planning.shares.with_precision import quickest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trimtab.planning.precision.options import Chosen
     from trimtab.planning.shares.with_precision import Shared
@@ -29,7 +29,7 @@ MIN_SPEEDUP = 1.025
 SPARED = 0.9
 """Or be as fast with at most this fraction of the damage."""
 
-_REPLANNED = "replanned during training: "
+_REPLANNED, _OTHER_RANKS = "replanned during training: ", "made anew for "
 
 
 def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
@@ -66,7 +66,57 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
     faster = present.step_s >= MIN_SPEEDUP * proposed.step_s
     if not faster and not (as_fast and proposed.damage <= SPARED * present.damage):
         return plan
-    return proposed.plan(observed)
+    drift = ", ".join(
+        f"{name} took {seconds / plan.roles[name].compute_s:.3g} times the predicted time"
+        for name, seconds in observed.items()
+        if plan.roles[name].compute_s > 0
+    )
+    return proposed.plan(f"{_REPLANNED}{drift}")
+
+
+def devices_of(plan: Plan) -> list[str]:
+    """The device class of every rank of a plan."""
+    return [plan.roles[name].device for name, count in plan.ranks for _ in range(count)]
+
+
+def plan_for_ranks(plan: Plan, devices: Sequence[str | None]) -> Plan:
+    """The plan for other ranks than it was made for, after ranks were lost or gained.
+
+    It chooses among the `choices` of the plan's roles, as `replan` does. Model, batch size, mode, budget and bits stay.
+
+    Args:
+        devices: the device class of every rank that is there. None, for a rank of which nothing is known, stands for
+            one that the plan has and no other rank is, or else for the slowest.
+
+    Raises:
+        TrimtabError: the plan knows nothing of a device class, or its batch cannot be divided among these ranks.
+    """
+    tradeoffs = PlanTradeoffs(plan, {})
+    present = _known(plan, tradeoffs, devices)
+    if present == devices_of(plan):
+        return plan
+    if plan.batch_size < len(present):
+        raise TrimtabError(f"a batch of {plan.batch_size} samples cannot be divided among {len(present)} ranks")
+    reason = f"{_OTHER_RANKS}{len(present)} ranks from the plan for {plan.world_size}"
+    job = layout(present, even(present, plan.batch_size))
+    same = {name: chosen_of(tradeoffs.roles[device]) for name, device in job.devices.items()}
+    base = _Candidate(plan, tradeoffs, job, same).plan(reason)
+    tradeoffs = PlanTradeoffs(base, {})
+    if base.batch == "free":
+        return _free(base, tradeoffs).plan(reason)
+    return _fixed(base, tradeoffs, _Candidate(base, tradeoffs, job, same)).plan(reason)
+
+
+def _known(plan: Plan, tradeoffs: PlanTradeoffs, devices: Sequence[str | None]) -> list[str]:
+    """The devices, with one of the plan's in place of each None."""
+    absent = devices_of(plan)
+    for device in devices:
+        if device is not None and device not in tradeoffs.roles:
+            raise TrimtabError(f"the plan knows nothing of {device}; it has {', '.join(tradeoffs.roles)}")
+        if device in absent:
+            absent.remove(device)
+    slowest = max(tradeoffs.roles, key=lambda device: tradeoffs.menu(device, plan.batch_size).own_s)
+    return [device or (absent.pop(0) if absent else slowest) for device in devices]
 
 
 class _Candidate:
@@ -98,14 +148,10 @@ class _Candidate:
     def _signature(self) -> list[tuple[int, Chosen, int]]:
         return [(self.job.samples[name], lowered(self.chosen[name]), count) for name, count in self.job.ranks]
 
-    def plan(self, observed: Mapping[str, float]) -> Plan:
+    def plan(self, reason: str) -> Plan:
         old = self.old
-        drift = ", ".join(
-            f"{name} took {seconds / old.roles[name].compute_s:.3g} times the predicted time"
-            for name, seconds in observed.items()
-            if old.roles[name].compute_s > 0
-        )
-        kept = tuple(reason for reason in old.reasons if not reason.startswith(_REPLANNED))
+        replaced = (_REPLANNED, _OTHER_RANKS) if reason.startswith(_OTHER_RANKS) else _REPLANNED
+        kept = tuple(earlier for earlier in old.reasons if not earlier.startswith(replaced))
         return replace(
             old,
             roles={name: self._role(name) for name in self.job.devices},
@@ -113,7 +159,7 @@ class _Candidate:
             predicted=replace(
                 old.predicted, step_s=self.step_s, plain_step_s=self._plain_s(), damage=self.damage
             ),
-            reasons=(*kept, f"{_REPLANNED}{drift}"),
+            reasons=(*kept, reason),
         )
 
     def _role(self, name: str) -> Role:
@@ -143,18 +189,18 @@ class _Candidate:
 
     def _plain_s(self) -> float:
         """Plain DDP as it would be now, with the observed time of its slowest rank."""
-        devices = _devices(self.old)
-        shares = even(devices, self.old.batch_size)
-        before = PlanTradeoffs(self.old, {})
+        now = [self.job.devices[name] for name, count in self.job.ranks for _ in range(count)]
         slowest = [
-            max(known.menu(device, own[0]).own_s for device, own in shares.items())
-            for known in (before, self.tradeoffs)
+            max(
+                known.menu(device, own[0]).own_s for device, own in even(devices, self.old.batch_size).items()
+            )
+            for known, devices in ((PlanTradeoffs(self.old, {}), devices_of(self.old)), (self.tradeoffs, now))
         ]
         return max(0.0, self.old.predicted.plain_step_s - slowest[0]) + slowest[1]
 
 
 def _free(plan: Plan, tradeoffs: PlanTradeoffs) -> _Candidate:
-    devices = _devices(plan)
+    devices = devices_of(plan)
     counts = {device: devices.count(device) for device in dict.fromkeys(devices)}
 
     def job(shared: Shared) -> _Candidate:
@@ -208,11 +254,6 @@ def _fixed(plan: Plan, tradeoffs: PlanTradeoffs, present: _Candidate) -> _Candid
     )
     fits = all(tradeoffs.fits(job.devices[name], job.samples[name], {}) for name in roles)
     return plain if fits and plain.step_s < GAIN * lowering.step_s else lowering
-
-
-def _devices(plan: Plan) -> list[str]:
-    """The device class of every rank."""
-    return [plan.roles[name].device for name, count in plan.ranks for _ in range(count)]
 
 
 def _layout(plan: Plan) -> RoleLayout:
