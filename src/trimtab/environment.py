@@ -16,6 +16,15 @@ from trimtab.errors import TrimtabError
 EMULATION = "TRIMTAB_EMULATION"
 """Set in every process of an emulated cluster, to the emulation's directory."""
 
+RUN_FOLDER = "TRIMTAB_RUN_FOLDER"
+"""Set by `trimtab run` on each node, to a folder of its ranks: how they failed, and which device class each is."""
+
+RESTART = "TRIMTAB_RUN_RESTART"
+"""Set by `trimtab run` in ranks that it started again: which restart this is, and why."""
+
+ELASTIC = "TRIMTAB_RUN_ELASTIC"
+"""Set to 1 by `trimtab run --nnodes MIN:MAX`: the number of ranks may change whenever they are started again."""
+
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -23,6 +32,11 @@ def disabled() -> bool:
     """Whether the user switched every adjustment off."""
     value = os.environ.get("TRIMTAB_DISABLE", "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
+
+
+def elastic() -> bool:
+    """Whether ranks may come and go, as `trimtab run --nnodes MIN:MAX` lets them."""
+    return os.environ.get(ELASTIC) == "1"
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11

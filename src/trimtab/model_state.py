@@ -71,6 +71,9 @@ class ModelState:
     compression_plan: Any = None
     """`trimtab.planning.plan.Plan` that decided whether this DDP module is compressed, and to how many bits."""
 
+    unused_state: Any = None
+    """The part of a loaded checkpoint that has no use on these ranks, for the next checkpoint."""
+
     balancer: Any = None
     """`trimtab.control.tensor.balancer.Balancer` of a tensor-parallel model."""
 

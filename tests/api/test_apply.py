@@ -267,11 +267,13 @@ def test_a_resumed_job_continues_with_the_plan_and_its_bits(ranks: Pool, again: 
         assert found == ({}, {"up": "fp16", "down": "bf16"})[rank]
 
 
-def other_world() -> dict[str, str]:
+def other_world(batch: int) -> tuple[int, ...] | None:
     model = net()
-    state = {"plan": {"plan": _text(plan_for(model)), "calls": 3}}
+    roles = {"fast": role("A", batch - 1), "slow": role("B", 1, up="fp16")}
+    state = {"plan": {"plan": _text(plan_for(model, roles=roles)), "calls": 3}}
     trimtab.load_state_dict(model, state)
-    return lowered(model)
+    active = active_plan_of(model)
+    return None if active is None else active.plan.shares
 
 
 def _text(plan: Plan) -> str:
@@ -280,5 +282,9 @@ def _text(plan: Plan) -> str:
     return plan_text(plan)
 
 
-def test_a_checkpoints_plan_for_another_number_of_ranks_is_left(ranks: Pool) -> None:
-    assert ranks(3, other_world) == [{}] * 3
+def test_a_checkpoints_plan_for_another_number_of_ranks_is_made_anew(ranks: Pool) -> None:
+    (shares,) = set(ranks(3, other_world, 8))
+    assert shares is not None
+    assert (len(shares), sum(shares)) == (3, 8)
+    # With fewer samples than ranks there is none.
+    assert ranks(4, other_world, 3) == [None] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from trimtab.codec import native
 from trimtab.collectives import SharedMemory
 from trimtab.collectives.cuda_staging import Staged
 from trimtab.collectives.shared_memory import TYPES
-from trimtab.collectives.shared_segment import PREFIX, _remove_stale
+from trimtab.collectives.shared_segment import PREFIX, remove_abandoned
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -238,11 +239,15 @@ def test_what_it_cannot_take_is_refused(ranks: Pool) -> None:
 
 
 def test_what_a_killed_job_left_half_made_goes_with_the_next(tmp_path: Path) -> None:
-    old, young = (tmp_path / f"{PREFIX}{os.getuid()}-{name}" for name in ("old", "young"))
+    old, young, held = (tmp_path / f"{PREFIX}{os.getuid()}-{name}" for name in ("old", "young", "held"))
     other = tmp_path / "not-ours"
-    for path in (old, young, other):
+    for path in (old, young, held, other):
         path.write_bytes(b"x")
-    for path in (old, other):
-        os.utime(path, (time.time() - 3600,) * 2)
-    _remove_stale(tmp_path)
+    for path in (old, held, other):
+        os.utime(path, (time.time() - 60,) * 2)
+    with held.open() as file:  # by a job that is still creating it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_abandoned(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([young, held, other])
+    remove_abandoned(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([young, other])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trimtab import environment
 from trimtab.control.compression.ddp import adaptive_of, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
+from trimtab.model_state import attach_state, state_of
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """The state that trimtab needs to resume with the same bits and plan; save it in the checkpoint.
 
-    Random streams are keyed by rank: with error feedback save and load it on every rank, otherwise
-    that of rank 0 is enough.
+    That of rank 0 is enough, unless error feedback is to continue too: each rank has its own, so then save and load
+    it on every rank.
     """
     compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
     state = {
@@ -25,18 +28,54 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
         "adaptive": controller and controller.state_dict(),
         "plan": plan_state(model),
     }
-    return {key: value for key, value in state.items() if value is not None}
+    own = {key: value for key, value in state.items() if value is not None}
+    return {**(state_of(model).unused_state or {}), **own}
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Resume from `state_dict`; a module that is not compressed ignores the state of the compression.
+    """Resume from `state_dict`, on the same or another number of ranks. Every rank calls it.
 
-    Every rank calls it. A plan in the state is applied, unless it is for another number of ranks.
+    Bits and random streams continue; a plan for other ranks is made anew for these. Error feedback continues on a rank
+    that loads what the same rank saved, and starts at zero elsewhere. A module that is not compressed keeps the state
+    of the compression for the next checkpoint. Rank 0 logs what continues and what is dropped.
     """
+    outcomes = []
     if "plan" in state and not environment.disabled():
-        load_plan_state(model, state["plan"])
+        outcomes.append(load_plan_state(model, state["plan"]))
     compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
     if controller is not None and "adaptive" in state:
         controller.load_state_dict(state["adaptive"])
-    if compression is not None and "compression" in state:
-        compression.load_state_dict(state["compression"])
+    if "compression" in state:
+        if compression is None:
+            attach_state(model).unused_state = {
+                key: state[key] for key in ("compression", "adaptive") if key in state
+            }
+        else:
+            compression.load_state_dict(state["compression"])
+        outcomes.append(_outcome(state["compression"], compression))
+    elif compression is not None:
+        outcomes.append("bits start anew: gradients were not compressed when the checkpoint was made")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank == 0 and outcomes and not environment.disabled():
+        before = state.get("compression", {}).get("world_size", world_size)
+        saved = "" if before == world_size else f", from a checkpoint of {before}"
+        restart = f" ({os.environ[environment.RESTART]})" if environment.RESTART in os.environ else ""
+        logger = environment.logger()
+        logger.info("resumed on %d ranks%s%s: %s", world_size, saved, restart, "; ".join(outcomes))
+
+
+def _outcome(saved: Mapping[str, Any], compression: Any) -> str:
+    """What becomes of a compression's state on these ranks, in words."""
+    if compression is None:
+        return "gradients are not compressed here; their bits are kept for the next checkpoint"
+    text = "bits and random streams continue"
+    rank, before = saved.get("rank"), saved.get("world_size", 1)
+    if not saved.get("residuals"):
+        return text
+    if compression.feedback is None:
+        return f"{text}; error feedback is dropped: it is not used any more"
+    now = dist.get_world_size()
+    if rank not in (None, dist.get_rank()):
+        return f"{text}; error feedback is dropped: the state is rank {rank}'s"
+    text += "; error feedback continues on ranks that load their own state, and starts at zero on others"
+    return text if now >= before else f"{text}; that of ranks {now} to {before - 1} is dropped"

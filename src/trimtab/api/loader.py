@@ -88,7 +88,7 @@ def loader(
         )
     active_plan = None
     if shares is None and not environment.disabled():
-        active_plan = active_plan_for(plan, group, world_size)
+        active_plan = active_plan_for(plan, group)
     if active_plan is not None:
         shares = active_plan.plan.shares
         if active_plan.plan.batch == "fixed" and adjust is FOLLOW_SPEEDS:

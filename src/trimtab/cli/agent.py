@@ -1,10 +1,13 @@
 """torchrun for one node of `trimtab run`: when ranks fail, the traceback of the first one is shown, and only that.
 
+When they are started again, it says which was lost, and how.
+
 python -m trimtab.cli.agent TORCHRUN_ARGUMENTS
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -17,16 +20,20 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.environment import ELASTIC, RESTART, RUN_FOLDER
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-FAILURES = "TRIMTAB_RUN_FAILURES"
-"""Environment variable: the directory in which the ranks of this node report how they failed."""
+_CONTINUES = (
+    "training continues from the script's checkpoint; bits, error feedback and the plan continue if it loads them "
+    "(trimtab.load_state_dict)"
+)
 
 
 def report_failure(text: str) -> bool:
     """Leave this rank's own account of its failure; False where nobody collects them."""
-    directory = os.environ.get(FAILURES)
+    directory = os.environ.get(RUN_FOLDER)
     if directory is None or not Path(directory).is_dir():
         return False
     path = Path(directory, f"{os.environ.get('RANK', '0')}.json")
@@ -49,13 +56,21 @@ def main() -> None:
     if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
         # It repeats for every rank what the first failure says better.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    arguments = parse_args(sys.argv[1:])
     directory = tempfile.mkdtemp(prefix="trimtab-run-")
-    os.environ[FAILURES] = directory
+    os.environ[RUN_FOLDER] = directory
+    fewest, _, most = str(arguments.nnodes).partition(":")
+    os.environ[ELASTIC] = str(int(most not in ("", fewest)))
+    announce_restarts(Path(directory))
     try:
-        run(parse_args(sys.argv[1:]))
+        run(arguments)
         status = 0
     except ChildFailedError as error:
-        status = _explain(error.failures, Path(directory))
+        rank, text, status = _first_failure(error.failures, Path(directory))
+        if status == 128 + signal.SIGKILL:
+            text += "; the system may have run out of memory"
+        others = f" (and {len(error.failures) - 1} more after it)" if len(error.failures) > 1 else ""
+        print(f"trimtab: rank {rank} failed{others}:\n{text}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except SignalException as error:
@@ -65,8 +80,50 @@ def main() -> None:
     sys.exit(status)
 
 
-def _explain(failures: dict[int, Any], directory: Path) -> int:
-    """Print the failure that brought the others about; returns the exit status of its rank.
+def announce_restarts(directory: Path) -> None:
+    """From here on, a line on standard error says why this node's ranks are started again."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    from trimtab.collectives.shared_segment import remove_abandoned
+
+    monitor, restart = LocalElasticAgent._monitor_workers, LocalElasticAgent._restart_workers
+    failures: dict[int, Any] = {}
+
+    @functools.wraps(monitor)
+    def monitor_and_remember(self: Any, group: Any) -> Any:
+        result = monitor(self, group)
+        failures.clear()
+        failures.update(result.failures)
+        return result
+
+    @functools.wraps(restart)
+    def announce_and_restart(self: Any, group: Any) -> None:
+        trace = ""
+        if failures:
+            rank, text, _ = _first_failure(failures, directory)
+            trace = f"\n{text}" if "\n" in text else ""
+            most = group.spec.max_restarts
+            number = most - self._remaining_restarts
+            cause = f"restart {number} of {most} after rank {rank} was lost: {text.splitlines()[-1]}"
+        else:
+            cause = "restart after nodes joined"
+        os.environ[RESTART] = cause
+        print(f"trimtab: {cause}; {_CONTINUES}{trace}", file=sys.stderr, flush=True)
+        for report in directory.glob("*.json"):
+            report.unlink()
+        before = group.workers[0].world_size
+        restart(self, group)
+        remove_abandoned()
+        now = group.workers[0].world_size
+        if now != before and group.group_rank == 0:
+            print(f"trimtab: {now} ranks now, {before} before", file=sys.stderr, flush=True)
+
+    LocalElasticAgent._monitor_workers = monitor_and_remember  # type: ignore[method-assign]
+    LocalElasticAgent._restart_workers = announce_and_restart  # type: ignore[method-assign]
+
+
+def _first_failure(failures: dict[int, Any], directory: Path) -> tuple[int, str, int]:
+    """The failure that brought the others about: its rank, what happened, and the exit status for it.
 
     A rank that dies of a signal cannot report it, and those left waiting for it do: so signals come first, then
     the earliest report.
@@ -79,18 +136,14 @@ def _explain(failures: dict[int, Any], directory: Path) -> int:
     if killed:
         rank, number = killed[0], -codes[killed[0]]
         text = f"ended by signal {number} ({signal.Signals(number).name})"
-        if number == signal.SIGKILL:
-            text += "; the system may have run out of memory"
     elif reports:
         rank = min(reports, key=lambda rank: reports[rank]["time"])
         text = reports[rank]["text"]
     else:
         rank = min(codes)
         text = f"exited with status {codes[rank]}"
-    others = f" (and {len(codes) - 1} more after it)" if len(codes) > 1 else ""
-    print(f"trimtab: rank {rank} failed{others}:\n{text}", file=sys.stderr)
     code = codes.get(rank, 1)
-    return 128 - code if code < 0 else code or 1
+    return rank, text, 128 - code if code < 0 else code or 1
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ def wrap_ddp() -> None:
     from trimtab.api.compress import compress
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
-    from trimtab.control.plans.active_plan import LaunchPlan
     from trimtab.control.plans.applying import apply_launch_plan
 
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
@@ -44,9 +43,7 @@ def wrap_ddp() -> None:
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        if LaunchPlan.path is not None:
-            apply_launch_plan(self)
-        else:
+        if not apply_launch_plan(self):
             try:
                 compress(self)
             except TrimtabError as error:  # nobody asked for it in so many words: the script goes on without

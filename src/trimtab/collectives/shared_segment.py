@@ -1,7 +1,8 @@
 """A segment of memory that the ranks of one host share.
 
 The file is unlinked as soon as every rank has mapped it, so that a job leaves nothing behind however suddenly it
-ends; a file whose job was killed before that moment is removed by the next job.
+ends. Until then the rank that created it holds a lock on it: a file without one belongs to a job that was killed, and
+the next job, or the restarted one, removes it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path("/dev/shm")
 PREFIX = "trimtab-shared-"
-_STALE_S = 600.0
-"""A segment that still has a name at this age belongs to a job that died while creating it."""
+_NEW_S = 2.0
+"""A file of this age may not be locked yet by the rank that creates it."""
 
 
 class SharedSegment:
@@ -80,11 +81,12 @@ def share(
     rank = group.rank()
     leader = min(members)
     path: Path | None = None
+    lock: int | None = None
     try:
         message = f"!{failure}" if failure else ""
         if rank == leader and not failure:
             try:
-                path = _create(nbytes, folder)
+                path, lock = _create(nbytes, folder)
                 message = path.name
             except (OSError, TrimtabError) as error:
                 message = f"!{error}"
@@ -109,19 +111,37 @@ def share(
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
     assert segment is not None
     return segment
 
 
-def _create(nbytes: int, folder: Path) -> Path:
-    _remove_stale(folder)
+def remove_abandoned(folder: Path = FOLDER) -> None:
+    """Remove the segments of this user whose job was killed while creating them."""
+    for path in folder.glob(f"{PREFIX}{os.getuid()}-*"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its creator lives
+                if time.time() - os.fstat(file).st_mtime > _NEW_S:
+                    path.unlink()
+            finally:
+                os.close(file)
+
+
+def _create(nbytes: int, folder: Path) -> tuple[Path, int]:
+    """A new segment, and the open file that holds the lock on it."""
+    remove_abandoned(folder)
     path = folder / f"{PREFIX}{os.getuid()}-{secrets.token_hex(12)}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(file, fcntl.LOCK_EX)
         # Allocate the pages now: with a full file system, touching one later would kill the process.
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         path.unlink()
+        os.close(file)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
         space = os.statvfs(folder)
@@ -130,16 +150,7 @@ def _create(nbytes: int, folder: Path) -> Path:
             f"{nbytes / 1e6:.1f} MB; enlarge it (docker: --shm-size), request a smaller segment, or disable "
             "shared memory"
         ) from error
-    finally:
-        os.close(file)
-    return path
-
-
-def _remove_stale(folder: Path) -> None:
-    for path in folder.glob(f"{PREFIX}{os.getuid()}-*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                path.unlink()
+    return path, file
 
 
 def _raise_failures(messages: Sequence[str]) -> None:

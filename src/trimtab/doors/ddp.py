@@ -199,6 +199,8 @@ class DdpCompression(JobBound):
             "version": STATE_VERSION,
             "seed": self.seed,
             "step": self.step,
+            "rank": self.groups[0].rank(),
+            "world_size": self.groups[0].size(),
             "bits": {name: bits for name, (_, bits, _) in self.pieces.items() if bits != RAW},
             "changes": {step: dict(bits) for step, bits in self._changes.items()},
             "residuals": self.feedback.state_dict() if self.feedback is not None else {},
@@ -220,7 +222,9 @@ class DdpCompression(JobBound):
             if bits != RAW:
                 self.pieces[name] = numel, state["bits"].get(name, bits), block
         if self.feedback is not None:
-            on_device = {name: value.to(self.device) for name, value in state["residuals"].items()}
+            own = state.get("rank") in (None, self.groups[0].rank())  # another rank's error would count twice
+            residuals = state["residuals"] if own else {}
+            on_device = {name: value.to(self.device) for name, value in residuals.items()}
             self.feedback.load_state_dict(on_device)
         self._rights.clear()
         self._rights.update({name: value.to(self.device) for name, value in state["rights"].items()})

@@ -96,7 +96,9 @@ def plan_for_ranks(plan: Plan, devices: Sequence[str | None]) -> Plan:
     if present == devices_of(plan):
         return plan
     if plan.batch_size < len(present):
-        raise TrimtabError(f"a batch of {plan.batch_size} samples cannot be divided among {len(present)} ranks")
+        raise TrimtabError(
+            f"a batch of {plan.batch_size} samples cannot be divided among {len(present)} ranks"
+        )
     reason = f"{_OTHER_RANKS}{len(present)} ranks from the plan for {plan.world_size}"
     job = layout(present, even(present, plan.batch_size))
     same = {name: chosen_of(tradeoffs.roles[device]) for name, device in job.devices.items()}

@@ -12,6 +12,8 @@ from weakref import WeakSet, ref
 import torch.distributed as dist
 from torch import nn
 
+from trimtab.control.plans.present_ranks import NoPlanForRanksError, PresentRanks
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import find_state
@@ -77,6 +79,13 @@ class LaunchPlan:
     path: Path | None = None
     active: ActivePlan | None = None
 
+    @classmethod
+    def give_up(cls, error: NoPlanForRanksError, rank: int) -> None:
+        """Train without a plan: it cannot be made for the ranks that are there."""
+        if rank == 0:
+            logger().warning("%s: training goes on without a plan: %s", cls.path, error)
+        cls.path = None
+
 
 def active_plan_of(model: nn.Module) -> ActivePlan | None:
     """The plan that was applied to a model, or to the model inside a DDP module; None if there is none."""
@@ -138,19 +147,8 @@ def agree_on_plan(load: Callable[[], Plan], group: dist.ProcessGroup | None) -> 
     return plan
 
 
-def require_world_size(plan: Plan, world_size: int) -> None:
-    """Raise if the plan is for another number of ranks."""
-    if plan.world_size == world_size:
-        return
-    roles = ", ".join(f"{count} x {name}" for name, count in plan.ranks)
-    raise TrimtabError(
-        f"the plan is for {plan.world_size} ranks ({roles}), and this job has {world_size}; start "
-        f"{plan.world_size}, or make a new plan with `trimtab plan`"
-    )
-
-
 def active_plan_for(
-    plan: Plan | str | os.PathLike[str] | nn.Module | None, group: dist.ProcessGroup | None, world_size: int
+    plan: Plan | str | os.PathLike[str] | nn.Module | None, group: dist.ProcessGroup | None
 ) -> ActivePlan | None:
     """The plan that a loader should follow, if there is one; collective, if there is.
 
@@ -170,13 +168,15 @@ def active_plan_for(
     if plan is None and LaunchPlan.active is not None:
         return LaunchPlan.active
     source = plan if plan is not None else LaunchPlan.path
-
-    def load() -> Plan:
-        loaded = read_plan(source)  # type: ignore[arg-type]
-        require_world_size(loaded, world_size)
-        return loaded
-
-    active = ActivePlan(agree_on_plan(load, group))
+    present = PresentRanks(group)
+    try:
+        active = ActivePlan(agree_on_plan(lambda: present.fit(read_plan(source)), group))  # type: ignore[arg-type]
+    except NoPlanForRanksError as error:
+        if plan is not None:
+            raise
+        LaunchPlan.give_up(error, present.rank)
+        return None
+    present.record(active.plan)
     if plan is None:
         LaunchPlan.active = active
     return active

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -24,12 +25,15 @@ from trimtab.control.plans.active_plan import (
     read_plan,
 )
 from trimtab.control.plans.follower import Follow, Follower
+from trimtab.control.plans.present_ranks import NoPlanForRanksError, PresentRanks
 from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.doors.ddp import has_other_hook
+from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_file import parse_plan
+from trimtab.planning.replan import devices_of, plan_for_ranks
 from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators
 
@@ -41,13 +45,22 @@ def apply_plan(
     _agree_and_apply(model, lambda: read_plan(plan), active_plan_of(model), seed=seed, follow=follow)
 
 
-def apply_launch_plan(ddp: DistributedDataParallel) -> None:
-    """Apply the plan of `trimtab run --plan`, which loaders may follow already. Collective."""
-    assert LaunchPlan.path is not None
+def apply_launch_plan(ddp: DistributedDataParallel) -> bool:
+    """Apply the plan of `trimtab run --plan`, which loaders may follow already. Collective.
+
+    False if there is none, or none for the ranks that are there.
+    """
     path, active = LaunchPlan.path, LaunchPlan.active
-    LaunchPlan.active = _agree_and_apply(
-        ddp, lambda: read_plan(path) if active is None else active.plan, active, seed=0, follow=Follow()
-    )
+    if path is None:
+        return False
+    try:
+        LaunchPlan.active = _agree_and_apply(
+            ddp, lambda: read_plan(path) if active is None else active.plan, active, seed=0, follow=Follow()
+        )
+    except NoPlanForRanksError as error:
+        LaunchPlan.give_up(error, ddp.process_group.rank())
+        return False
+    return True
 
 
 def _agree_and_apply(
@@ -61,11 +74,12 @@ def _agree_and_apply(
     ddp = model if isinstance(model, DistributedDataParallel) else None
     root = _root(model)
     group = None if ddp is None else ddp.process_group
-    rank, world_size = rank_and_world_size(group, "apply")
+    present = PresentRanks(group)
+    rank = present.rank
 
     def load() -> Plan:
-        loaded = read()
-        require_runnable(root, loaded, rank, world_size)
+        loaded = present.fit(read())
+        require_runnable(root, loaded, rank)
         require_same_bits(ddp, loaded)
         return loaded
 
@@ -75,6 +89,7 @@ def _agree_and_apply(
     elif active.plan is not plan:
         active.replace(plan)
     # From here on nothing can be rejected.
+    present.record(plan)
     _set_precisions(root, plan, rank, seed)
     attach_state(root).active_plan = active
     notes = [f"plan {plan.hash}: {_describe_roles(plan)}"]
@@ -117,30 +132,32 @@ def plan_state(model: nn.Module) -> dict[str, Any] | None:
     return {"plan": plan_text(active.plan), "calls": 0 if calls is None else int(calls.count)}
 
 
-def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Resume with the plan of a checkpoint; a plan for another world size is ignored with a warning."""
+def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> str:
+    """Resume with the plan of a checkpoint, made anew if it is for other ranks; returns what became of it."""
     plan = parse_plan(state["plan"], source="the plan in the checkpoint")
     root = _root(model)
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     rank, world_size = rank_and_world_size(group, "apply")
-    if plan.world_size != world_size:
-        if rank == 0:
-            environment.logger().warning(
-                "the checkpoint's plan is for %d ranks, and this job has %d: the plan is ignored",
-                plan.world_size,
-                world_size,
-            )
-        return
-    active = active_plan_of(model)
+    active, saved = active_plan_of(model), plan
+    devices = [None] * world_size if active is None else devices_of(active.plan)
+    if plan.world_size != world_size or Counter(devices) == Counter(devices_of(plan)):
+        try:
+            plan = plan_for_ranks(saved, devices)
+        except TrimtabError as error:
+            return f"the plan for {saved.world_size} ranks is dropped ({error})"
     if active is None:
         apply_plan(model, plan, follow=Follow())
     elif active.plan.hash != plan.hash:
-        require_runnable(root, plan, rank, world_size)
+        require_runnable(root, plan, rank)
         _set_precisions(root, plan, rank, 0)
         active.replace(plan)
     calls = _calls(root)
     if calls is not None:
         calls.count = torch.full_like(calls.count, state["calls"])
+    if plan is saved:
+        return "the plan continues"
+    samples = "/".join(map(str, plan.shares))
+    return f"the plan for {saved.world_size} ranks is made anew for {world_size}, with {samples} samples"
 
 
 def _set_precisions(root: nn.Module, plan: Plan, rank: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether a rank can run a plan: the same trimtab, world size, model and device."""
+"""Whether a rank can run a plan for its world size: the same trimtab, model and device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.control.plans.active_plan import require_world_size
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import state_of
@@ -22,7 +21,7 @@ from trimtab.precision_names import ATTENTION, OperatorKind, Precision
 _REMEDY = "make a new plan with `trimtab plan`"
 
 
-def require_runnable(root: nn.Module, plan: Plan, rank: int, world_size: int) -> None:
+def require_runnable(root: nn.Module, plan: Plan, rank: int) -> None:
     """Raise if this rank cannot run the plan; the message shows the difference."""
     if hasattr(root, "_orig_mod"):
         raise TrimtabError(
@@ -32,7 +31,6 @@ def require_runnable(root: nn.Module, plan: Plan, rank: int, world_size: int) ->
         raise TrimtabError(
             f"the plan was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; {_REMEDY}"
         )
-    require_world_size(plan, world_size)
     known = _operators_by_name(root)
     _require_same_model(root, plan, known)
     for name, role in plan.roles.items():

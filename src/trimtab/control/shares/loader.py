@@ -194,8 +194,17 @@ class Loader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict`, on the same or another number of ranks."""
+        """Resume from `state_dict`, on the same or another number of ranks.
+
+        The next step begins at the sample after the last finished one. Shares for another number of ranks are dropped.
+        """
         self.sampler.load_state_dict(state)
+        before = state["shares"]
+        if self._rank == 0 and len(before) != self._world_size:
+            environment.logger().info(
+                "batch shares %s of %d ranks are dropped: starting from %s",
+                *("/".join(map(str, before)), len(before), "/".join(map(str, self.shares))),
+            )
         self._reset()
 
     def _step(self, batches: Iterable[Any]) -> Iterator[Any]:
