@@ -39,7 +39,9 @@ class SharedSegment:
     releases it when the process ends; a forked child does not inherit it.
     """
 
-    def __init__(self, path: Path, nbytes: int, index: int) -> None:
+    def __init__(self, path: Path, nbytes: int, index: int, *, creator_lock: int | None = None) -> None:
+        # Kept open: closing any descriptor of the file would release this process's lock on its byte.
+        self._creator_lock = creator_lock
         self._file = path.open("r+b")
         try:
             size = os.fstat(self._file.fileno()).st_size
@@ -62,6 +64,9 @@ class SharedSegment:
     def close(self) -> None:
         """Release the lock; the memory is freed when nothing refers to it any more."""
         self._file.close()
+        if self._creator_lock is not None:
+            os.close(self._creator_lock)
+            self._creator_lock = None
 
 
 def share(
@@ -82,6 +87,7 @@ def share(
     leader = min(members)
     path: Path | None = None
     lock: int | None = None
+    segment: SharedSegment | None = None
     try:
         message = f"!{failure}" if failure else ""
         if rank == leader and not failure:
@@ -93,9 +99,9 @@ def share(
         names = gather_texts(message, group, device)
         _raise_failures(names)
         path = folder / names[leader]
-        segment, message = None, ""
+        message = ""
         try:
-            segment = SharedSegment(path, nbytes, sorted(members).index(rank))
+            segment = SharedSegment(path, nbytes, sorted(members).index(rank), creator_lock=lock)
         except FileNotFoundError:
             message = (
                 f"!{path} of rank {leader} does not exist here: are the ranks on one host, with one /dev/shm?"
@@ -111,7 +117,7 @@ def share(
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
-        if lock is not None:
+        if lock is not None and segment is None:
             os.close(lock)
     assert segment is not None
     return segment
