@@ -78,4 +78,5 @@ def _outcome(saved: Mapping[str, Any], compression: Any) -> str:
     if rank not in (None, dist.get_rank()):
         return f"{text}; error feedback is dropped: the state is rank {rank}'s"
     text += "; error feedback continues on ranks that load their own state, and starts at zero on others"
-    return text if now >= before else f"{text}; that of ranks {now} to {before - 1} is dropped"
+    lost = f"rank {now}" if before == now + 1 else f"ranks {now} to {before - 1}"
+    return text if now >= before else f"{text}; that of {lost} is dropped"

@@ -7,6 +7,8 @@ python -m trimtab.cli.agent TORCHRUN_ARGUMENTS
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import functools
 import json
 import logging
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,11 @@ from trimtab.environment import ELASTIC, RESTART, RUN_FOLDER
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_FOLDER = "trimtab-run-"
+_PR_SET_PDEATHSIG = 1
+_PEER_LOST = ("has another rank ended?", "by peer")
+"""Words in the errors of ranks that failed because they lost another: their tracebacks say nothing more."""
 
 _CONTINUES = (
     "training continues from the script's checkpoint; bits, error feedback and the plan continue if it loads them "
@@ -51,26 +59,31 @@ def main() -> None:
     """Exit with the status of the rank that failed first; 130 after Ctrl-C."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
         # It repeats for every rank what the first failure says better.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = parse_args(sys.argv[1:])
-    directory = tempfile.mkdtemp(prefix="trimtab-run-")
-    os.environ[RUN_FOLDER] = directory
+    end_with_parent(signal.SIGTERM)
+    directory = _make_folder()
+    os.environ[RUN_FOLDER] = str(directory)
     fewest, _, most = str(arguments.nnodes).partition(":")
     os.environ[ELASTIC] = str(int(most not in ("", fewest)))
-    announce_restarts(Path(directory))
+    announce_restarts(directory)
     try:
         run(arguments)
         status = 0
     except ChildFailedError as error:
-        rank, text, status = _first_failure(error.failures, Path(directory))
+        rank, text, status = _first_failure(error.failures, directory)
         if status == 128 + signal.SIGKILL:
             text += "; the system may have run out of memory"
         others = f" (and {len(error.failures) - 1} more after it)" if len(error.failures) > 1 else ""
         print(f"trimtab: rank {rank} failed{others}:\n{text}", file=sys.stderr)
+    except RendezvousError as error:
+        status = 1
+        print(f"trimtab: {_describe_rendezvous(arguments, error)}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except SignalException as error:
@@ -78,6 +91,38 @@ def main() -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     sys.exit(status)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the system send this process a signal when its parent ends, however suddenly (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _make_folder() -> Path:
+    """A folder for the ranks of this node, locked as long as this process lives; those of dead ones are removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError):
+            other = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                status = os.fstat(other)
+                # A new one may not be locked yet.
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > 60:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(other)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    return folder
+
+
+def _describe_rendezvous(arguments: Any, error: Exception) -> str:
+    endpoint = arguments.rdzv_endpoint or "the rendezvous"
+    return (
+        f"run: the nodes could not meet at {endpoint}: {error or type(error).__name__}; the node that hosts it must "
+        "stay, and a job that has ended needs a new --rdzv-id"
+    )
 
 
 def announce_restarts(directory: Path) -> None:
@@ -100,11 +145,13 @@ def announce_restarts(directory: Path) -> None:
     def announce_and_restart(self: Any, group: Any) -> None:
         trace = ""
         if failures:
-            rank, text, _ = _first_failure(failures, directory)
-            trace = f"\n{text}" if "\n" in text else ""
+            rank, text, status = _first_failure(failures, directory)
+            if "\n" in text and not any(words in text for words in _PEER_LOST):
+                trace = f"\n{text}"
             most = group.spec.max_restarts
             number = most - self._remaining_restarts
-            cause = f"restart {number} of {most} after rank {rank} was lost: {text.splitlines()[-1]}"
+            cause = f"restart {number} of {most} after rank {rank} {'was lost' if status > 128 else 'failed'}"
+            cause = f"{cause}: {_headline(text)}"
         else:
             cause = "restart after nodes joined"
         os.environ[RESTART] = cause
@@ -120,6 +167,13 @@ def announce_restarts(directory: Path) -> None:
 
     LocalElasticAgent._monitor_workers = monitor_and_remember  # type: ignore[method-assign]
     LocalElasticAgent._restart_workers = announce_and_restart  # type: ignore[method-assign]
+
+
+def _headline(text: str) -> str:
+    """The line of a traceback that names the error."""
+    lines = text[text.rfind("Traceback (most recent call last):") + 1 :].splitlines()
+    line = next((line for line in lines[1:] if line and not line.startswith(" ")), lines[0])
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def _first_failure(failures: dict[int, Any], directory: Path) -> tuple[int, str, int]:

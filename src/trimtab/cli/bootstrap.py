@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab import backend, environment
-from trimtab.cli.agent import describe, report_failure
+from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def wrap_ddp() -> None:
 
 def main() -> NoReturn:
     """Run the script named on the command line as `__main__`, and leave."""
+    end_with_parent(signal.SIGKILL)
     backend.register()
     if sys.argv[1] == "--plan":
         from trimtab.control.plans.active_plan import LaunchPlan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -73,6 +74,9 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     if parsed.plan is not None:
         flags = _without_plan(flags)
         _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
+    if parsed.max_restarts and parsed.nnodes == "1" and _has_default_rendezvous(parsed):
+        # A fixed port's store outlives the ranks, and Gloo finds the dead ones' addresses in it.
+        flags = ["--standalone", *flags]
     if parsed.module:
         flags = [flag for flag in flags if flag not in ("-m", "--module")]
         script = ["-m", *script]
@@ -104,6 +108,15 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
             require_world_size(plan, int(per_node) * int(fewest))
         except TrimtabError as error:
             raise TrimtabError(f"run: {path}: {error}") from None
+
+
+def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:
+    """Whether torchrun's flags leave open where the nodes meet."""
+    from torch.distributed.run import get_args_parser
+
+    names = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port")
+    default = get_args_parser().parse_args(["script"])
+    return all(getattr(parsed, name) == getattr(default, name) for name in names)
 
 
 def _without_plan(flags: Sequence[str]) -> list[str]:

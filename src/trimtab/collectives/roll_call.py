@@ -28,8 +28,9 @@ def announce(group: dist.ProcessGroup, what: str, text: str) -> tuple[Any, list[
     name = dist.distributed_c10d._world.pg_names[group]
     counts = _calls.setdefault(group, {})
     count = counts[what] = counts.get(what, -1) + 1
-    # A restarted job may see the store of the previous attempt.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's own store outlives the ranks. Otherwise it is new with each start, and nodes count theirs differently.
+    outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if outlives else "0"
     store = PrefixStore(
         f"trimtab/{attempt}/{name}/{what}/{count}", dist.distributed_c10d._get_default_store()
     )

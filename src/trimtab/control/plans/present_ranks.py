@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from trimtab import environment
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.errors import TrimtabError
+from trimtab.planning.plan import Plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
-
-if TYPE_CHECKING:
-    from trimtab.planning.plan import Plan
 
 
 class NoPlanForRanksError(TrimtabError):
