@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FOLDER = "trimtab-run-"
 _PR_SET_PDEATHSIG = 1
 _PEER_LOST = ("has another rank ended?", "by peer")
-"""Words in the errors of ranks that failed because they lost another: their tracebacks say nothing more."""
+"""Words in the errors of ranks that lost another."""
 
 _CONTINUES = (
     "training continues from the script's checkpoint; bits, error feedback and the plan continue if it loads them "
@@ -146,8 +146,9 @@ def announce_restarts(directory: Path) -> None:
         trace = ""
         if failures:
             rank, text, status = _first_failure(failures, directory)
-            if "\n" in text and not any(words in text for words in _PEER_LOST):
-                trace = f"\n{text}"
+            if any(words in text for words in _PEER_LOST):
+                text = "it lost another rank"
+            trace = f"\n{text}" if "\n" in text else ""
             most = group.spec.max_restarts
             number = most - self._remaining_restarts
             cause = f"restart {number} of {most} after rank {rank} {'was lost' if status > 128 else 'failed'}"
