@@ -83,7 +83,7 @@ def test_loss() -> None:
 
 
 def test_adaptive() -> None:
-    result = bench("adaptive", "--steps", "10", "--seeds", "2")
+    result = bench("adaptive", "--steps", "4", "--seeds", "2")
     rows = {(row["optimiser"], row["method"]): row for row in result["rows"]}
     assert list(rows) == [(optimizer, method) for optimizer, methods in TRAINED.items() for method in methods]
     full, four = (rows[SGD, method]["wire_mb"] for method in ("fp32", "uniform 4"))

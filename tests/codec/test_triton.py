@@ -21,23 +21,20 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("cases", [12, pytest.param(100, marks=pytest.mark.soak)])
-def test_interpreted_kernels_give_the_reference_bits(cases: int) -> None:
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.codec.triton_cases", str(cases), seed],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("0", "1")
-    ]
-    for run in runs:
-        out, errors = run.communicate(timeout=800)
-        assert run.returncode == 0, errors
-        assert json.loads(out) == {}
+@pytest.mark.parametrize(
+    ("cases", "seed"), [(12, 0), *(pytest.param(100, seed, marks=pytest.mark.soak) for seed in (0, 1))]
+)
+def test_interpreted_kernels_give_the_reference_bits(cases: int, seed: int) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.codec.triton_cases", str(cases), str(seed)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {}
 
 
 @pytest.mark.parametrize(("bits", "capability"), [(RAW, 90), (3, 75), (3, 80), (3, 90), (4, 90)])

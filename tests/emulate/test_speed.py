@@ -17,7 +17,7 @@ from trimtab.emulate.throttling.competitor import niceness
 from trimtab.errors import TrimtabError
 
 _SCRIPT = str(Path(__file__).with_name("speed_script.py"))
-_WINDOWS, _WINDOW_S = 12, 0.4
+_WINDOWS, _WINDOW_S = 10, 0.4
 _QUOTA = pytest.param("quota", marks=requires(root=True, cgroup=True))
 
 

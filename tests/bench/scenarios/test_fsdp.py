@@ -16,7 +16,7 @@ from trimtab.bench.scenarios.fsdp import BOTH, CANARIES, KEPT, METHODS
 @requires(root=True, tools=["ip", "tc"])
 def test_fsdp() -> None:
     """Two hosts, so that the bytes each rank sends can be told apart."""
-    sizes = ["--link", "10gbit", "--layers", "1", "--repeats", "2", "--steps", "10", "--seeds", "2"]
+    sizes = ["--link", "10gbit", "--layers", "1", "--repeats", "2", "--steps", "4", "--seeds", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "trimtab.cli", "bench", "fsdp", *sizes, "--json"],
         capture_output=True,
