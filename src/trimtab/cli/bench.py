@@ -197,6 +197,20 @@ def hybrid(
     return {"only": [name for name in only.split(",") if name]}
 
 
+@_measures("chaos", "chaos.chaos")
+def chaos(
+    seed: Annotated[int, typer.Option(help="Seed of the sequences.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="At least 200 sequences, however long.")] = False,
+    sequences: Annotated[int, typer.Option(min=0, help="So many sequences; 0 for 15 minutes.")] = 0,
+    only: Annotated[
+        str, typer.Option(help="Faults, comma-separated: kill_rank, cut, ...; all when absent.")
+    ] = "",
+    json: Json = False,
+) -> dict[str, Any]:
+    """Random faults on real ranks while bits, shares, plans and units change: hangs, wrong results, leftovers."""
+    return {"only": [name for name in only.split(",") if name]}
+
+
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; one that this machine cannot run says why."""

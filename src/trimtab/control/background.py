@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from trimtab.collectives.groups import shared_name
-from trimtab.collectives.roll_call import timeout_of
+from trimtab.collectives.roll_call import roll_call, timeout_of
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
 
@@ -37,10 +37,14 @@ class Background:
     Only the constructor is collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None = None) -> None:
+        """Rank 0 of `group` decides; of several such groups, that of the first rank of `tensor_group`."""
+        name = shared_name(group)
+        if tensor_group is not None:
+            name = roll_call(tensor_group, "trimtab-decisions", name)[0]
         # A connection of its own: waiting for a key must not block other users of the store.
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = PrefixStore(f"{shared_name(group)}/decisions", store.clone())
+        self._store = PrefixStore(f"{name}/decisions", store.clone())
         self._timeout_s = timeout_of(group).total_seconds()
         self._closing = threading.Event()
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()

@@ -119,6 +119,11 @@ class Emulation:
         """The mechanism that slows down CPU ranks; None if all run at full speed."""
         return self._throttle.name
 
+    @property
+    def network(self) -> links.Links | None:
+        """The hosts' links, to cut or slow down while a job runs; None if no host has one."""
+        return self._links
+
     def address(self, host: str) -> str:
         """The address of a host for the other hosts of the emulation."""
         return "127.0.0.1" if self._links is None else self._links.address(host)

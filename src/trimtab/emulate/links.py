@@ -45,13 +45,17 @@ class Links:
         self._job = job
         self._namespaces: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
-        switch = f"trimtab-{job.name}-switch"
+        self._ports: dict[str, str] = {}
+        self._links = {
+            name: None if host.link is None else cluster.links[host.link] for name, host in cluster.machines()
+        }
+        self._switch = switch = f"trimtab-{job.name}-switch"
         self._create_namespace(switch)
         self._run("link add bridge type bridge", namespace=switch)
         self._run("link set bridge up", namespace=switch)
-        for index, (name, host) in enumerate(cluster.machines()):
+        for index, (name, _) in enumerate(cluster.machines()):
             namespace, port = f"trimtab-{job.name}-{index}", f"port{index}"
-            self._namespaces[name] = namespace
+            self._namespaces[name], self._ports[name] = namespace, port
             self._addresses[name] = f"10.83.{(index + 1) // 256}.{(index + 1) % 256}"
             self._create_namespace(namespace)
             self._run(f"link add {INTERFACE} netns {namespace} type veth peer name {port} netns {switch}")
@@ -59,14 +63,26 @@ class Links:
             self._run("link set lo up", namespace=namespace)
             self._run(f"link set {INTERFACE} up", namespace=namespace)
             self._run(f"link set {port} master bridge up", namespace=switch)
-            if host.link is not None:
-                # A queue shapes outgoing traffic: at the host's end for sending, at the bridge's for receiving.
-                self._shape(cluster.links[host.link], INTERFACE, namespace)
-                self._shape(cluster.links[host.link], port, switch)
+            self.shape(name)
 
     def address(self, host: str) -> str:
         """The host's address, which only hosts of the same job can reach."""
         return self._addresses[host]
+
+    def namespace(self, host: str) -> str:
+        """The name of the host's network namespace."""
+        return self._namespaces[host]
+
+    def connect(self, host: str, connected: bool) -> None:
+        """Plug the host's cable in, or pull it: what is sent meanwhile is lost and nobody is told."""
+        self._run(f"link set {self._ports[host]} {'up' if connected else 'down'}", namespace=self._switch)
+
+    def shape(self, host: str, link: Link | None = None) -> None:
+        """Change the rate of the host's link, or set it back to the cluster's."""
+        if (link := link or self._links[host]) is not None:
+            # A queue shapes outgoing traffic: at the host's end for sending, at the bridge's for receiving.
+            self._shape(link, INTERFACE, self._namespaces[host])
+            self._shape(link, self._ports[host], self._switch)
 
     def inside(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on the host."""
@@ -82,7 +98,7 @@ class Links:
             hint = f"this kernel needs the module sch_{module}"
             if module == "netem":
                 hint += "; without it remove latency_us from the links"
-            self._run(f"qdisc add dev {device} {arguments}", tool="tc", namespace=namespace, hint=hint)
+            self._run(f"qdisc replace dev {device} {arguments}", tool="tc", namespace=namespace, hint=hint)
 
     def _run(self, arguments: str, tool: str = "ip", namespace: str | None = None, hint: str = "") -> None:
         inside = [] if namespace is None else ["-n", namespace]
@@ -103,7 +119,7 @@ class Links:
 
 
 def queues(link: Link) -> list[tuple[str, str]]:
-    """Arguments of `tc qdisc add dev DEVICE` for one end of a link, with the kernel module each needs."""
+    """Arguments of `tc qdisc replace dev DEVICE` for one end of a link, with the kernel module each needs."""
     rate = link.gbit_per_s * 1e9
     # Large enough not to lose bandwidth to timers, small enough that short messages are limited too.
     burst = max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_S))

@@ -103,9 +103,12 @@ class Controller:
         settings: PlannerSettings,
         *,
         group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`tensor_group` has the ranks over which the model's units are sharded: what they replicate needs the same
+        bits on all of them."""
         self._compression, self._config = compression, config
-        self._rank = dist.get_rank(group)
+        self._decides = dist.get_rank(group) == 0 and (tensor_group is None or tensor_group.rank() == 0)
         layers = {
             name: piece
             for name, piece in compression.pieces.items()
@@ -117,14 +120,14 @@ class Controller:
         self.planned_at: int | None = None
         """The step at which the last plan took effect, even if it changed nothing."""
         sizes = {name: (numel, SAMPLED) for name, (numel, _, _) in layers.items()}
-        self._statistics = Statistics(sizes, compression.device) if self._rank == 0 else None
+        self._statistics = Statistics(sizes, compression.device) if self._decides else None
         self._family = settings.name
         """The current family; the planner's may be ahead of it by a few steps."""
         self.planner = BitPlanner(config.policy, settings, guard=config.guard, seed=compression.seed)
         self._losses: list[Any] = []
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
-        self._optimizer_kind = OptimizerKind(compression.parameter_ids) if self._rank == 0 else None
-        self._background = Background(group)
+        self._optimizer_kind = OptimizerKind(compression.parameter_ids) if self._decides else None
+        self._background = Background(group, tensor_group)
         self._failed = False
         """Whether a decision failed, which is logged once."""
         self._own_cpu = 0.0
@@ -176,7 +179,7 @@ class Controller:
 
     def observe_loss(self, loss: torch.Tensor | float) -> None:
         """Record the loss of this rank's step; only that of rank 0 is used."""
-        if self._rank == 0:
+        if self._decides:
             self._losses.append(loss if isinstance(loss, int | float) else loss.detach())
 
     def close(self) -> None:
@@ -255,7 +258,7 @@ class Controller:
         decision = self._pending[1].result()
         self._pending = None
         if FAILED in decision:
-            if self._rank == 0 and not self._failed:
+            if self._decides and not self._failed:
                 logger().warning(
                     "step %d: bits stay as they are; planning them failed: %s", step, decision[FAILED]
                 )
@@ -266,9 +269,11 @@ class Controller:
         if decision["family"] != self._family:
             self._switch_family(replace(self.planner.settings, name=decision["family"]))
         if decision["bits"]:
-            self._compression.set_bits(decision["bits"], at_step=step)
+            # Of a sharded layer another rank may have so little that it is sent uncompressed there.
+            bits = {name: bits for name, bits in decision["bits"].items() if name in self.first}
+            self._compression.set_bits(bits, at_step=step)
         if decision["reasons"]:
             self.history.append(Change(step=step, bits=decision["bits"], reasons=tuple(decision["reasons"])))
-            if self._rank == 0:
+            if self._decides:
                 for reason in decision["reasons"]:
                     logger().info("step %d: %s", step, reason)

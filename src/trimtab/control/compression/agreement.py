@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,9 @@ from trimtab.collectives.roll_call import announce, roll_call
 from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.errors import TrimtabError
+from trimtab.sharding.unit_block import find_sharded_model
+
+T = TypeVar("T")
 
 DISABLED = "disabled"
 _READY = "ready"
@@ -33,6 +37,25 @@ def compression_group(model: nn.Module) -> dist.ProcessGroup | None:
     else:
         return None
     return group if group is not None and group.size() > 1 else None
+
+
+def tensor_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which a model's units are sharded, if they are.
+
+    What is replicated there has the same gradient on all of them, and must be rounded alike: so every choice that a
+    measurement or a statistic decides is that of the first of these ranks.
+    """
+    sharded = find_sharded_model(model)
+    return sharded.group.process_group if sharded is not None and sharded.group.size > 1 else None
+
+
+def gather_choices(choice: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The choices of every rank of the group, by rank; only this one's without a group."""
+    if group is None:
+        return [choice]
+    choices: list[Any] = [None] * group.size()
+    dist.all_gather_object(choices, choice, group=group)
+    return choices
 
 
 def agree_to_compress(

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.codec import Block, Codec
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller
+from trimtab.control.compression.agreement import gather_choices, tensor_group
 from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.host_route import HostRoute, choose_host_route
 from trimtab.control.compression.layer_log import LayerLog
@@ -57,13 +58,16 @@ def compress_ddp(
             log, lambda: state_of(model).compression.codec, every=log_every, seed=seed, rank=rank
         )
     choice = route = None
+    siblings = tensor_group(model.module)
     reason = f"compressing with {codec}, as requested"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
         return "no parameter is large enough to be worth compressing"
     if codec is None or isinstance(codec, Adaptive):
         first = FAMILIES[AT_FIRST]
-        route = _host_route(model, family_codec(first, first.expected))
+        route = _host_route(model, family_codec(first, first.expected), siblings)
         choice = _choose_family(model, codec or Adaptive(), error_feedback, route)
+        settings, decision = gather_choices((choice.settings, choice.decision), siblings)[0]
+        choice = replace(choice, settings=settings, decision=decision)
         reason = choice.decision.reason
         if not choice.decision.compress:
             if codec is None:
@@ -78,7 +82,7 @@ def compress_ddp(
             for pattern, own in (overrides or {}).items()
         }
     elif isinstance(codec, Block):
-        route = _host_route(model, codec)
+        route = _host_route(model, codec, siblings)
     compression = DdpCompression(
         model,
         codec,
@@ -94,7 +98,9 @@ def compress_ddp(
     state = attach_state(model)
     state.adaptive = None  # the controller of what `trimtab run` chose
     if choice is not None:
-        controller = Controller(compression, choice.config, choice.settings, group=choice.groups[0])
+        controller = Controller(
+            compression, choice.config, choice.settings, group=choice.groups[0], tensor_group=siblings
+        )
         compression.watcher = state.adaptive = controller
         weakref.finalize(model, controller.close).atexit = False
     model.register_comm_hook(None, compression.reduce)
@@ -142,11 +148,13 @@ def _trained(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [p for p in model.module.parameters() if p.requires_grad]
 
 
-def _host_route(model: DistributedDataParallel, codec: Block) -> HostRoute:
+def _host_route(
+    model: DistributedDataParallel, codec: Block, siblings: dist.ProcessGroup | None
+) -> HostRoute:
     """The route of the model's buckets between and inside hosts. Collective."""
     parameters = _trained(model)
-    nbytes = sum(p.numel() * p.element_size() for p in parameters)
-    return choose_host_route(model.process_group, parameters[0].device, codec, min(nbytes, _BUCKET_BYTES))
+    nbytes = min(sum(p.numel() * p.element_size() for p in parameters), _BUCKET_BYTES)
+    return choose_host_route(model.process_group, parameters[0].device, codec, nbytes, siblings)
 
 
 @dataclass(frozen=True, kw_only=True)

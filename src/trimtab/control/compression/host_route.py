@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, Method, find_hosts
+from trimtab.control.compression.agreement import gather_choices
 from trimtab.errors import TrimtabError
 from trimtab.measure.host_links import measure_host_links
 from trimtab.planning.compression.route import choose_route, has_choice
@@ -26,16 +27,25 @@ class HostRoute:
 
 
 def choose_host_route(
-    group: dist.ProcessGroup, device: torch.device, codec: Block, bucket_bytes: int
+    group: dist.ProcessGroup,
+    device: torch.device,
+    codec: Block,
+    bucket_bytes: int,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> HostRoute:
     """Find the hosts, measure inside and between them, and choose for buckets of this size.
 
     Collective: every rank of the group calls it at the same point, and all get the same result. Takes about a
     tenth of a second at 1 Gbit/s. Nothing is measured on a single host, and where few hosts have one rank each.
+
+    Args:
+        tensor_group: the ranks that must choose alike although their groups differ.
     """
     hosts = find_hosts(group, device)
     placement = Placement.of(len(ranks) for ranks in hosts.ranks)
     reason = hosts.flat_reason() or ""
+    if any(other != placement for other in gather_choices(placement, tensor_group)):
+        return HostRoute(hierarchy=None, method=None, reason="tensor-parallel ranks have different hosts")
     if not has_choice(placement):
         return HostRoute(hierarchy=None, method=None, reason=reason or "all ranks are on one host")
     hierarchy = None
@@ -55,6 +65,7 @@ def choose_host_route(
         [codec_time],
         inside="group" if hierarchy is not None and not hierarchy.shared_memory else "shared_memory",
     )
+    choice = gather_choices(choice, tensor_group)[0]
     if hierarchy is not None and choice.route.inside is None:
         hierarchy.close()
         hierarchy = None

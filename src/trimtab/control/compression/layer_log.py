@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -11,6 +12,7 @@ import torch
 
 from trimtab.codec import Block, Codec
 from trimtab.collectives import Piece
+from trimtab.environment import logger
 from trimtab.random_bits import OWN, stream
 
 
@@ -28,12 +30,13 @@ class LayerLog:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}")
         self._codec, self._every, self._seed, self._rank = codec, every, seed, rank
-        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - lives as long as the job
+        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - lives as long as the job
 
     def __call__(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        if step % self._every:
+        if self._file is None or step % self._every:
             return
         key = stream(self._seed, step, self._rank, OWN)
+        lines = []
         for piece in pieces:
             values = flat[piece.offset : piece.offset + piece.numel]
             line = {"step": step, "name": piece.name, "bits": piece.bits}
@@ -46,8 +49,16 @@ class LayerLog:
                 line |= {"bytes": payload.numel(), "relative_error": float(error)}
             else:
                 line |= {"bytes": values.numel() * values.element_size(), "relative_error": 0.0}
-            self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+            lines.append(json.dumps(line) + "\n")
+        try:
+            self._file.writelines(lines)
+            self._file.flush()
+        except OSError as error:  # a log is no reason to end a training
+            logger().warning("step %d: the layer log %s ends here: %s", step, self._file.name, error)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # it writes what is left
+                file.close()

@@ -70,7 +70,9 @@ class Loader:
         self._data, self._count, self._group = data, count, group
         self._rank, self._world_size = rank_and_world_size(group, "loader")
         self._min_share = min_batch * sampler.accumulate
-        self._adjust = None if environment.disabled() or self._world_size == 1 else adjust
+        # Disabled on one rank is disabled on all: they measure together.
+        disabled = any(value for (value,) in gather_numbers([float(environment.disabled())], group))
+        self._adjust = None if disabled or self._world_size == 1 else adjust
         if ahead is None:
             ahead = getattr(data, "num_workers", 0) * (getattr(data, "prefetch_factor", None) or 0)
         # Steps that are prefetched keep their shares: a change must take effect in the same step on all ranks.

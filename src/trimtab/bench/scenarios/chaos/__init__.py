@@ -1,0 +1,1 @@
+"""`trimtab bench chaos`: real ranks, random faults, and whether what comes out is right."""
