@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from trimtab.cluster import Link
 from trimtab.emulate import Emulation
 from trimtab.emulate.agents import free_port
 from trimtab.emulate.cleanup import marked
+from trimtab.errors import TrimtabError
 
 HOSTS = "abcd"
 PRELOAD = [
@@ -269,7 +271,12 @@ class LaunchedRanks(Ranks):
         self.started_at = time.monotonic()
         spec = self.folder / "spec.json"
         spec.write_text(json.dumps(self.spec))
-        run = [sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", str(self.count)]
+        program = shutil.which(
+            "trimtab", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
+        if program is None:
+            raise TrimtabError("bench chaos: there is no program `trimtab`; install trimtab with pip")
+        run = [program, "run", "--nproc-per-node", str(self.count)]
         if port_in_use:
             taken = socket.create_server(("127.0.0.1", 0))
             self._undo.append((lambda running: not running, taken.close))
