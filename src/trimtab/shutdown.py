@@ -1,4 +1,4 @@
-"""Stops threads before the interpreter exits, and processes whose launcher is gone.
+"""Stops threads before the interpreter exits.
 
 A thread that requests the GIL while the interpreter is shutting down is unwound through C++ code that must not
 throw, and the process aborts ("terminate called without an active exception"). So objects that own threads
@@ -8,23 +8,12 @@ register here; at exit their threads are stopped, with a limit on the time.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import sys
 import time
 from typing import Protocol
 from weakref import WeakSet
 
 LIMIT_S = 5.0
 """How long exiting waits for all threads together; a thread that waits for a dead rank is abandoned."""
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(number: int) -> None:
-    """Get this signal when the process that started this one dies, however it dies; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Closeable(Protocol):

@@ -13,6 +13,7 @@ from trimtab import environment
 from trimtab.control.compression.ddp import adaptive_of, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
+from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 
 
@@ -38,7 +39,24 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Bits and random streams continue; a plan for other ranks is made anew for these. Error feedback continues on a rank
     that loads what the same rank saved, and starts at zero elsewhere. A module that is not compressed keeps the state
     of the compression for the next checkpoint. Rank 0 logs what continues and what is dropped.
+
+    Raises:
+        TrimtabError: the state is of another model or version, or damaged; do not train on after it.
     """
+    if not isinstance(state, Mapping):
+        raise TrimtabError(f"load_state_dict: {type(state).__name__} is not a state of trimtab.state_dict")
+    try:
+        _load(model, state)
+    except TrimtabError:
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise TrimtabError(
+            f"load_state_dict: the state is damaged, or not from trimtab.state_dict: {type(error).__name__}: {error}; "
+            "resume from an older checkpoint"
+        ) from error
+
+
+def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     outcomes = []
     if "plan" in state and not environment.disabled():
         outcomes.append(load_plan_state(model, state["plan"]))

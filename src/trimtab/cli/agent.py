@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.environment import ELASTIC, RESTART, RUN_FOLDER
-from trimtab.shutdown import end_with_parent
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,7 +57,6 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
 
 def main() -> None:
     """Exit with the status of the rank that failed first; 130 after Ctrl-C."""
-    end_with_parent(signal.SIGTERM)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trimtab import backend, environment
 from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
-from trimtab.shutdown import end_with_parent
 
 if TYPE_CHECKING:
     from types import TracebackType

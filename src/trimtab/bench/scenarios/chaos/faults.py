@@ -29,6 +29,9 @@ class Fault:
     links: bool = False
     """Whether it needs links that can be cut, and so root."""
 
+    seconds: float = 0.0
+    """How long it lasts, if it passes."""
+
     at_start: bool = False
     timeout_s: float = 5.0
     """The timeout of the job's process group, which the user chose."""
@@ -67,11 +70,13 @@ def _faults() -> list[Fault]:
         ends("kill_worker", "SIGKILL of a data worker", "DataLoader worker", jobs=DATA),
         ends("terminate", "SIGTERM of a rank"),
         ends("interrupt", "SIGINT of all ranks, as by Ctrl-C", ""),
-        survived("stop", "a rank stops for 2 s (SIGSTOP)", "driver", timeout_s=20.0),
+        survived("stop", "a rank stops for 2 s (SIGSTOP)", "driver", seconds=2.0, timeout_s=20.0),
         ends("stop_long", "a rank stops for longer than the timeout"),
-        survived("cut_3s", "a link is cut for 3 s", "driver", links=True, timeout_s=20.0),
+        survived("cut_3s", "a link is cut for 3 s", "driver", seconds=3.0, links=True, timeout_s=20.0),
         ends("cut", "a link is cut for good", links=True),
-        survived("slow_link", "a link falls to 5 Mbit/s for 1 s", "driver", links=True, timeout_s=20.0),
+        survived(
+            "slow_link", "a link falls to 5 Mbit/s for 1 s", "driver", seconds=1.0, links=True, timeout_s=20.0
+        ),
         survived("nan", "a rank's activations become NaN"),
         survived("inf", "a rank's activations become infinite"),
         survived("clock_jump", "a rank's clock falls back by a day"),
@@ -79,6 +84,9 @@ def _faults() -> list[Fault]:
         survived("disk_full", "a rank's checkpoint finds no room"),
         survived("log_full", "the layer log's disk is full", jobs=("data",), at_start=True),
         ends("other_codec", "a rank has another codec", "rank", "rank", jobs=DDP, at_start=True),
+        ends(
+            "other_seed", "a rank has another seed", "other settings", "rank", jobs=("data",), at_start=True
+        ),
         ends("other_plan", "a rank has another plan", "plan", "rank", jobs=("planned",), at_start=True),
         ends(
             "other_version",

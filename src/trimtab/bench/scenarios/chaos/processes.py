@@ -218,7 +218,7 @@ class ForkedRanks(Ranks):
             os.kill(workers[0], signal.SIGKILL)
         elif name in ("stop", "stop_long"):
             os.kill(pid, signal.SIGSTOP)
-            until = time.monotonic() + 2.0
+            until = time.monotonic() + strike.fault.seconds
             long = name == "stop_long"
             self._undo.append(
                 (
@@ -227,14 +227,14 @@ class ForkedRanks(Ranks):
                 )
             )
         else:
-            self._strike_link(name, HOSTS[strike.rank])
+            self._strike_link(strike)
         return True
 
-    def _strike_link(self, name: str, host: str) -> None:
+    def _strike_link(self, strike: Strike) -> None:
         network = self.emulation.network if self.emulation is not None else None
         assert network is not None
-        seconds = {"cut_3s": 3.0, "slow_link": 1.0, "cut": float("inf")}[name]
-        until = time.monotonic() + seconds
+        name, host = strike.fault.name, HOSTS[strike.rank]
+        until = time.monotonic() + (strike.fault.seconds or float("inf"))
         if name == "slow_link":
             network.shape(host, _SLOW)
             action = lambda: network.shape(host)  # noqa: E731

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trimtab.bench.scenarios.chaos.training import JOBS, SAVE_EVERY, STEPS, Job
 from trimtab.codec import Block
@@ -171,7 +172,7 @@ def checkpoint(job: Job, home: Path, step: int, report: Reporter, *, full: bool 
         part.mkdir(parents=True, exist_ok=True)
         with _no_room() if full else nullcontext():
             job.save(part)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the second is not one of the first
         problem = f"{type(error).__name__}: {error}"
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -194,7 +195,7 @@ def resume(job: Job, home: Path, report: Reporter) -> int:
         problem = ""
         try:
             job.load(home / str(step))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             problem = f"{type(error).__name__}: {error}"
         problems: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -220,6 +221,8 @@ def _settings(faults: list[dict[str, Any]], folder: Path, report: Reporter) -> d
     settings: dict[str, Any] = {}
     if "other_codec" in names:
         settings["codec"] = Block(bits=2)
+    if "other_seed" in names:
+        settings["compress_seed"] = 7
     if "other_plan" in names:
         settings["plan_samples"] = 4
     if "other_version" in names:

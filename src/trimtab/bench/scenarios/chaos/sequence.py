@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trimtab.bench.scenarios.chaos.faults import Fault, Strike
 from trimtab.bench.scenarios.chaos.processes import HOSTS, ForkedRanks, LaunchedRanks, Ranks
@@ -204,7 +205,7 @@ class Sequence:
         self.verdict.adjustments = results[0]["adjustments"]
         try:
             values = JOBS[self.job].parameters_in(self.folder / "checkpoints" / str(STEPS))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             self.verdict.wrong.append(f"the last checkpoint cannot be read: {type(error).__name__}: {error}")
             return
         self.verdict.parameters = values

@@ -118,9 +118,12 @@ class DataParallel(Job):
     def __init__(self, spec: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(spec, settings)
         samples = torch.randn(BATCH * STEPS, WIDTH, generator=torch.Generator().manual_seed(spec["seed"]))
-        options = {"plan": self.model} if active_plan_of(self.module) else {"adjust": Adjust(window=4)}
-        workers = spec["workers"]
-        self.data = trimtab.loader(TensorDataset(samples), BATCH, num_workers=workers, **options)
+        options: dict[str, Any] = (
+            {"plan": self.model} if active_plan_of(self.module) else {"adjust": Adjust(window=4)}
+        )
+        if spec["workers"]:
+            options |= {"num_workers": spec["workers"], "multiprocessing_context": "fork"}
+        self.data = trimtab.loader(TensorDataset(samples), BATCH, **options)
         self.shares = [self.data.shares]
 
     @staticmethod
