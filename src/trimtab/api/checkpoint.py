@@ -49,7 +49,7 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         _load(model, state)
     except TrimtabError:
         raise
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TrimtabError(
             f"load_state_dict: the state is damaged, or not from trimtab.state_dict: {type(error).__name__}: {error}; "
             "resume from an older checkpoint"
