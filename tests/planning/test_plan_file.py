@@ -79,6 +79,10 @@ def tree(**changes: Any) -> dict[str, Any]:
         (json.dumps(tree(ranks=[["gpu", 1]])), "no role 'gpu'; there are fast, slow"),
         (json.dumps(tree(ranks=[["slow", 0]])), "greater than or equal to 1"),
         (json.dumps(tree(roles={})), "roles"),
+        (
+            json.dumps(tree()).replace('"compute_s": 0.5', '"compute_s": 0'),
+            "roles.fast.compute_s.*greater than 0",
+        ),
         (json.dumps(tree()).replace("0.6", "NaN"), "predicted.step_s: should be a finite number"),
         (json.dumps(tree()).replace("0.6", "1e999"), "predicted.step_s"),
     ],

@@ -17,6 +17,9 @@ class ErrorFeedback:
     not finite (an overflow under loss scaling) is reset to zero.
     """
 
+    loss_scale: torch.Tensor | None = None
+    """By how much a GradScaler scales the gradients of the current step; None if it does not."""
+
     def __init__(self, *, hold_unused: bool = False) -> None:
         """`hold_unused`: in steps where a parameter's values are all zero, keep its residual.
 
@@ -24,6 +27,8 @@ class ErrorFeedback:
         what is sent then is lost.
         """
         self._residuals: dict[str, torch.Tensor] = {}
+        self._scales: dict[str, torch.Tensor | None] = {}
+        """The loss scale of each residual."""
         self._hold_unused = hold_unused
         self._used: dict[str, torch.Tensor] = {}
 
@@ -32,6 +37,10 @@ class ErrorFeedback:
         residual = self._residuals.get(name)
         if residual is None:
             return
+        before, now = self._scales.get(name), self.loss_scale
+        if before is not now:
+            residual.mul_((1.0 if now is None else now) / (1.0 if before is None else before))
+            self._scales[name] = now
         missing = residual.view_as(values)
         if self._hold_unused:
             self._used[name] = used = values.any()
@@ -45,6 +54,7 @@ class ErrorFeedback:
             residual = self._residuals[name] = torch.zeros(
                 target.numel(), dtype=torch.float32, device=target.device
             )
+        self._scales[name] = self.loss_scale
         used = self._used.pop(name, None)
         if used is None:
             torch.sub(target.reshape(-1).float(), sent.reshape(-1).float(), out=residual)
@@ -63,7 +73,10 @@ class ErrorFeedback:
         return self._residuals.get(name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: residual.clone() for name, residual in self._residuals.items()}
+        """The residuals, without a loss scale."""
+        scales = {name: 1.0 if scale is None else scale for name, scale in self._scales.items()}
+        return {name: residual / scales.get(name, 1.0) for name, residual in self._residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._scales.clear()
         self._residuals = {name: residual.float().clone() for name, residual in state.items()}

@@ -21,6 +21,7 @@ from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.ddp_resume import SavedBuckets
+from trimtab.doors.loss_scale import observe_loss_scales, running_loss_scale
 from trimtab.doors.parameters import choose_bits
 from trimtab.errors import TrimtabError
 from trimtab.model_state import Detached, JobBound
@@ -133,6 +134,8 @@ class DdpCompression(JobBound):
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
             return allreduce_hook(self._own_group, bucket)
+        if self.feedback is not None:
+            self.feedback.loss_scale = running_loss_scale()
         step = self.step
         if bucket.is_last():
             self.step += 1
@@ -234,6 +237,7 @@ class DdpCompression(JobBound):
         self._saved_buckets = SavedBuckets(buckets, self._names) if buckets else None
 
     def _new_feedback(self) -> ErrorFeedback:
+        observe_loss_scales()
         return ErrorFeedback(hold_unused=self._hold_unused)
 
     def _steps(

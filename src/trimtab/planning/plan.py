@@ -19,6 +19,7 @@ PLAN_VERSION = 1
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,8 +52,9 @@ class Role:
     precisions: dict[str, str]
     """By operator name; operators that are missing keep the model's precision."""
 
-    compute_s: NotNegative
-    """Predicted compute seconds of a step on each such rank, without waiting and communication."""
+    compute_s: Positive
+    """Predicted compute seconds of a step on each such rank, without waiting and communication. What is measured
+    while the job runs is divided by it."""
 
     peak_bytes: Annotated[int, Field(ge=0)]
     """Predicted peak memory."""

@@ -26,7 +26,7 @@ class PlanTradeoffs(Tradeoffs):
 
         for name, role in plan.roles.items():
             self.roles.setdefault(role.device, role)
-            ratio = observed.get(name, role.compute_s) / role.compute_s if role.compute_s > 0 else 1.0
+            ratio = observed.get(name, role.compute_s) / role.compute_s
             # Among several roles of one class the slowest counts, because a step waits for it.
             self.slower[role.device] = max(self.slower.get(role.device, 0.0), ratio)
         super().__init__({d: role.memory_bytes for d, role in self.roles.items()}, resolution=resolution)
