@@ -45,7 +45,7 @@ def observe_loss_scales() -> None:
 
 def _begin(scale: torch.Tensor) -> None:
     _Running.scale = scale
-    torch.autograd.Variable._execution_engine.queue_callback(_end)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(_end)
 
 
 def _end() -> None:

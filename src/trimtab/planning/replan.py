@@ -69,7 +69,6 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
     drift = ", ".join(
         f"{name} took {seconds / plan.roles[name].compute_s:.3g} times the predicted time"
         for name, seconds in observed.items()
-        if plan.roles[name].compute_s > 0
     )
     return proposed.plan(f"{_REPLANNED}{drift}")
 

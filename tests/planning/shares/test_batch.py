@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.shares.batch import Adjust, rebalance, share_batch, shrink
+from trimtab.planning.shares.batch import Adjust, noise_of, rebalance, share_batch, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,13 +66,18 @@ def run(
     """The shares of each window, where rank r takes pace(window, r, samples) seconds for a step."""
     shares = share_batch(total, [1.0] * ranks)
     history: list[tuple[int, ...]] = []
-    seen: list[list[float]] = []
+    seen: list[list[list[float]]] = [[]]
     for window in range(windows):
         history.append(shares)
-        seen.append([pace(window, rank, n) for rank, n in enumerate(shares)])
-        if (new := rebalance(shares, seen, rule)) is not None:
-            shares, seen = new, []
+        seen[-1].append([pace(window, rank, n) for rank, n in enumerate(shares)])
+        if (new := rebalance(shares, seen[-1], rule, noise=noise_of(seen))) is not None:
+            shares = new
+            seen.append([])
     return history
+
+
+def moves(history: list[tuple[int, ...]]) -> int:
+    return sum(a != b for a, b in pairwise(history))
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,6 +112,42 @@ def test_a_slowed_rank_loses_work_and_gets_it_back() -> None:
 def test_noise_moves_nothing(noise: list[list[float]]) -> None:
     history = run(lambda w, r, n: n * noise[w][r], 3, 96, 40, Adjust())
     assert set(history) == {(32, 32, 32)}
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.1, 0.25])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.6, 1.5, 1.0)])
+def test_shares_settle_on_a_noisy_machine(sigma: float, speeds: tuple[float, ...]) -> None:
+    for seed in range(3):
+        source = Random(seed)
+
+        def pace(_: int, rank: int, n: int, source: Random = source) -> float:
+            return n * speeds[rank] * source.lognormvariate(0, sigma)
+
+        history = run(pace, len(speeds), 16 * len(speeds), 120, Adjust())
+        assert moves(history) <= 8
+        assert moves(history[60:]) <= 3
+        last = [n * speed for n, speed in zip(history[-1], speeds, strict=True)]
+        assert max(last) / (sum(last) / len(last)) < 1.1 + 2 * sigma, "they settle where the ranks are even"
+
+
+def test_noise_does_not_hide_a_change() -> None:
+    source = Random(0)
+
+    def pace(window: int, rank: int, n: int) -> float:
+        return n * (2.0 if rank == 0 and window >= 40 else 1.0) * source.lognormvariate(0, 0.05)
+
+    history = run(pace, 4, 64, 60, Adjust())
+    assert max(history[39]) - min(history[39]) <= 2
+    assert history[50][0] <= 11, "the even share would be 16 / 1.75"
+
+
+def test_bursts_do_not_move_shares_back_and_forth() -> None:
+    source = Random(0)
+
+    def pace(_window: int, _rank: int, n: int) -> float:
+        return n * source.lognormvariate(0, 0.05) * (2 if source.random() < 0.1 else 1)
+
+    assert moves(run(pace, 2, 32, 100, Adjust())) <= 12
 
 
 @pytest.mark.parametrize(

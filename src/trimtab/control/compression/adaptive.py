@@ -272,6 +272,12 @@ class Controller:
             # Of a sharded layer another rank may have so little that it is sent uncompressed there.
             bits = {name: bits for name, bits in decision["bits"].items() if name in self.first}
             self._compression.set_bits(bits, at_step=step)
+        if self._decides:
+            known = {**{name: self._compression.pieces[name][1] for name in self.first}, **decision["bits"]}
+            listed = ", ".join(f"{name} {value}" for name, value in known.items())
+            logger().debug(
+                f"step {step}: family {self._family}, bits {'change' if decision['bits'] else 'stay'}: {listed}"
+            )
         if decision["reasons"]:
             self.history.append(Change(step=step, bits=decision["bits"], reasons=tuple(decision["reasons"])))
             if self._decides:

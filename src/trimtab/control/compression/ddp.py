@@ -201,7 +201,8 @@ def _choose_family(
     )
     exchanges = measure()
     if is_close(exchanges):
-        logger().debug("compressing pays hardly or not at all; measuring the link once more")
+        if dist.get_rank(groups[0]) == 0:
+            logger().debug("compressing pays hardly or not at all; measuring the link once more")
         exchanges = measure(repeats=4 * REPEATS)
     memory = PastDecision(gradient_bytes, groups[0], device)
     before = memory.recall()
@@ -209,17 +210,14 @@ def _choose_family(
     if undecided:  # whatever the optimizer turns out to be, compressing must pay
         decision = decide(exchanges[AT_FIRST], gradient_bytes, before)
     memory.remember(decision.compress)
-    for family, exchange in exchanges.items():
-        logger().debug(
-            "%s: %.1f ms plain, %.1f ms in %d bits, for %.1f MB",
-            *(
-                family,
-                exchange.plain_s * 1e3,
-                exchange.compressed_s * 1e3,
-                exchange.bits,
-                exchange.nbytes / 1e6,
-            ),
-        )
+    if dist.get_rank(groups[0]) == 0:
+        for family, exchange in exchanges.items():
+            logger().debug(
+                f"{family}: {exchange.plain_s * 1e3:.1f} ms plain, {exchange.compressed_s * 1e3:.1f} ms in "
+                f"{exchange.bits} bits, for {exchange.nbytes / 1e6:.1f} MB"
+            )
+        remembered = {None: "nothing is remembered", True: "compressed", False: "did not compress"}[before]
+        logger().debug(f"family {name}; the last run of this job: {remembered}; {decision.reason}")
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
     if undecided:
         settings = replace(settings, name=AT_FIRST, fastest=name)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, Method, find_hosts
 from trimtab.control.compression.agreement import gather_choices
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.host_links import measure_host_links
 from trimtab.planning.compression.route import choose_route, has_choice
@@ -66,6 +67,10 @@ def choose_host_route(
         inside="group" if hierarchy is not None and not hierarchy.shared_memory else "shared_memory",
     )
     choice = gather_choices(choice, tensor_group)[0]
+    if dist.get_rank(group) == 0:
+        logger().debug(
+            f"route for buckets of {bucket_bytes / 1e6:.1f} MB: {choice.reason}; measured {links}, {codec_time}"
+        )
     if hierarchy is not None and choice.route.inside is None:
         hierarchy.close()
         hierarchy = None

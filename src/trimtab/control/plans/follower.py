@@ -131,7 +131,10 @@ class Follower:
 
     def _decide(self, plan: Plan, seconds: list[float], samples: list[float]) -> dict[str, Any]:
         """On rank 0, beside the training: a new plan, or None."""
-        drift = self._drift.look(ratios(plan, seconds, samples))
+        measured = ratios(plan, seconds, samples)
+        listed = ", ".join(f"{role} {ratio:.2f}" for role, ratio in measured.items())
+        logger().debug(f"plan {plan.hash}: measured over predicted time of a step by role: {listed}")
+        drift = self._drift.look(measured)
         if drift is None:
             return {"plan": None, "reasons": []}
         change = ", ".join(

@@ -9,7 +9,9 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
@@ -31,9 +33,15 @@ from trimtab.control.shares.sampler import Cut, ShareSampler
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.planning.plan import Plan
-from trimtab.planning.shares.batch import Adjust, rebalance, share_batch
+from trimtab.planning.shares.batch import Adjust, noise_of, rebalance, share_batch
 
 _END = object()
+_RUNS = 32
+"""Changes of the shares over which measured times are kept."""
+
+_WINDOWS = 64
+"""Windows with the same shares that are kept."""
+
 FOLLOW_SPEEDS = Adjust()
 """By default, shares follow measured speeds."""
 
@@ -79,7 +87,8 @@ class Loader:
         self._delay = -(-int(ahead) // sampler.accumulate)
         self._capacity = BatchCapacity(max_batch)
         self._clock: LocalClock | None = None
-        self._windows: list[list[float]] = []
+        self._runs: deque[list[list[float]]] = deque([[]], maxlen=_RUNS)
+        """Each rank's times by window, in one list for each time that the shares were the same."""
         self._active_plan = active_plan
         if active_plan is not None:
             active_plan.loaders.add(self)
@@ -274,16 +283,24 @@ class Loader:
         seconds = [own for own, _ in by_rank]
         if not all(own > 0 for own in seconds):
             return
-        self._windows.append(seconds)
+        windows = self._runs[-1]
+        windows.append(seconds)
+        del windows[:-_WINDOWS]
         self._limits = [None if limit < 0 else int(limit) * self.sampler.accumulate for _, limit in by_rank]
-        new = rebalance(self.shares, self._windows, self._adjust, most=self._limits, least=self._min_share)
-        if new is None:
-            return
+        noise = noise_of(self._runs)
+        new = rebalance(
+            self.shares, windows, self._adjust, noise=noise, most=self._limits, least=self._min_share
+        )
         if self._rank == 0:
-            before, after = ("/".join(map(str, shares)) for shares in (self.shares, new))
+            before, after = ("/".join(map(str, shares)) for shares in (self.shares, new or self.shares))
             times = "/".join(f"{own * 1e3:.0f}" for own in seconds)
-            environment.logger().info("batch shares %s take the ranks %s ms; now %s", before, times, after)
-        self._change_shares(new)
+            level = logging.DEBUG if new is None else logging.INFO
+            text = (
+                f"batch shares {before} take the ranks {times} ms, with a noise of {noise:.1%}; now {after}"
+            )
+            environment.logger().log(level, text)
+        if new is not None:
+            self._change_shares(new)
 
     def _take_planned(self) -> None:
         """Switch to the shares of a new plan, once the previous change has taken effect."""
@@ -301,7 +318,9 @@ class Loader:
         self._reset()
 
     def _reset(self) -> None:
-        self._windows, self._counted_steps = [], 0
+        self._counted_steps = 0
+        if self._runs[-1]:
+            self._runs.append([])
         if self._clock is not None:
             self._clock.forget()
 

@@ -7,7 +7,9 @@ rank. The best shares make all ranks finish together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from math import inf, log, sqrt
+from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
@@ -15,6 +17,13 @@ from trimtab.planning.tensor.shares import water_fill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_SIGMAS = 3.0
+"""A gain is above the noise by this many standard deviations."""
+
+_REMEMBERED = 32
+"""Windows over which the noise is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +34,13 @@ class Adjust:
     """Steps whose median counts as one measurement."""
 
     gain: float = 1.025
-    """Move samples when the slowest rank would then be faster by this factor. Moving costs nothing and does not
-    change the result; this only keeps noise from moving samples back and forth."""
+    """Move samples when the slowest rank would then be faster by this factor, or by more if times are noisy."""
 
     dwell: int = 2
     """Windows with the current shares before a small gain counts: their median is more reliable than one."""
 
     urgent: float = 1.2
-    """A gain of this factor counts at once: the speed of some rank has changed."""
+    """A gain of this factor, and above the noise, counts at once: the speed of some rank has changed."""
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.dwell < 1 or not 1 < self.gain <= self.urgent:
@@ -102,6 +110,7 @@ def rebalance(
     windows: Sequence[Sequence[float]],
     rule: Adjust,
     *,
+    noise: float = 0.0,
     most: Sequence[int | None] | None = None,
     least: int = 1,
 ) -> tuple[int, ...] | None:
@@ -112,28 +121,59 @@ def rebalance(
     t = fixed + per_sample * n the ratio of two ranks' times comes closer to 1 each time and never
     crosses it, so nothing oscillates and the fixed part need not be known.
 
+    A gain counts if it is above the noise of what it was computed from: n windows together scatter √n times less
+    than one. So on a noisy machine shares follow large changes soon, small ones after many windows, and settle.
+
     Args:
         windows: for each window since the shares last changed, each rank's own seconds of a step, without
             waiting for others. Every rank passes the same numbers, so all make the same decision.
+        noise: of one window, by `noise_of`.
     """
     assert windows
     assert all(len(window) == len(shares) for window in windows)
-    chosen = _better(shares, windows[-1], most, least)
-    if chosen is not None and chosen[1] >= rule.urgent:
-        return chosen[0]
-    if len(windows) < rule.dwell:
-        return None
-    typical = [median(times) for times in zip(*windows[-rule.dwell :], strict=True)]
-    chosen = _better(shares, typical, most, least)
-    return chosen[0] if chosen is not None and chosen[1] >= rule.gain else None
+    count = 1
+    while count <= len(windows):
+        needed = rule.urgent if count < rule.dwell else rule.gain
+        new, gain = _better(shares, windows[-count:], most, least)
+        if gain >= max(needed, 1 + _SIGMAS * noise * sqrt(2 / count)):
+            return new
+        count = max(rule.dwell, 2 * count)
+    return None
+
+
+def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
+    """The relative scatter of one window's time on the noisiest rank.
+
+    Args:
+        runs: windows as in `rebalance`, in one list for each time that the shares were the same.
+    """
+    changes: list[list[float]] = []
+    for run in runs:
+        for before, after in pairwise(run):
+            # A change of all ranks together does not matter to their shares.
+            together = sum(after) / sum(before)
+            changes.append([log(b / a / together) ** 2 for a, b in zip(before, after, strict=True)])
+    if not changes:  # until something is known, only the first window counts
+        return 0.0 if sum(map(len, runs)) <= 1 else inf
+    # The common part is not independent of the ranks' own: with few ranks it takes away more of their scatter.
+    ranks = len(changes[0])
+    squares = max(fmean(own) for own in zip(*changes[-_REMEMBERED:], strict=True))
+    return sqrt(squares / 2 * ranks / max(ranks - 1, 1))
 
 
 def _better(
-    shares: Sequence[int], seconds: Sequence[float], most: Sequence[int | None] | None, least: int
-) -> tuple[tuple[int, ...], float] | None:
-    """The best shares for these times, and how much faster they would make the slowest rank."""
-    each = [time / max(share, 1) for time, share in zip(seconds, shares, strict=True)]
+    shares: Sequence[int],
+    windows: Sequence[Sequence[float]],
+    most: Sequence[int | None] | None,
+    least: int,
+) -> tuple[tuple[int, ...], float]:
+    """The best shares for these windows, and how much faster they would have made the slowest rank in at least half."""
+    typical = [median(times) for times in zip(*windows, strict=True)]
+    held = [max(share, 1) for share in shares]
+    each = [time / share for time, share in zip(typical, held, strict=True)]
     new = share_batch(sum(shares), each, most=most, least=least)
-    if new == tuple(shares):
-        return None
-    return new, max(seconds) / max(time * count for time, count in zip(each, new, strict=True))
+    gains = [
+        max(seconds) / max(s / h * n for s, h, n in zip(seconds, held, new, strict=True))
+        for seconds in windows
+    ]
+    return new, 1.0 if new == tuple(shares) else median_low(gains)
