@@ -7,8 +7,9 @@ on any device, C++ for CPU tensors, Triton for CUDA tensors.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from trimtab.codec.packing import check_buffers
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
@@ -16,38 +17,41 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch import Tensor
 
     from trimtab.codec.packing import Packing
 
 
-class Kernels(Protocol):
-    """What every implementation offers. It checks buffers with `check_buffers` before use."""
+class Kernels:
+    """What every implementation offers; it writes `_encode` and `_decode`, which get buffers that fit the packing."""
 
-    name: str
+    name = ""
 
     def encode(
         self,
-        flat: torch.Tensor,
+        flat: Tensor,
         packing: Packing,
-        out: torch.Tensor,
+        out: Tensor,
         *,
         stream: int,
         scale: float = 1.0,
         stochastic: bool = True,
     ) -> None:
         """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
+        check_buffers(packing, flat, out)
+        self._encode(flat, None, packing, out, stream, scale, stochastic)
 
-    def decode(
-        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
-    ) -> None:
+    def decode(self, payload: Tensor, packing: Packing, flat: Tensor, *, add: bool = False) -> None:
         """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
+        check_buffers(packing, flat, payload)
+        self._decode(payload, packing, flat, add)
 
     def reduce_encode(
         self,
-        flat: torch.Tensor,
-        payloads: Sequence[torch.Tensor],
+        flat: Tensor,
+        payloads: Sequence[Tensor],
         packing: Packing,
-        out: torch.Tensor,
+        out: Tensor,
         *,
         stream: int,
         scale: float = 1.0,
@@ -57,6 +61,24 @@ class Kernels(Protocol):
 
         `flat` is left with the decoded values of `out`: what every other rank will receive.
         """
+        check_buffers(packing, flat, out, *payloads)
+        self._encode(flat, payloads, packing, out, stream, scale, stochastic)
+
+    def _encode(
+        self,
+        flat: Tensor,
+        payloads: Sequence[Tensor] | None,
+        packing: Packing,
+        out: Tensor,
+        stream: int,
+        scale: float,
+        stochastic: bool,
+    ) -> None:
+        """`encode` with None, else `reduce_encode`."""
+        raise NotImplementedError
+
+    def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
+        raise NotImplementedError
 
 
 def kernels_for(device: torch.device) -> Kernels:

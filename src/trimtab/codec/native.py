@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.codec.packing import DTYPES, Packing, check_buffers
+from trimtab.codec.kernels import Kernels
+from trimtab.codec.packing import DTYPES, Packing
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
+    from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libtrimtab.so")
 VERSION = 1
@@ -34,27 +35,20 @@ _STATUS = (
 
 class _Segment(ctypes.Structure):
     _fields_ = [
-        ("offset", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-        ("bits", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-        ("name_hash", ctypes.c_uint64),
-        ("first_block", ctypes.c_int64),
+        (name, ctypes.c_uint64 if name == "name_hash" else ctypes.c_int64)
+        for name in ("offset", "numel", "bits", "block", "name_hash", "first_block")
     ]
 
 
 class _Packing(ctypes.Structure):
     _fields_ = [
         ("segments", ctypes.POINTER(_Segment)),
-        ("count", ctypes.c_int64),
-        ("type", ctypes.c_int64),
-        ("instruction_set", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("count", "type", "instruction_set", "threads")),
     ]
 
 
-class NativeKernels:
-    """Implements `Kernels`, in the C++ library beside this file.
+class NativeKernels(Kernels):
+    """The C++ library beside this file.
 
     Args:
         instruction_set: One of `INSTRUCTION_SETS`; "best" is the best this processor has.
@@ -74,91 +68,43 @@ class NativeKernels:
         self.threads = threads
         self._key = (type(self), self.instruction_set, threads)
 
-    def encode(
+    def _encode(
         self,
-        flat: torch.Tensor,
+        flat: Tensor,
+        payloads: Sequence[Tensor] | None,
         packing: Packing,
-        out: torch.Tensor,
-        *,
-        stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
+        out: Tensor,
+        *rounding: float,
     ) -> None:
-        """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
-        check_buffers(packing, flat, out)
-        status = self._library.trimtab_encode(
-            self._description(packing, flat),
-            flat.data_ptr(),
-            flat.numel(),
-            out.data_ptr(),
-            out.numel(),
-            stream,
-            scale,
-            stochastic,
-        )
-        _check(status)
+        values = (self._description(packing, flat), flat.data_ptr(), flat.numel())
+        encoded = (out.data_ptr(), out.numel(), *rounding)
+        if payloads is None:
+            _check(self._library.trimtab_encode(*values, *encoded))
+        else:
+            pointers = (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
+            _check(self._library.trimtab_reduce_encode(*values, pointers, len(payloads), *encoded))
 
-    def decode(
-        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
-    ) -> None:
-        """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
-        check_buffers(packing, flat, payload)
-        status = self._library.trimtab_decode(
-            self._description(packing, flat),
-            payload.data_ptr(),
-            payload.numel(),
-            flat.data_ptr(),
-            flat.numel(),
-            add,
-        )
-        _check(status)
+    def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
+        description, encoded = self._description(packing, flat), (payload.data_ptr(), payload.numel())
+        _check(self._library.trimtab_decode(description, *encoded, flat.data_ptr(), flat.numel(), add))
 
-    def reduce_encode(
-        self,
-        flat: torch.Tensor,
-        payloads: Sequence[torch.Tensor],
-        packing: Packing,
-        out: torch.Tensor,
-        *,
-        stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
-    ) -> None:
-        """Add `payloads` to `scale` × `flat`; encode the sums into `out`, and leave them decoded in `flat`."""
-        check_buffers(packing, flat, out, *payloads)
-        pointers = (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
-        status = self._library.trimtab_reduce_encode(
-            self._description(packing, flat),
-            flat.data_ptr(),
-            flat.numel(),
-            pointers,
-            len(payloads),
-            out.data_ptr(),
-            out.numel(),
-            stream,
-            scale,
-            stochastic,
-        )
-        _check(status)
-
-    def _description(self, packing: Packing, flat: torch.Tensor) -> int:
+    def _description(self, packing: Packing, flat: Tensor) -> int:
         """The address of the packing's description, made once and kept with it."""
         if flat.device.type != "cpu":
             raise ValueError(f"the native kernels work on CPU tensors; got one on {flat.device}")
         prepared = packing.prepared.get(self._key)
         if prepared is None:
-            description = _describe(packing, INSTRUCTION_SETS.index(self.instruction_set), self.threads)
+            rows = [_Segment(*(getattr(s, name) for name, _ in _Segment._fields_)) for s in packing.segments]
+            # The structure keeps the array it points to alive.
+            description = _Packing(
+                (_Segment * len(rows))(*rows),
+                len(rows),
+                DTYPES.index(packing.dtype),
+                INSTRUCTION_SETS.index(self.instruction_set),
+                self.threads,
+            )
             prepared = packing.prepared[self._key] = (ctypes.addressof(description), description)
         return int(prepared[0])
-
-
-def _describe(packing: Packing, instruction_set: int, threads: int) -> _Packing:
-    rows = [
-        _Segment(s.offset, s.numel, s.bits, s.block, s.name_hash, s.first_block) for s in packing.segments
-    ]
-    # The structure keeps the array it points to alive.
-    segments = (_Segment * len(rows))(*rows)
-    return _Packing(segments, len(rows), DTYPES.index(packing.dtype), instruction_set, threads)
 
 
 def _check(status: int) -> None:

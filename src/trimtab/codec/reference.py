@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from trimtab.codec.packing import RAW, Packing, Segment, check_buffers
+from trimtab.codec.kernels import Kernels
+from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.random_bits import block_keys, uniform16
 
 if TYPE_CHECKING:
@@ -21,62 +23,38 @@ _RUN = 2**20
 """Elements worked on at a time, so that the intermediate tensors stay small."""
 
 
-class ReferenceKernels:
-    """Implements `Kernels`."""
-
+class ReferenceKernels(Kernels):
     name = "reference"
 
-    def encode(
+    def _encode(
         self,
-        flat: torch.Tensor,
+        flat: Tensor,
+        payloads: Sequence[Tensor] | None,
         packing: Packing,
-        out: torch.Tensor,
-        *,
+        out: Tensor,
         stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
+        scale: float,
+        stochastic: bool,
     ) -> None:
-        """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
-        check_buffers(packing, flat, out)
-        for segment, part in _parts(packing, out):
-            scaled = _values(flat, segment).float() * _fp32(scale, flat.device)
-            _encode_segment(scaled, segment, packing.dtype, part, stream, stochastic)
+        for i, (segment, part) in enumerate(_parts(packing, out)):
+            values = _values(flat, segment)
+            total = values.float() * _fp32(scale, flat.device)
+            for payload in payloads or ():
+                start = packing.starts[i]
+                theirs = payload[start : start + part.numel()]
+                total = total + _decode_segment(theirs, segment, packing.dtype)
+            _encode_segment(total, segment, packing.dtype, part, stream, stochastic)
+            if payloads is not None:
+                values.copy_(_decode_segment(part, segment, packing.dtype))
 
-    def decode(
-        self, payload: torch.Tensor, packing: Packing, flat: torch.Tensor, *, add: bool = False
-    ) -> None:
-        """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
-        check_buffers(packing, flat, payload)
+    def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
         for segment, part in _parts(packing, payload):
             y = _values(flat, segment)
             values = _decode_segment(part, segment, packing.dtype)
             y.copy_(y.float() + values if add else values)
 
-    def reduce_encode(
-        self,
-        flat: torch.Tensor,
-        payloads: Sequence[torch.Tensor],
-        packing: Packing,
-        out: torch.Tensor,
-        *,
-        stream: int,
-        scale: float = 1.0,
-        stochastic: bool = True,
-    ) -> None:
-        """Add `payloads` to `scale` × `flat`; encode the sums into `out`, and leave them decoded in `flat`."""
-        check_buffers(packing, flat, out, *payloads)
-        for i, (segment, part) in enumerate(_parts(packing, out)):
-            x = _values(flat, segment)
-            total = x.float() * _fp32(scale, flat.device)
-            for payload in payloads:
-                start = packing.starts[i]
-                theirs = payload[start : start + part.numel()]
-                total = total + _decode_segment(theirs, segment, packing.dtype)
-            _encode_segment(total, segment, packing.dtype, part, stream, stochastic)
-            x.copy_(_decode_segment(part, segment, packing.dtype))
 
-
-def quantize(t: torch.Tensor, bits: int, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(t: Tensor, bits: int, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(low, unit, codes) of each row of `t`, given the rounding offsets `r`; codes are int64."""
     top = 2**bits - 1
     low = t.amin(dim=1) + 0.0
@@ -94,7 +72,7 @@ def quantize(t: torch.Tensor, bits: int, r: torch.Tensor) -> tuple[torch.Tensor,
     return low.masked_fill(~finite, torch.nan), unit.masked_fill(~finite, torch.nan), codes
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(codes: Tensor, bits: int) -> Tensor:
     """Rows of codes as rows of bytes: code `i` is bits [i·b, (i+1)·b) of a little-endian string."""
     rows, length = codes.shape
     string = (codes.unsqueeze(2) >> torch.arange(bits, device=codes.device)) & 1
@@ -103,7 +81,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (string.view(rows, -1, 8) * weights).sum(dim=2).to(torch.uint8)
 
 
-def unpack(data: torch.Tensor, bits: int, length: int) -> torch.Tensor:
+def unpack(data: Tensor, bits: int, length: int) -> Tensor:
     """The `length` codes, int64, in each row of bytes: the inverse of `pack`."""
     rows = data.shape[0]
     string = (data.long().unsqueeze(2) >> torch.arange(8, device=data.device)) & 1
@@ -112,7 +90,7 @@ def unpack(data: torch.Tensor, bits: int, length: int) -> torch.Tensor:
 
 
 def _encode_segment(
-    t: torch.Tensor, segment: Segment, dtype: torch.dtype, part: torch.Tensor, stream: int, stochastic: bool
+    t: Tensor, segment: Segment, dtype: torch.dtype, part: Tensor, stream: int, stochastic: bool
 ) -> None:
     part.zero_()
     if segment.bits == RAW:
@@ -133,7 +111,7 @@ def _encode_segment(
         body.copy_(pack(codes, segment.bits).flatten())
 
 
-def _decode_segment(part: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+def _decode_segment(part: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
     """The segment's values, fp32."""
     if segment.bits == RAW:
         return part[: segment.numel * dtype.itemsize].clone().view(dtype).float()
@@ -158,22 +136,20 @@ def _runs(segment: Segment) -> Iterator[tuple[int, int, int]]:
         yield full, 1, rest
 
 
-def _regions(
-    part: torch.Tensor, segment: Segment, first: int, rows: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _regions(part: Tensor, segment: Segment, first: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Where a run's (low, unit) pairs and its codes lie in the segment's encoding."""
     pairs = part[8 * first : 8 * (first + rows)]
     begin = 8 * segment.blocks + first * _code_bytes(segment.block, segment.bits)
     return pairs, part[begin : begin + rows * _code_bytes(length, segment.bits)]
 
 
-def _parts(packing: Packing, payload: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+def _parts(packing: Packing, payload: Tensor) -> Iterator[tuple[Segment, Tensor]]:
     """Each segment with its bytes in the payload."""
     for segment, start in zip(packing.segments, packing.starts, strict=True):
         yield segment, payload[start : start + segment.nbytes(packing.dtype.itemsize)]
 
 
-def _values(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+def _values(flat: Tensor, segment: Segment) -> Tensor:
     return flat[segment.offset : segment.offset + segment.numel]
 
 
@@ -181,6 +157,6 @@ def _code_bytes(length: int, bits: int) -> int:
     return -(-length * bits // 8)
 
 
-def _fp32(value: float, device: torch.device) -> torch.Tensor:
+def _fp32(value: float, device: torch.device) -> Tensor:
     """`value` rounded to fp32, so that no operation sees its double."""
     return torch.tensor(value, dtype=torch.float32, device=device)

@@ -29,28 +29,10 @@ from trimtab.codec.triton_memory import (
 
 
 @triton.jit(do_not_specialize=["stream", "scale", "stride", "gap"])
-def encode(
-    flat,
-    payloads,
-    out,
-    owners,
-    table,
-    stream: tl.uint64,
-    scale: tl.float32,
-    stride: tl.int64,
-    gap: tl.int32,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HELD: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+def encode(flat, payloads, out, owners, table, stream: tl.uint64, scale: tl.float32, stride: tl.int64,
+           gap: tl.int32, BITS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+           CHUNK: tl.constexpr, HELD: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+           WIDE: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
     """Encode, or with COUNT payloads reduce and re-encode, writing the decoded values back."""
     offset, numel, index, name, start, k = tile(owners, table, ROWS, UNIT)
     values = flat + offset + k * BLOCK
@@ -92,22 +74,9 @@ def encode(
 
 
 @triton.jit
-def decode(
-    flat,
-    payload,
-    owners,
-    table,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HELD: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDE: tl.constexpr,
-    ADD: tl.constexpr,
-):
+def decode(flat, payload, owners, table, BITS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
+           ROWS: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr, UNIT: tl.constexpr,
+           GROUP: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """Write a payload's values over, or with ADD onto, the segments' values."""
     offset, numel, _, _, start, k = tile(owners, table, ROWS, UNIT)
     values = flat + offset + k * BLOCK

@@ -12,20 +12,8 @@ from trimtab.codec.triton_memory import load_values, store_values, tile, word_ty
 
 
 @triton.jit(do_not_specialize=["scale", "stride", "gap"])
-def encode_raw(
-    flat,
-    payloads,
-    out,
-    owners,
-    table,
-    scale: tl.float32,
-    stride: tl.int64,
-    gap: tl.int32,
-    TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+def encode_raw(flat, payloads, out, owners, table, scale: tl.float32, stride: tl.int64, gap: tl.int32,
+               TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
     """Write scale × the values to `out`; with COUNT payloads, add theirs in order and keep the sums in `flat`."""
     SIZE: tl.constexpr = flat.dtype.element_ty.primitive_bitwidth // 8
     offset, numel, _, _, start, k = tile(owners, table, 1, UNIT)

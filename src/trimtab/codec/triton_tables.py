@@ -7,6 +7,7 @@ each segment. So it reads 4 bytes per tile, however many segments there are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,40 +36,25 @@ class Group:
     block: int
     """Elements per block; for raw segments, per tile."""
 
-    pad: int
-    """Lanes a block takes: a power of two."""
-
-    chunk: int
-    """Lanes processed at a time in a block that is not held in registers."""
-
-    held: bool
-
-    rows: int
-    """Blocks per tile."""
-
     warps: int
     tiles: int
-    unit: int
-    """A power of two that divides every segment's offset; `table` holds offsets over it."""
-
     owners: torch.Tensor
     table: torch.Tensor
+    shape: dict[str, int | bool]
+    """Compile-time constants. PAD: lanes a block takes, a power of two; HELD: whether they stay in registers, else
+    CHUNK of them are processed at a time; ROWS: blocks per tile; UNIT: a power of two that divides every segment's
+    offset (`table` holds offsets over it)."""
 
     def constants(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
-        """Compile-time constants of this group; `wide`: payloads are aligned to 8 bytes."""
+        """All compile-time constants of this group; `wide`: payloads are aligned to 8 bytes."""
         if self.bits == RAW:
-            return {"TILE": self.block, "UNIT": self.unit, "WIDE": wide}
-        return {
-            "BITS": self.bits,
-            "BLOCK": self.block,
-            "PAD": self.pad,
-            "ROWS": self.rows,
-            "CHUNK": self.chunk,
-            "HELD": self.held,
-            "UNIT": self.unit,
-            "GROUP": self._codes_per_word(dtype, wide),
-            "WIDE": wide,
-        }
+            return {"TILE": self.block, "UNIT": self.shape["UNIT"], "WIDE": wide}
+        codes = self._codes_per_word(dtype, wide)
+        return {"BITS": self.bits, "BLOCK": self.block, **self.shape, "GROUP": codes, "WIDE": wide}
+
+    def options(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
+        """The constants, and how to launch."""
+        return {**self.constants(dtype, wide), "num_warps": self.warps, "enable_fp_fusion": False}
 
     def _codes_per_word(self, dtype: torch.dtype, wide: bool) -> int:
         """Codes stored as one word: those a thread holds after a 16-byte load; 0 where codes straddle bytes."""
@@ -80,28 +66,22 @@ class Group:
         return a_word if wide and self.block % a_word == 0 else a_byte
 
 
-def groups(packing: Packing, device: torch.device, tile: int = TILE, warps: int = 0) -> tuple[Group, ...]:
-    """The packing's groups, with their tables on `device`. `tile` and `warps` are for tuning."""
+def groups(packing: Packing, device: torch.device) -> tuple[Group, ...]:
+    """The packing's groups, with their tables on `device`."""
     by_kind: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
     for segment, start in zip(packing.segments, packing.starts, strict=True):
         if segment.numel:
-            key = (RAW, tile) if segment.bits == RAW else (segment.bits, segment.block)
+            key = (RAW, TILE) if segment.bits == RAW else (segment.bits, segment.block)
             by_kind.setdefault(key, []).append((segment, start))
-    return tuple(_group(*key, members, device, tile, warps) for key, members in by_kind.items())
+    return tuple(_group(*key, members, device) for key, members in by_kind.items())
 
 
-def _group(
-    bits: int, block: int, members: list[tuple[Segment, int]], device: torch.device, tile: int, warps: int
-) -> Group:
+def _group(bits: int, block: int, members: list[tuple[Segment, int]], device: torch.device) -> Group:
     pad = 1 << (block - 1).bit_length()
-    held = pad <= tile * MAX_WARPS
-    rows = max(1, tile // pad)
-    if not warps:
-        warps = RAW_WARPS if bits == RAW else max(1, min(pad // tile, MAX_WARPS))
+    rows = max(1, TILE // pad)
+    warps = RAW_WARPS if bits == RAW else max(1, min(pad // TILE, MAX_WARPS))
     counts = [-(-segment.numel // (block * rows)) for segment, _ in members]
-    unit = 16
-    while any(segment.offset % unit for segment, _ in members):
-        unit //= 2
+    unit = math.gcd(16, *(segment.offset for segment, _ in members))
     table, first = [], 0
     for (segment, start), count in zip(members, counts, strict=True):
         name = segment.name_hash - (1 << 64) if segment.name_hash >> 63 else segment.name_hash
@@ -110,16 +90,13 @@ def _group(
         )
         first += count
     owners = torch.arange(len(members), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    chunk = min(pad, max(8, 256 * warps // rows))
     return Group(
         bits=bits,
         block=block,
-        pad=pad,
-        rows=rows,
-        chunk=min(pad, max(8, 256 * warps // rows)),
-        held=held,
         warps=warps,
         tiles=first,
-        unit=unit,
         owners=owners.to(device),
         table=torch.tensor(table, dtype=torch.int64, device=device),
+        shape={"PAD": pad, "ROWS": rows, "CHUNK": chunk, "HELD": pad <= TILE * MAX_WARPS, "UNIT": unit},
     )

@@ -12,22 +12,9 @@ _LEAST = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 
 @triton.jit(do_not_specialize=["base"])
-def quantize_rows(
-    values,
-    codes,
-    scales,
-    factor,
-    calls,
-    base: tl.int64,
-    columns,
-    padded,
-    OPERAND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def quantize_rows(values, codes, scales, factor, calls, base: tl.int64, columns, padded,
+                  OPERAND: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr,
+                  FACTOR: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """One program per row of CHUNKS · BLOCK values: its largest magnitude, then its codes. One chunk is read once."""
     row = tl.program_id(0).to(tl.int64)
     values += row * columns
@@ -81,24 +68,9 @@ def find_largest(values, largest, keys, calls, base: tl.int64, numel, rows, OPER
 
 
 @triton.jit
-def quantize_tiles(
-    values,
-    largest,
-    keys,
-    codes,
-    transposed,
-    scales,
-    rows,
-    columns,
-    padded_rows,
-    padded_columns,
-    FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DIRECT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+def quantize_tiles(values, largest, keys, codes, transposed, scales, rows, columns, padded_rows,
+                   padded_columns, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, DIRECT: tl.constexpr,
+                   TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Codes with one scale for the whole matrix: in the order of the values (DIRECT), and transposed (TRANSPOSED)."""
     tiles = tl.cdiv(padded_columns, BN)
     top = (tl.program_id(0) // tiles).to(tl.int64) * BM
