@@ -79,6 +79,7 @@ class _Defaults:
 def _create(group: Any, pg_options: Any) -> Any:
     """Called by torch for every group of this backend; the default group is the one without a list of ranks."""
     from trimtab.doors.backend import GroupOptions, TrimtabGroup
+    from trimtab.doors.backend_plain import plain_group
     from trimtab.errors import TrimtabError
 
     is_default = not group.global_ranks_in_group
@@ -94,18 +95,8 @@ def _create(group: Any, pg_options: Any) -> Any:
                     f"ProcessGroupNCCL.Options; got {type(pg_options).__name__}"
                 )
             nccl_options = pg_options
-    return TrimtabGroup(
-        group.store,
-        group.group_rank,
-        group.group_size,
-        group.timeout,
-        options,
-        judge=_judge,
-        is_default=is_default,
-        group_name=group.group_id,
-        global_ranks=group.global_ranks_in_group,
-        nccl_options=nccl_options,
-    )
+    plain = plain_group(group, nccl_options)
+    return TrimtabGroup(plain, options, judge=_judge, is_default=is_default)
 
 
 _MIN_TRIAL_NUMEL = 1 << 20

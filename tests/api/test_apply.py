@@ -18,7 +18,7 @@ from trimtab.api.apply import apply
 from trimtab.control.compression.ddp import compression_of
 from trimtab.control.plans.active_plan import active_plan_of
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan_file import save_plan
+from trimtab.planning.plan import save_plan
 from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tests.planning.planning import uneven
 from trimtab.cli.plan import parse_bits, plan, rows
 from trimtab.cluster import save_cluster
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan_file import load_plan
+from trimtab.planning.plan import load_plan
 from trimtab.planning.plan_search import BUDGET
 
 

@@ -13,7 +13,7 @@ from tests.control.plans.plan_cases import net, plan_for
 
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan_file import save_plan
+from trimtab.planning.plan import save_plan
 
 SCRIPT = """
 import json, sys

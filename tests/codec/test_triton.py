@@ -65,7 +65,7 @@ def test_rows_of_one_buffer_are_reduced_where_they_lie() -> None:
 def _compiled(bits: int, capability: int) -> list[str]:
     """PTX of the kernels of a group, for a GPU that need not be here."""
     from trimtab.codec import triton_device, triton_raw
-    from trimtab.codec.triton_tables import groups
+    from trimtab.codec.triton_kernels import groups
 
     segment = Segment(offset=0, numel=5000, bits=bits)
     packing = Packing(segments=(segment,), dtype=torch.float32)

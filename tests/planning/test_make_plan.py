@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.planning.planning import BETWEEN, FAST, SLOW, damages, planned, three, uneven
+from tests.planning.precision.exhaustive import exhaustive
 from tests.predict.profiles import profile, workload
 
 from trimtab.cluster import Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
-from trimtab.planning.plan_file import load_plan, save_plan
+from trimtab.planning.plan import load_plan, save_plan
 from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
-from trimtab.planning.precision.exact import exhaustive
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import layout
 from trimtab.precision_names import OWN

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trimtab.codec.native import INSTRUCTION_SETS, NativeKernels, available
 from trimtab.precision import native, reference
 from trimtab.precision.draw import Draw, Operand, base_key
-from trimtab.precision.quantize import LONGEST_SUM, Axis, product, quantize
+from trimtab.precision.int8 import LONGEST_SUM, Axis, product, quantize
 
 AXES: tuple[Axis, ...] = ("rows", "columns", "whole")
 SETS = (

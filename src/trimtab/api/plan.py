@@ -24,7 +24,7 @@ from trimtab.models.spec import NAMES, load_model
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
-from trimtab.precision.half import DTYPES
+from trimtab.precision.products import DTYPES
 from trimtab.precision_names import PRECISIONS
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.operators.estimate import with_estimates

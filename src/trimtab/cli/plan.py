@@ -49,7 +49,7 @@ def plan(
     from trimtab.api.plan import plan as make_plan
     from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.cluster import load_cluster
-    from trimtab.planning.plan_file import save_plan
+    from trimtab.planning.plan import save_plan
 
     if out.suffix.lower() != ".json":
         raise TrimtabError(f"{out}: a plan file must end in .json")

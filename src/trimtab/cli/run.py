@@ -94,7 +94,7 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
     """Reject a plan that is unreadable, from another version, or for another world size (where that is known)."""
     import trimtab
     from trimtab.control.plans.present_ranks import require_world_size
-    from trimtab.planning.plan_file import load_plan
+    from trimtab.planning.plan import load_plan
 
     plan = load_plan(path)
     if plan.trimtab != trimtab.__version__:

@@ -98,7 +98,7 @@ def _plan_for(path: Path, model: str) -> Plan:
 
     from trimtab.measure.fingerprint import fingerprint
     from trimtab.models.spec import load_model
-    from trimtab.planning.plan_file import load_plan
+    from trimtab.planning.plan import load_plan
 
     plan = load_plan(path)
     own = fingerprint(load_model(model, torch.device("meta")).model)

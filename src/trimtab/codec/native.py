@@ -94,7 +94,9 @@ class NativeKernels(Kernels):
             raise ValueError(f"the native kernels work on CPU tensors; got one on {flat.device}")
         prepared = packing.prepared.get(self._key)
         if prepared is None:
-            rows = [_Segment(*(getattr(s, name) for name, _ in _Segment._fields_)) for s in packing.segments]
+            rows = [
+                _Segment(*(getattr(s, field[0]) for field in _Segment._fields_)) for s in packing.segments
+            ]
             # The structure keeps the array it points to alive.
             description = _Packing(
                 (_Segment * len(rows))(*rows),

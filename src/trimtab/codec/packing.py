@@ -50,6 +50,11 @@ class Segment:
             raise ValueError(f"offset, numel and first_block cannot be negative; got {self}")
 
     @property
+    def span(self) -> slice:
+        """The segment's elements of the flat buffer."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
     def blocks(self) -> int:
         return -(-self.numel // self.block)
 

@@ -14,7 +14,7 @@ class PowerSGD:
     """One power iteration of rank `rank` on the tensor seen as a matrix (first axis × the rest).
 
     Biased: use it with error feedback. This class encodes the tensor of one rank; a reduction over ranks
-    sums the thin factors themselves, as `trimtab.collectives.low_rank` does with the three functions below.
+    sums the thin factors themselves, as `trimtab.collectives.whole_tensors` does with the three functions below.
     Payload: left factor, then right factor, fp32.
     """
 

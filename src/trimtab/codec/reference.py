@@ -37,7 +37,7 @@ class ReferenceKernels(Kernels):
         stochastic: bool,
     ) -> None:
         for i, (segment, part) in enumerate(_parts(packing, out)):
-            values = _values(flat, segment)
+            values = flat[segment.span]
             total = values.float() * _fp32(scale, flat.device)
             for payload in payloads or ():
                 start = packing.starts[i]
@@ -49,7 +49,7 @@ class ReferenceKernels(Kernels):
 
     def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
         for segment, part in _parts(packing, payload):
-            y = _values(flat, segment)
+            y = flat[segment.span]
             values = _decode_segment(part, segment, packing.dtype)
             y.copy_(y.float() + values if add else values)
 
@@ -147,10 +147,6 @@ def _parts(packing: Packing, payload: Tensor) -> Iterator[tuple[Segment, Tensor]
     """Each segment with its bytes in the payload."""
     for segment, start in zip(packing.segments, packing.starts, strict=True):
         yield segment, payload[start : start + segment.nbytes(packing.dtype.itemsize)]
-
-
-def _values(flat: Tensor, segment: Segment) -> Tensor:
-    return flat[segment.offset : segment.offset + segment.numel]
 
 
 def _code_bytes(length: int, bits: int) -> int:

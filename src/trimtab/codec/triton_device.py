@@ -1,4 +1,4 @@
-"""The block codec's GPU code. docs/wire-format.md defines the arithmetic, `triton_tables` the tables.
+"""The block codec's GPU code. docs/wire-format.md defines the arithmetic, `triton_kernels` the tables.
 
 A program works on one tile: ROWS consecutive blocks of one segment, each padded to PAD (a power of
 two) lanes. Full blocks are read from memory once and held in registers. A segment's last tile, where

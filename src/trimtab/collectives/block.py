@@ -1,6 +1,6 @@
-"""Reductions of block-quantized buckets: scatter-reduce-allgather, and all-gather.
+"""Reductions of block-quantized buckets: scatter-reduce-allgather, all-gather, ring and tree.
 
-Both leave every rank with the same bits, because every rank, the owner of a value included,
+All leave every rank with the same bits, because every rank, the owner of a value included,
 keeps what was *decoded* from the bytes on the wire, and sums run in rank order.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.packing import RAW, Packing
-from trimtab.collectives.reduction import carried, started
+from trimtab.collectives.reduction import Works, carried, started
 from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class BlockReduction:
         self._layout, self._groups, self._device = layout, groups, device
         self._kernels, self._seed, self._stochastic, self._feedback = kernels, seed, stochastic, feedback
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._compressed = [piece for piece in layout.pieces if piece.bits != RAW]
         self._allocate()
 
     def _allocate(self) -> None:
@@ -56,21 +57,16 @@ class BlockReduction:
             return scale, None
         if scale != 1.0:
             flat.mul_(scale)
-        for part, name in self._compressed_parts():
-            self._feedback.restore(name, flat[part])
+        for piece in self._compressed:
+            self._feedback.restore(piece.name, flat[piece.span])
         return 1.0, flat.clone()
 
     def _keep(self, target: torch.Tensor | None, sent: torch.Tensor) -> None:
         """With error feedback: remember for the next step what `sent` lacks of `target`."""
         if self._feedback is not None and target is not None:
             carried(target)
-            for part, name in self._compressed_parts():
-                self._feedback.keep(name, target[part], sent[part])
-
-    def _compressed_parts(self) -> Iterator[tuple[slice, str]]:
-        for piece in self._layout.pieces:
-            if piece.bits != RAW:
-                yield slice(piece.offset, piece.offset + piece.numel), piece.name
+            for piece in self._compressed:
+                self._feedback.keep(piece.name, target[piece.span], sent[piece.span])
 
     def _decode_sums(self, gathered: torch.Tensor, row_bytes: int, flat: torch.Tensor) -> None:
         """Decode the chunks that the other ranks own, each from its row of what was gathered."""
@@ -107,8 +103,7 @@ class BlockReduction:
         for payload in payloads:
             kernels.decode(payload, packing, flat, add=True)
         for segment in packing.segments:
-            part = slice(segment.offset, segment.offset + segment.numel)
-            target[part] = flat[part]
+            target[segment.span] = flat[segment.span]
         kernels.encode(flat, packing, out, stream=stream, stochastic=stochastic)
         kernels.decode(out, packing, flat)
 
@@ -188,6 +183,103 @@ class AllGather(BlockReduction):
         yield started(all_gather_single(self._gathered, self._mine, self._groups[0], async_op=True))
         for rank, payload in enumerate(rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
+
+
+class Ring(BlockReduction):
+    """Chunk c starts at rank c + 1 and travels around the ring; each rank adds its values; rank c owns the sum.
+
+    Every value is encoded by every rank on the way, so the error grows with W. It needs the least memory, and each
+    chunk crosses a host's link once, however many ranks the host has. Payload sent per rank: 2 (W - 1) / W of the
+    bucket's.
+    """
+
+    def _allocate(self) -> None:
+        chunks = self._layout.chunks
+        assert self._world == len(chunks)
+        row = max(chunk.nbytes for chunk in chunks)
+        self._leaving, self._arriving = self._bytes(row), self._bytes(row)
+        self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. W - 1 hops: add my values to the chunk that arrived, encode, send it on.
+        2. my own chunk has arrived: add, encode the sums, keep their decoded form; all-gather.
+        3. decode the other owners' sums.
+        """
+        chunks, world, rank = self._layout.chunks, self._world, self._rank
+        scale, target = self._restore(flat, scale)
+        # Each rank encodes each chunk once, so one stream serves all hops.
+        key = stream(self._seed, step, rank, OWN)
+        received: list[torch.Tensor] = []
+        last: dist.Work = Works(flat)
+        for hop in range(world - 1):
+            last.wait()
+            chunk, coming = chunks[(rank - 1 - hop) % world], chunks[(rank - 2 - hop) % world]
+            leaving, arriving = self._leaving[: chunk.nbytes], self._arriving[: coming.nbytes]
+            self._encode_sum(flat, received, chunk, leaving, stream=key, scale=scale, target=target)
+            last = self._pass_on(leaving, arriving)
+            received = [arriving]
+        yield last
+        own = chunks[rank]
+        sums = self._sums[: own.nbytes]
+        key = stream(self._seed, step, rank, REDUCED)
+        self._encode_sum(flat, received, own, sums, stream=key, scale=scale, target=target)
+        self._keep(target, flat)
+        yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
+        self._decode_sums(self._gathered, self._sums.numel(), flat)
+
+    def _pass_on(self, leaving: torch.Tensor, arriving: torch.Tensor) -> dist.Work:
+        group, following, before = self._groups[0], (self._rank + 1) % self._world, self._rank - 1
+        operations = []
+        if leaving.numel():
+            operations.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=following))
+        if arriving.numel():
+            operations.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=before % self._world))
+        return Works(leaving, dist.batch_isend_irecv(operations) if operations else ())
+
+
+class Tree(BlockReduction):
+    """Rank 0 is the root; the children of rank r are r + 1, r + 2, r + 4, ... below its lowest set bit.
+
+    Every value is encoded once per level, so the error grows with log W. Latency is lowest, but the whole payload
+    passes through the root's link log W times: right for small buckets on many ranks.
+    """
+
+    def _allocate(self) -> None:
+        (self._whole,) = self._layout.chunks
+        self._children, self._parent = family(self._rank, self._world)
+        size = self._whole.nbytes
+        self._own, self._received = self._bytes(size), [self._bytes(size) for _ in self._children]
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. receive from my children, nearest first; add, encode, send to my parent.
+        2. the root keeps the decoded form of its encoded sum, and broadcasts it.
+        3. decode.
+        """
+        group = self._groups[0]
+        scale, target = self._restore(flat, scale)
+        for child, payload in zip(self._children, self._received, strict=True):
+            receive = dist.P2POp(dist.irecv, payload, group=group, group_peer=child)
+            Works(payload, dist.batch_isend_irecv([receive])).wait()
+        key = stream(self._seed, step, self._rank, REDUCED if self._parent is None else OWN)
+        self._encode_sum(flat, self._received, self._whole, self._own, stream=key, scale=scale, target=target)
+        self._keep(target, flat)
+        sending: list[dist.Work] = []
+        if self._parent is not None:
+            up = dist.P2POp(dist.isend, self._own, group=group, group_peer=self._parent)
+            sending = dist.batch_isend_irecv([up])
+        yield Works(flat, sending)
+        yield started(dist.broadcast(self._own, group=self._groups[1], group_src=0, async_op=True))
+        if self._parent is not None:
+            self._kernels.decode(self._own, self._whole, flat)
+
+
+def family(rank: int, world: int) -> tuple[list[int], int | None]:
+    """A rank's children, nearest first, and its parent (None: the root)."""
+    children, distance = [], 1
+    while rank % (2 * distance) == 0 and rank + distance < world:
+        children.append(rank + distance)
+        distance *= 2
+    return children, None if rank == 0 else rank & (rank - 1)
 
 
 def rows(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:

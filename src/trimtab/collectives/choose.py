@@ -13,15 +13,12 @@ from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.kernels import Kernels, kernels_for
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.powersgd import PowerSGD
-from trimtab.collectives.block import AllGather, ScatterReduceAllGather
-from trimtab.collectives.codec_gather import CodecAllGather
+from trimtab.collectives.block import AllGather, Ring, ScatterReduceAllGather, Tree
 from trimtab.collectives.halving import Halving, owners
-from trimtab.collectives.hierarchy import HierarchicalReduction, Hierarchy, PlainShard, ShardFeedback
+from trimtab.collectives.hierarchy import HierarchicalReduction, Hierarchy, ShardFeedback
 from trimtab.collectives.layout import Piece, plan_layout
-from trimtab.collectives.low_rank import LowRankReduction
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
-from trimtab.collectives.ring import Ring
-from trimtab.collectives.tree import Tree
+from trimtab.collectives.whole_tensors import CodecAllGather, LowRankReduction
 from trimtab.wire_format import in_one_gather
 
 if TYPE_CHECKING:
@@ -63,79 +60,51 @@ def reduction_for(
     default two ranks, and tiny fp32 buckets, use one all-gather, all others scatter-reduce-allgather.
     """
     if dtype not in DTYPES:
-        return PlainReduction(tuple(groups))
+        return PlainReduction(groups)
     if isinstance(codec, PowerSGD):
         feedback = ErrorFeedback() if feedback is None else feedback
         rights = {} if rights is None else rights
         return LowRankReduction(pieces, groups, codec, seed=seed, feedback=feedback, rights=rights)
     whole = [piece for piece, _ in pieces]
-    if hierarchy is not None and isinstance(codec, (Block, Uncompressed)):
-        return _hierarchical_reduction(
-            whole, dtype, device, hierarchy, codec, seed, feedback, kernels, method
+
+    def block_reduction(
+        pieces: Sequence[Piece], groups: Sequence[dist.ProcessGroup], feedback: ErrorFeedback | None
+    ) -> Reduction:
+        assert isinstance(codec, Block)
+        world, layout = dist.get_world_size(groups[0]), plan_layout(pieces, dtype, 1)
+        # In half precision every payload that is added rounds the sums: their owner rounds them once.
+        gather = in_one_gather(layout.chunks[0].nbytes, world) and (dtype == torch.float32 or world <= 2)
+        kind = _KINDS[method or ("all_gather" if gather else "scatter_reduce")]
+        if kind not in (AllGather, Tree):
+            layout = plan_layout(pieces, dtype, owners(world) if kind is Halving else world)
+        return kind(
+            layout,
+            groups,
+            kernels or kernels_for(device),
+            seed=seed,
+            stochastic=codec.stochastic,
+            device=device,
+            feedback=feedback,
         )
-    if not isinstance(codec, Block):
+
+    if hierarchy is None or not isinstance(codec, (Block, Uncompressed)):
+        if isinstance(codec, Block):
+            return block_reduction(whole, groups, feedback)
         return CodecAllGather(pieces, groups, codec, seed=seed, feedback=feedback)
-    return _block_reduction(whole, dtype, device, groups, codec, seed, feedback, kernels, method)
-
-
-def _hierarchical_reduction(
-    pieces: Sequence[Piece],
-    dtype: torch.dtype,
-    device: torch.device,
-    hierarchy: Hierarchy,
-    codec: Block | Uncompressed,
-    seed: int,
-    feedback: ErrorFeedback | None,
-    kernels: Kernels | None,
-    method: Method | None,
-) -> Reduction:
-    between: Reduction | None = None
-    residuals: ShardFeedback | None = None
     if isinstance(codec, Uncompressed):
         # Uncompressed, shards of equal payload are shards of equal size.
-        pieces, feedback = [replace(piece, bits=RAW) for piece in pieces], None
-    shard = hierarchy.shard(pieces, dtype)
-    if hierarchy.between and shard.pieces and isinstance(codec, Uncompressed):
-        between = PlainShard(hierarchy.between, *shard.cuts[hierarchy.index : hierarchy.index + 2])
-    elif hierarchy.between and shard.pieces and isinstance(codec, Block):
-        residuals = None if feedback is None else ShardFeedback()
-        between = _block_reduction(
-            shard.pieces, dtype, device, hierarchy.between, codec, seed, residuals, kernels, method
-        )
+        whole, feedback = [replace(piece, bits=RAW) for piece in whole], None
+    shard = hierarchy.shard(whole, dtype)
+    between: Reduction | None = None
+    residuals = None if feedback is None else ShardFeedback()
+    if hierarchy.between and shard.pieces:
+        if isinstance(codec, Block):
+            between = block_reduction(shard.pieces, hierarchy.between, residuals)
+        else:
+            span = slice(*shard.cuts[hierarchy.index : hierarchy.index + 2])
+            between = PlainReduction(hierarchy.between, span)
     return HierarchicalReduction(
-        hierarchy.inside, shard, between, pieces=pieces, feedback=feedback, residuals=residuals
-    )
-
-
-def _block_reduction(
-    pieces: Sequence[Piece],
-    dtype: torch.dtype,
-    device: torch.device,
-    groups: Sequence[dist.ProcessGroup],
-    codec: Block,
-    seed: int,
-    feedback: ErrorFeedback | None,
-    kernels: Kernels | None,
-    method: Method | None,
-) -> Reduction:
-    world = dist.get_world_size(groups[0])
-    whole = plan_layout(pieces, dtype, 1)
-    if method is None:
-        # In half precision every payload that is added rounds the sums: their owner rounds them once.
-        gather = in_one_gather(whole.chunks[0].nbytes, world) and (dtype == torch.float32 or world <= 2)
-        method = "all_gather" if gather else "scatter_reduce"
-    kind = _KINDS[method]
-    layout = whole
-    if kind not in (AllGather, Tree):
-        layout = plan_layout(pieces, dtype, owners(world) if kind is Halving else world)
-    return kind(
-        layout,
-        groups,
-        kernels or kernels_for(device),
-        seed=seed,
-        stochastic=codec.stochastic,
-        device=device,
-        feedback=feedback,
+        hierarchy.inside, shard, between, pieces=whole, feedback=feedback, residuals=residuals
     )
 
 

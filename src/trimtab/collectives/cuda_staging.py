@@ -6,28 +6,14 @@ next is written to the other half of the segment.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
-class Places(Protocol):
-    """The part of `SharedMemory` that is used here."""
-
-    rank: int
-    world: int
-
-    @property
-    def room(self) -> int: ...
-
-    def next_turn(self) -> int: ...
-
-    def place(self, turn: int, source: int, target: int, nbytes: int) -> torch.Tensor: ...
-
-    def barrier(self, tag: int = 0) -> None: ...
+    from trimtab.collectives.shared_memory import SharedMemory
 
 
 class Staged:
@@ -39,7 +25,7 @@ class Staged:
     the one before, when every rank has read what was in its places.
     """
 
-    def __init__(self, memory: torch.Tensor, places: Places, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor, places: SharedMemory, device: torch.device) -> None:
         self._memory, self._places, self._device = memory, places, device
         self._read: Any = None
         self._copies: Any = None

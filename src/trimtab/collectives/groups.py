@@ -56,7 +56,7 @@ def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def gloo_backend(
-    store: Any, rank: int, size: int, timeout: Any, *, name: Any, global_ranks: Sequence[int]
+    store: Any, rank: int, size: int, *, timeout: Any, name: Any, global_ranks: Sequence[int]
 ) -> Any:
     """A Gloo backend, not registered with torch yet."""
     backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -111,24 +111,18 @@ def _group(
         return made[0]
     store = PrefixStore(f"{name}/", default_store)
     group = dist.ProcessGroup(store, rank, size)
+    common: dict[str, Any] = {"timeout": timeout, "name": name, "global_ranks": members}
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        backend = nccl_backend(store, rank, size, options, timeout=timeout, name=name, global_ranks=members)
+        backend = nccl_backend(store, rank, size, options, **common)
         kinds = dist.ProcessGroup.BackendType.NCCL
     else:
-        backend = gloo_backend(store, rank, size, timeout, name=name, global_ranks=members)
+        backend = gloo_backend(store, rank, size, **common)
         kinds = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, kinds, backend)
     group._set_default_backend(kinds)
-    register_group(
-        group,
-        name,
-        desc="trimtab",
-        backend=kind,
-        config=f"{device.type}:{kind}",
-        store=store,
-        ranks=_places(members),
-    )
+    config, ranks = f"{device.type}:{kind}", _places(members)
+    register_group(group, name, desc="trimtab", backend=kind, config=config, store=store, ranks=ranks)
     return group
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trimtab.codec.packing import Packing
 from trimtab.collectives.block import BlockReduction
-from trimtab.collectives.reduction import together
+from trimtab.collectives.reduction import Works
 from trimtab.random_bits import OWN, REDUCED, stream
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Halving(BlockReduction):
             self._encode(flat, theirs, leaving, key, target)
             self._exchange(0, rank ^ distance, send=leaving, receive=arriving).wait()
             kernels.decode(arriving, mine, flat, add=True)
-        yield together(flat)
+        yield Works(flat)
         own = self._layout.chunks[rank]
         key = stream(self._seed, step, rank, REDUCED)
         self._encode(flat, own, self._part(rank, rank + 1), key, target)
@@ -83,7 +83,7 @@ class Halving(BlockReduction):
             other = first ^ distance
             sent, received = self._part(first, end), self._part(other, other + distance)
             self._exchange(1, rank ^ distance, send=sent, receive=received).wait()
-        yield together(flat) if guest is None else self._exchange(1, guest, send=self._sums)
+        yield Works(flat) if guest is None else self._exchange(1, guest, send=self._sums)
         kernels.decode(self._sums, self._all, flat)
 
     def _hand_over(self, flat: torch.Tensor, target: torch.Tensor | None, key: int) -> Iterator[dist.Work]:
@@ -123,4 +123,4 @@ class Halving(BlockReduction):
             for operation, values in ((dist.isend, send), (dist.irecv, receive))
             if values is not None and values.numel()
         ]
-        return together(self._sums, dist.batch_isend_irecv(operations) if operations else ())
+        return Works(self._sums, dist.batch_isend_irecv(operations) if operations else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -18,20 +18,24 @@ WIRE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One parameter inside a bucket, and how it travels."""
+class Piece(Segment):
+    """A parameter, or a run of its blocks, inside a bucket, and how it travels."""
 
     name: str
-    offset: int
-    """First element in the bucket's flat buffer."""
 
-    numel: int
-    bits: int
-    """1 to 8, or 0 (`RAW`) to send the values as they are."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "name_hash", name_hash(self.name))
 
-    block: int
-    first_block: int = 0
-    """Index, within the parameter, of the first block: nonzero where the bucket holds only a part of it."""
+    def part(self, first_block: int, blocks: int) -> Piece:
+        """Some of its blocks, the first of them counted from the start of the piece."""
+        start = first_block * self.block
+        return replace(
+            self,
+            offset=self.offset + start,
+            numel=min(blocks * self.block, self.numel - start),
+            first_block=self.first_block + first_block,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,9 @@ class Layout:
     """The packings of a bucket: one chunk for each owner, in rank order."""
 
     pieces: tuple[Piece, ...]
+    parts: tuple[tuple[Piece, ...], ...]
+    """What each owner has of them."""
+
     dtype: torch.dtype
     chunks: tuple[Packing, ...]
 
@@ -58,34 +65,22 @@ def plan_layout(pieces: Sequence[Piece], dtype: torch.dtype, owners: int) -> Lay
     assert owners >= 1
     # Cuts fall between blocks. Walk over all blocks once, and go to the next chunk as soon as
     # this one has its share of the bytes.
-    sizes = [_segment(piece, 0, piece.numel).nbytes(dtype.itemsize) for piece in pieces]
+    sizes = [piece.nbytes(dtype.itemsize) for piece in pieces]
     total = sum(sizes)
-    chunks: list[list[Segment]] = [[] for _ in range(owners)]
+    chunks: list[list[Piece]] = [[] for _ in range(owners)]
     done, owner = 0.0, 0
     for piece, size in zip(pieces, sizes, strict=True):
-        blocks = -(-piece.numel // piece.block)
-        first = 0
+        blocks, first = piece.blocks, 0
         while first < blocks:
             per_block = size / blocks
             room = total * (owner + 1) / owners - done
             take = blocks - first if owner == owners - 1 else min(blocks - first, round(room / per_block))
             if take > 0:
-                chunks[owner].append(_segment(piece, first, take * piece.block))
+                chunks[owner].append(piece.part(first, take))
                 first += take
                 done += take * per_block
             if first < blocks:
                 owner += 1
-    packings = tuple(Packing(segments=tuple(segments), dtype=dtype) for segments in chunks)
-    return Layout(pieces=tuple(pieces), dtype=dtype, chunks=packings)
-
-
-def _segment(piece: Piece, first_block: int, numel: int) -> Segment:
-    start = first_block * piece.block
-    return Segment(
-        offset=piece.offset + start,
-        numel=min(numel, piece.numel - start),
-        bits=piece.bits,
-        block=piece.block,
-        name_hash=name_hash(piece.name),
-        first_block=piece.first_block + first_block,
-    )
+    parts = tuple(tuple(chunk) for chunk in chunks)
+    packings = tuple(Packing(segments=part, dtype=dtype) for part in parts)
+    return Layout(pieces=tuple(pieces), parts=parts, dtype=dtype, chunks=packings)

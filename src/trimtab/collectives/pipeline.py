@@ -53,7 +53,7 @@ class ThreadPipeline:
         self._queues[0].put((steps, None, result, future))
         # DDP treats whatever a future holds as a tensor, even an exception: only one raised in a callback
         # reaches it as an error.
-        return future.then(_value)
+        return future.then(torch.futures.Future.value)
 
     def close(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -96,10 +96,6 @@ def _failure(error: Exception) -> Exception:
     return failure
 
 
-def _value(future: Any) -> Any:
-    return future.value()
-
-
 class StreamRunner:
     """A CUDA side stream for each stage, fed by one thread: neither the device nor the host waits.
 
@@ -127,7 +123,9 @@ class StreamRunner:
         filled = torch.cuda.Event()
         filled.record(torch.cuda.current_stream(self._device))
         self._queue.put((steps, filled, result, future))
-        return future.then(_value)  # as in `ThreadPipeline.submit`: DDP would take the exception for a tensor
+        return future.then(
+            torch.futures.Future.value
+        )  # as in `ThreadPipeline.submit`: DDP would take the exception for a tensor
 
     def close(self, timeout: float | None = None) -> None:
         self._queue.put(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,36 +37,39 @@ def finish(steps: Iterator[dist.Work]) -> None:
 
 
 class PlainReduction:
-    """The backend's own all-reduce: for types the codec does not support."""
+    """The backend's own all-reduce of a bucket, or of one span of it: for values that are not encoded."""
 
-    def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
-        self._group = groups[0]
+    def __init__(self, groups: Sequence[dist.ProcessGroup], span: slice = slice(None)) -> None:
+        self._group, self._span = groups[0], span
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. all-reduce of the scaled values."""
+        part = flat[self._span]
         if scale != 1.0:
-            flat.mul_(scale)
-        yield started(dist.all_reduce(flat, group=self._group, async_op=True))
+            part.mul_(scale)
+        yield started(dist.all_reduce(part, group=self._group, async_op=True))
 
 
-class Works:
+class Works(dist.Work):
     """Waits for several operations, or none, and on CUDA for everything queued so far.
 
     A collective's own handle orders one stream after another; this does so where no collective is started.
     """
 
-    def __init__(self, works: Sequence[dist.Work], values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, works: Sequence[dist.Work] = ()) -> None:
+        super().__init__()
         self._works = works
         self._queued: Any = None
         if values.device.type == "cuda":
             self._queued = torch.cuda.Event()
             self._queued.record(torch.cuda.current_stream(values.device))
 
-    def wait(self) -> None:
+    def wait(self, timeout: Any = None) -> bool:
         for work in self._works:
             work.wait()
         if self._queued is not None:
             self._queued.wait()
+        return True
 
 
 def carried(*tensors: torch.Tensor) -> None:
@@ -78,11 +81,6 @@ def carried(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def together(values: torch.Tensor, works: Sequence[dist.Work] = ()) -> dist.Work:
-    """Several operations on `values`, or none, as one `dist.Work`: runners only call its `wait`."""
-    return cast("dist.Work", Works(works, values))
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -43,17 +43,10 @@ class Channel(ctypes.Structure):
     """`trimtab_channel` of csrc/shared_memory.h."""
 
     _fields_ = [
-        ("base", ctypes.c_void_p),
-        ("nbytes", ctypes.c_int64),
-        ("fd", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("world", ctypes.c_int64),
-        ("room", ctypes.c_int64),
-        ("timeout_ms", ctypes.c_int64),
-        ("barriers", ctypes.c_int64),
-        ("rounds", ctypes.c_int64),
-        ("culprit", ctypes.c_int64),
-    ]
+        ("base", ctypes.c_void_p), ("nbytes", ctypes.c_int64), ("fd", ctypes.c_int64), ("rank", ctypes.c_int64),
+        ("world", ctypes.c_int64), ("room", ctypes.c_int64), ("timeout_ms", ctypes.c_int64),
+        ("barriers", ctypes.c_int64), ("rounds", ctypes.c_int64), ("culprit", ctypes.c_int64),
+    ]  # fmt: skip
 
 
 class SharedMemory:
@@ -209,12 +202,7 @@ def _library() -> ctypes.CDLL:
         trimtab_shared_place=[pointer, integer, integer, integer],
         trimtab_shared_barrier=[pointer, ctypes.c_uint64],
         trimtab_shared_exchange=[
-            pointer,
-            integer,
-            integer,
-            ctypes.c_void_p,
-            ctypes.POINTER(integer),
-            ctypes.c_double,
+            *(pointer, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer), ctypes.c_double)
         ],
     )
     return library

@@ -19,7 +19,7 @@ from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
-from trimtab.doors.backend_plain import ForwardingGroup, plain_group, register_view
+from trimtab.doors.backend_plain import ForwardingGroup, register_view
 from trimtab.doors.backend_reducer import Reducer
 from trimtab.errors import TrimtabError
 
@@ -67,30 +67,9 @@ class TrimtabGroup(ForwardingGroup):
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: Any,
-        options: GroupOptions,
-        *,
-        judge: Judge,
-        is_default: bool,
-        group_name: str = "",
-        global_ranks: Sequence[int] = (),
-        nccl_options: Any = None,
+        self, plain: dist.ProcessGroup, options: GroupOptions, *, judge: Judge, is_default: bool
     ) -> None:
-        super().__init__(
-            plain_group(
-                store,
-                rank,
-                size,
-                timeout,
-                name=group_name,
-                global_ranks=global_ranks,
-                nccl_options=nccl_options,
-            )
-        )
+        super().__init__(plain)
         self.options = options
         self.sequence = 0
         self.explanation = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,70 +11,38 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from trimtab.collectives.groups import gloo_backend, nccl_backend, register_group
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
+def plain_group(described: Any, nccl_options: Any = None) -> dist.ProcessGroup:
+    """Gloo for CPU tensors and, where there is a GPU, NCCL for CUDA tensors; not registered with torch yet.
 
-def plain_group(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: Any,
-    *,
-    name: Any,
-    global_ranks: Sequence[int],
-    nccl_options: Any = None,
-) -> dist.ProcessGroup:
-    """Gloo for CPU tensors and, where there is a GPU, NCCL for CUDA tensors; not registered with torch yet."""
+    `described` is what torch gives the creator of a backend: store, ranks, timeout and name of the group.
+    """
+    store, rank, size = described.store, described.group_rank, described.group_size
+    common = {
+        "timeout": described.timeout,
+        "name": described.group_id,
+        "global_ranks": described.global_ranks_in_group,
+    }
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    gloo = gloo_backend(
-        PrefixStore("gloo/", store), rank, size, timeout, name=name, global_ranks=global_ranks
-    )
+    gloo = gloo_backend(PrefixStore("gloo/", store), rank, size, **common)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = nccl_backend(
-            PrefixStore("nccl/", store),
-            rank,
-            size,
-            nccl_options or dist.ProcessGroupNCCL.Options(),
-            timeout=timeout,
-            name=name,
-            global_ranks=global_ranks,
-        )
+        options = nccl_options or dist.ProcessGroupNCCL.Options()
+        nccl = nccl_backend(PrefixStore("nccl/", store), rank, size, options, **common)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         group._set_default_backend(kinds.NCCL)
     return group
 
 
 OPERATIONS = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
+    "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier",
+    "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
 """Operations of a process group in torch 2.11 to 2.13; some exist under one name in one version only."""
 
 

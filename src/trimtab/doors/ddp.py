@@ -241,11 +241,7 @@ class DdpCompression(JobBound):
         return ErrorFeedback(hold_unused=self._hold_unused)
 
     def _steps(
-        self,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        flat: torch.Tensor,
-        step: int,
+        self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], flat: torch.Tensor, step: int
     ) -> Iterator[dist.Work]:
         if step != self._begun:
             self._begin(step)
@@ -286,25 +282,24 @@ class DdpCompression(JobBound):
     def _plan(
         self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], flat: torch.Tensor
     ) -> tuple[Reduction, list[Piece]]:
-        pieces, shapes = [], []
+        pieces: list[tuple[Piece, torch.Size]] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             name = self._names[id(parameter)]
             numel, bits, block = self.pieces[name]
             offset = int(gradient.storage_offset()) - int(flat.storage_offset())
-            pieces.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
-            shapes.append(parameter.shape)
+            piece = Piece(name=name, offset=offset, numel=numel, bits=bits, block=block)
+            pieces.append((piece, parameter.shape))
+        whole = [piece for piece, _ in pieces]
         levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
         require_agreement(
-            fingerprint(pieces, str(flat.dtype), self.codec, self.seed, levels, self._method),
+            fingerprint(whole, str(flat.dtype), self.codec, self.seed, levels, self._method),
             self.device,
-            self.groups[
-                0
-            ],  # where the first stage starts its collectives: the order is the same on every rank
+            self.groups[0],  # of the first stage, whose collectives start in one order on every rank
             what="gradients",
             remedy="give trimtab.compress the same model and arguments on every rank",
         )
         reduction = reduction_for(
-            list(zip(pieces, shapes, strict=True)),
+            pieces,
             flat.dtype,
             flat.device,
             self.groups,
@@ -316,7 +311,7 @@ class DdpCompression(JobBound):
             hierarchy=self._hierarchy,
             method=self._method,
         )
-        return reduction, pieces
+        return reduction, whole
 
 
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:

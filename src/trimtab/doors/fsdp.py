@@ -17,21 +17,16 @@ from trimtab._compat import all_gather_single, reduce_scatter_single
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
+from trimtab.collectives.reduction import Works
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup
-from trimtab.doors.fsdp_shards import (
-    ShardLayout,
-    WeightGather,
-    gradient_key,
-    plan_shards,
-    reduce_scatter,
-)
+from trimtab.doors.fsdp_shards import ShardLayout, WeightGather, gradient_key, plan_shards, reduce_scatter
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.random_bits import absorb
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -113,9 +108,9 @@ class ShardedGroup:
     def attach(self, *, shard: bool, replicate: bool) -> None:
         """Replace FSDP2's collectives."""
         if shard:
-            self._module.set_custom_reduce_scatter(_ReduceScatter(self))
+            self._module.set_custom_reduce_scatter(_Collective(self.reduce_scatter))
         if self._owner.weight_bits is not None:
-            self._module.set_custom_all_gather(_AllGather(self))
+            self._module.set_custom_all_gather(_Collective(self.all_gather))
         info = self._param_group.mesh_info
         if replicate and getattr(info, "replicate_process_group", None) is not None:
             info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce changes
@@ -127,28 +122,35 @@ class ShardedGroup:
         self._layouts.clear()
         self._reductions.clear()
 
-    def reduce_scatter(self, output: torch.Tensor, values: torch.Tensor, group: Any, op: Any) -> None:
-        """What FSDP2 calls with the gradients of the parameters that have one."""
+    def reduce_scatter(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any
+    ) -> None:
+        """What FSDP2 calls with the gradients of the parameters that have one. It orders this by stream."""
+        output, values = output_tensor, input_tensor
         params = {name: p for name, p in self._params.items() if p.sharded_param.requires_grad}
         layout = self._layout("gradients", params, values, values.numel() // group.size(), group)
         if layout is None:
             reduce_scatter_single(output, values, group, op)
             return
-        codec = self._owner.codec
         step, reduced = self.steps
         self.steps = step + 1, reduced
-        key = gradient_key(self._owner.seed, step)
-        scale = self._scale(op, group.size())
-        reduce_scatter(output, values, layout, group, key=key, scale=scale, stochastic=codec.stochastic)
+        key, scale = gradient_key(self._owner.seed, step), self._scale(op, group.size())
+        stochastic = self._owner.codec.stochastic
+        reduce_scatter(output, values, layout, group, key=key, scale=scale, stochastic=stochastic)
 
-    def all_gather(self, output: torch.Tensor, values: torch.Tensor, group: Any) -> dist.Work:
+    def all_gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
         """What FSDP2 calls with its shards of all parameters."""
+        output, values = output_tensor, input_tensor
         layout = self._layout("weights", self._params, values, values.numel(), group)
         if layout is None:
-            work = all_gather_single(output, values, group, async_op=True)
-            assert work is not None
+            return all_gather_single(output, values, group, async_op=async_op)
+        work = WeightGather(output, values, layout, group)
+        if async_op:
             return work
-        return WeightGather(output, values, layout, group)
+        work.wait()
+        return None
 
     def all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """What FSDP2 calls with the reduced shards, for HSDP; returns whether it reduced them."""
@@ -227,54 +229,17 @@ class ShardedGroup:
         require_agreement(own, like.device, group, what=self.names[0], remedy=remedy)
 
 
-class _Allocate:
+class _Collective:
+    """Implements FSDP2's `ReduceScatter` and `AllGather`, whose classes are private."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._run(*arguments, **named)
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _ReduceScatter(_Allocate):
-    """Implements FSDP2's `ReduceScatter`, whose class is private."""
-
-    def __init__(self, sharded: ShardedGroup) -> None:
-        self._sharded = sharded
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        assert not async_op, "FSDP2 orders its reduce-scatter by stream, not by a handle"
-        self._sharded.reduce_scatter(output_tensor, input_tensor, group, op)
-
-
-class _AllGather(_Allocate):
-    """Implements FSDP2's `AllGather`, whose class is private."""
-
-    def __init__(self, sharded: ShardedGroup) -> None:
-        self._sharded = sharded
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        work = self._sharded.all_gather(output_tensor, input_tensor, group)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-
-class _Done(dist.Work):
-    """The handle of a reduction that has finished (CPU) or is queued on the current stream (CUDA)."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
 
 
 class _ReplicaGroup(ForwardingGroup):
@@ -287,7 +252,7 @@ class _ReplicaGroup(ForwardingGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         (flat,) = tensors
         if self._sharded.all_reduce(flat, self._plain, opts.reduceOp):
-            return _Done()
+            return Works(flat)
         return self._plain.allreduce(tensors, opts)
 
 

@@ -6,7 +6,7 @@ shard r, padded to the same sizes on every rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment
+from trimtab.codec.packing import Packing
 from trimtab.collectives.reduction import started
-from trimtab.random_bits import OWN, name_hash, stream
+from trimtab.random_bits import OWN, stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,19 +42,9 @@ def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: i
     """The layout of a buffer of `world` chunks, as `rank` sends it; `shards` are the parameters' parts of a chunk."""
     chunk = sum(shard.numel for shard in shards)
 
-    def segments(owner: int, base: int) -> list[Segment]:
-        return [
-            Segment(
-                offset=base + shard.offset,
-                numel=shard.numel,
-                bits=shard.bits,
-                block=shard.block,
-                name_hash=name_hash(shard.name),
-                # Blocks are numbered through the whole parameter, so that no two chunks draw the same numbers.
-                first_block=owner * -(-shard.numel // shard.block),
-            )
-            for shard in shards
-        ]
+    def segments(owner: int, base: int) -> list[Piece]:
+        # Blocks are numbered through the whole parameter, so that no two chunks draw the same numbers.
+        return [replace(s, offset=base + s.offset, first_block=owner * s.blocks) for s in shards]
 
     others = [s for owner in range(world) if owner != rank for s in segments(owner, owner * chunk)]
     return ShardLayout(

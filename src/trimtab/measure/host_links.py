@@ -12,7 +12,7 @@ from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CodecTime, Line
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, finish
-from trimtab.collectives.intra_host import IntraHost
+from trimtab.collectives.hierarchy import IntraHost
 from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.collectives import Placement, all_gather

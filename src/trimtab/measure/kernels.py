@@ -19,8 +19,8 @@ from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.errors import TrimtabError
 from trimtab.measure.timing import seconds_per_call, synchronize
 from trimtab.precision.draw import Draw
-from trimtab.precision.half import DTYPES
-from trimtab.precision.passes import products_for
+from trimtab.precision.linear import products_for
+from trimtab.precision.products import DTYPES
 from trimtab.predict.linear_fit import fit_line
 
 ROWS = {"cpu": (32, 256, 1024), "cuda": (256, 2048, 16384)}

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.measure.timing import meet
-from trimtab.precision.half import DTYPES
+from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import key_of

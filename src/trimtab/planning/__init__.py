@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trimtab.planning.drift import Follow as Follow
     from trimtab.planning.plan import Plan as Plan
     from trimtab.planning.plan import Role as Role
-    from trimtab.planning.plan_file import load_plan as load_plan
-    from trimtab.planning.plan_file import save_plan as save_plan
+    from trimtab.planning.plan import load_plan as load_plan
+    from trimtab.planning.plan import save_plan as save_plan
     from trimtab.planning.shares.batch import Adjust as Adjust
     from trimtab.planning.tensor.shares import water_fill as water_fill
     from trimtab.wire_format import encoded_bytes as encoded_bytes
@@ -30,8 +30,8 @@ _MODULES = {
     "Role": "trimtab.planning.plan",
     "choose_bits": "trimtab.planning.compression.policies",
     "encoded_bytes": "trimtab.wire_format",
-    "load_plan": "trimtab.planning.plan_file",
-    "save_plan": "trimtab.planning.plan_file",
+    "load_plan": "trimtab.planning.plan",
+    "save_plan": "trimtab.planning.plan",
     "uniform_cost": "trimtab.planning.compression.layer_options",
     "uniform_error": "trimtab.planning.compression.layer_options",
     "water_fill": "trimtab.planning.tensor.shares",

@@ -6,9 +6,10 @@ from math import fsum
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import PLAN_VERSION, Choice, Plan, Predicted, Role
+from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
+from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
@@ -105,10 +106,6 @@ def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:
         after = candidate.replayed.optimizer_s(name)
         fixed = max(0.0, seconds[0] - samples * (seconds[1] - seconds[0])) + after
         peak = tradeoffs.peak(device, samples, picked)
-        memory = {
-            operator: next(o.memory for o in several if o.precision == picked[operator])
-            for operator, several in menu.options.items()
-        }
         roles[name] = Role(
             device=device,
             kind=search.cluster.devices[device].kind,
@@ -120,15 +117,7 @@ def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:
             fixed_s=min(fixed, times[name].compute_s),
             after_s=min(after, times[name].compute_s),
             bytes_per_sample=float(max(0, tradeoffs.peak(device, samples + 1, picked) - peak)),
-            choices={
-                operator: {
-                    o.precision: Choice(
-                        seconds=o.seconds, damage=o.damage, memory=o.memory - memory[operator]
-                    )
-                    for o in several
-                }
-                for operator, several in menu.options.items()
-            },
+            choices=choices_of(menu.options, picked),
         )
     return roles
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import job_route
 from trimtab.planning.precision.allocate import allocate, relieve
-from trimtab.planning.precision.options import Option, damage_of, lowered, own_only
+from trimtab.planning.precision.options import Option, damage_of, damages_of, lowered, own_only
 from trimtab.planning.precision.profile_tradeoffs import ProfileTradeoffs
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import RoleLayout, alike, even, layout, replayed_job
@@ -300,10 +300,7 @@ class PlanSearch:
 
     def _lowerable(self, device: str, samples: int, ranks: int) -> Lowerable:
         return Lowerable(
-            damages={
-                name: {o.precision: o.damage for o in several}
-                for name, several in self._options(device, samples).items()
-            },
+            damages=damages_of(self._options(device, samples)),
             ranks=ranks,
             memory_bytes=self.tradeoffs.limits[device],
             alike=self.alike,

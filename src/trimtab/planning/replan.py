@@ -7,12 +7,17 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import Choice, Plan, Role
 from trimtab.planning.plan_search import AHEAD, GAIN, SLOWER
-from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import allocate
-from trimtab.planning.precision.options import damage_of, lowered, memory_of, own_only
-from trimtab.planning.precision.plan_tradeoffs import PlanTradeoffs, chosen_of
+from trimtab.planning.precision.options import (
+    AdditiveJob,
+    damage_of,
+    damages_of,
+    lowered,
+    memory_of,
+    own_only,
+)
+from trimtab.planning.precision.plan_tradeoffs import PlanTradeoffs, choices_of, chosen_of
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import RoleLayout, even, layout
 from trimtab.planning.shares.with_precision import quickest
@@ -20,6 +25,7 @@ from trimtab.planning.shares.with_precision import quickest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trimtab.planning.plan import Plan, Role
     from trimtab.planning.precision.options import Chosen
     from trimtab.planning.shares.with_precision import Shared
 
@@ -166,7 +172,6 @@ class _Candidate:
     def _role(self, name: str) -> Role:
         device, samples, chosen = self.job.devices[name], self.job.samples[name], self.chosen[name]
         old, tradeoffs = self.tradeoffs.roles[device], self.tradeoffs
-        options = tradeoffs.menu(device, samples).options
         return replace(
             old,
             samples=samples,
@@ -175,17 +180,7 @@ class _Candidate:
             fixed_s=min(old.fixed_s * tradeoffs.slower[device], self.compute[name]),
             after_s=min(self.after[name], self.compute[name]),
             peak_bytes=max(0, tradeoffs.peak(device, samples, chosen)),
-            choices={
-                operator: {
-                    o.precision: Choice(
-                        seconds=o.seconds,
-                        damage=o.damage,
-                        memory=o.memory - memory_of(options, {operator: chosen[operator]}),
-                    )
-                    for o in several
-                }
-                for operator, several in options.items()
-            },
+            choices=choices_of(tradeoffs.menu(device, samples).options, chosen),
         )
 
     def _plain_s(self) -> float:
@@ -228,7 +223,7 @@ def _fixed(plan: Plan, tradeoffs: PlanTradeoffs, present: _Candidate) -> _Candid
     fastest = min(menu.own_s for menu in menus.values())
     roles = {
         name: Lowerable(
-            damages={o: {c.precision: c.damage for c in several} for o, several in menu.options.items()},
+            damages=damages_of(menu.options),
             ranks=job.counts[name],
             memory_bytes=tradeoffs.limits[job.devices[name]],
         )

@@ -133,10 +133,10 @@ def _profile(cluster: Cluster) -> Profile:
     return cluster.profile
 
 
-def even(cluster: Cluster, samples: int, *, bits: int | None = None) -> JobSetting:
+def even(cluster: Cluster, samples: int) -> JobSetting:
     """The same share for every rank, in the model's own precision."""
     ranks = {name: RankSetting(samples=samples, precisions={}) for name in rank_counts(cluster)}
-    return JobSetting(ranks=ranks, bits=bits)
+    return JobSetting(ranks=ranks, bits=None)
 
 
 def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.passes import draw_of, no_autocast, products_for, result_dtype
-from trimtab.precision.products import Half, Operands, Sizes, tf32_products, unscaled
+from trimtab.precision.linear import draw_of, no_autocast, products_for, result_dtype
+from trimtab.precision.products import Float, Operands, Sizes, unscaled
 
 if TYPE_CHECKING:
     from trimtab.precision_names import Precision, PrecisionName
@@ -34,21 +35,21 @@ class Geometry(NamedTuple):
 
 
 def conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     geometry: Geometry,
     precision: Precision,
     *,
     base: int,
-    calls: torch.Tensor,
-) -> torch.Tensor:
+    calls: Tensor,
+) -> Tensor:
     """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
     if len(x) == 0:  # nothing to quantize
         return F.conv2d(x.to(weight.dtype), weight, bias, *geometry).to(result_dtype(x))
     arguments = (x, weight, bias, geometry, precision, base, calls, result_dtype(x))
     run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
-    result: torch.Tensor = run(*arguments)
+    result: Tensor = run(*arguments)
     return result
 
 
@@ -61,20 +62,20 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         geometry: Geometry,
         precision: Precision,
         base: int,
-        calls: torch.Tensor,
+        calls: Tensor,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         draw = draw_of(precision, base, calls)
         passes = _passes(precision, x.device.type)
         with no_autocast(x.device.type):
             x_operands, w_operands = passes[0].input(x, draw), passes[0].weight(weight, draw)
-            y: torch.Tensor = (
+            y: Tensor = (
                 passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
             )
             saved_w: Operands = ()
@@ -92,7 +93,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         geometry, precision, draw = ctx.setting
         saved = ctx.saved_tensors
         x, w = saved[: ctx.split], saved[ctx.split :]
@@ -113,61 +114,48 @@ class _Direct:
     """torch's convolutions in fp32, tf32 or a half type."""
 
     def __init__(self, name: PrecisionName) -> None:
-        self.tf32 = name == "tf32"
-        self.half = Half(name) if name in ("bf16", "fp16") else None
-        self.dtype = self.half.dtype if self.half else torch.float32
+        self.type = Float(name)
 
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        return (x.to(self.dtype),)
+    def input(self, x: Tensor, draw: Draw) -> Operands:
+        return (x.to(self.type.dtype),)
 
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        return (w.to(self.dtype),)
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
+        return (w.to(self.type.dtype),)
 
     def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, geometry: Geometry, *shapes: torch.Size
-    ) -> torch.Tensor:
-        with tf32_products(self.tf32):
-            y: torch.Tensor = F.conv2d(x[0], w[0], None if bias is None else bias.to(self.dtype), *geometry)
-            return y
+        self, x: Operands, w: Operands, bias: Tensor | None, geometry: Geometry, *shapes: torch.Size
+    ) -> Tensor:
+        bias = None if bias is None else bias.to(self.type.dtype)
+        with self.type.arithmetic():
+            return F.conv2d(x[0], w[0], bias, *geometry)
 
     def grad_input(
-        self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        self, g: Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         # Only the shape of the input matters here, so an expanded scalar will do.
         return self._backward(g, w[0].new_zeros(()).expand(x_shape), w[0], geometry, 0)
 
     def grad_weight(
-        self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        self, g: Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         values = x[0]
-        if (
-            self.half
-            and values.device.type == "cpu"
-            and has_position_on_padding_only(geometry, x_shape, w_shape)
-        ):
+        on_cpu = values.device.type == "cpu" and values.dtype != torch.float32
+        if on_cpu and has_position_on_padding_only(geometry, x_shape, w_shape):
             # oneDNN does not write the gradient of such kernel positions (torch 2.13), except in fp32.
-            return _Direct("fp32")._backward(
-                g.float(),
-                values.float(),
-                values.new_zeros((), dtype=torch.float32).expand(w_shape),
-                geometry,
-                1,
-            )
+            return _Direct("fp32").grad_weight(g, (values.float(),), geometry, x_shape, w_shape, draw)
         return self._backward(g, values, values.new_zeros(()).expand(w_shape), geometry, 1)
 
-    def _backward(
-        self, g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, which: int
-    ) -> torch.Tensor:
-        scaled, scale = self.half.scaled(g) if self.half else (g.float(), None)
+    def _backward(self, g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, which: int) -> Tensor:
+        scaled, *scale = self.type.scaled(g)
         stride, padding, dilation, groups = geometry
-        with tf32_products(self.tf32):
+        with self.type.arithmetic():
             grads = torch.ops.aten.convolution_backward(
                 scaled, x, w, None, stride, padding, dilation, False, (0, 0), groups,
                 (which == 0, which == 1, False),
             )  # fmt: skip
-        return unscaled(grads[which], () if scale is None else (scale,), torch.float32)
+        return unscaled(grads[which], tuple(scale), torch.float32)
 
 
 def has_position_on_padding_only(geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size) -> bool:
@@ -191,12 +179,12 @@ class _Columns:
     def __init__(self, products: Any) -> None:
         self.products = products
 
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+    def input(self, x: Tensor, draw: Draw) -> Operands:
         channels_last = x.permute(0, 2, 3, 1).contiguous()
         codes, scales = self.products.samples(channels_last.flatten(1), draw, Operand.INPUT)
         return codes.reshape(channels_last.shape), scales
 
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
         codes, scales = self.products.samples(w.permute(0, 2, 3, 1).flatten(1), draw, Operand.WEIGHT)
         return codes.contiguous(), scales
 
@@ -204,11 +192,11 @@ class _Columns:
         self,
         x: Operands,
         w: Operands,
-        bias: torch.Tensor | None,
+        bias: Tensor | None,
         geometry: Geometry,
         x_shape: torch.Size,
         w_shape: torch.Size,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         height, width = _output_size(x_shape, w_shape, geometry)
         n = w_shape[0] // geometry.groups
         sizes = Sizes(x_shape[0] * height * width, n, w[0].shape[1])
@@ -223,9 +211,9 @@ class _Columns:
         return y.view(x_shape[0], height, width, -1).permute(0, 3, 1, 2)
 
     def grad_input(
-        self, g: torch.Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        self, g: Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         n = w_shape[0] // geometry.groups
         rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
         sizes = Sizes(len(rows), n, w[0].shape[1])
@@ -238,9 +226,9 @@ class _Columns:
         return _folded(parts, x_shape, w_shape, geometry)
 
     def grad_weight(
-        self, g: torch.Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
+        self, g: Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
         draw: Draw,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         n = w_shape[0] // geometry.groups
         rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
         sizes = Sizes(len(rows), n, w_shape[1:].numel())
@@ -278,7 +266,7 @@ def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -
     return height, width
 
 
-def _unfolded(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> list[torch.Tensor]:
+def _unfolded(codes: Tensor, w_shape: torch.Size, geometry: Geometry) -> list[Tensor]:
     """For each group: one row of the codes under the kernel for each output position of each sample."""
     samples, rows, columns, channels = codes.shape
     height, width = _output_size(torch.Size((samples, channels, rows, columns)), w_shape, geometry)
@@ -297,9 +285,7 @@ def _unfolded(codes: torch.Tensor, w_shape: torch.Size, geometry: Geometry) -> l
     ]
 
 
-def _folded(
-    parts: list[torch.Tensor], x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry
-) -> torch.Tensor:
+def _folded(parts: list[Tensor], x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> Tensor:
     """The adjoint of `_unfolded`, in fp32: each output position adds its row to the inputs under the kernel."""
     samples, channels, rows, columns = x_shape
     height, width = _output_size(x_shape, w_shape, geometry)

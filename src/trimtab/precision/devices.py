@@ -11,29 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.precision_names import OPERATOR_PRECISIONS, PASSES, Precision, PrecisionName
+from trimtab.precision.products import DTYPES
+from trimtab.precision_names import HALVES, OPERATOR_PRECISIONS, PASSES, Precision, PrecisionName
 
 if TYPE_CHECKING:
     from trimtab.precision_names import OperatorKind
 
 
+@lru_cache
 def offers(device: torch.device) -> dict[OperatorKind, tuple[PrecisionName, ...]]:
     """The precisions this device offers, by kind of operator."""
-    return _offers(device.type, device.index)
-
-
-@lru_cache
-def _offers(device_type: str, index: int | None) -> dict[OperatorKind, tuple[PrecisionName, ...]]:
-    if device_type == "cuda":
-        if torch.version.hip is not None:
-            # AMD's 8-bit float types differ from the ones our kernels write.
-            offered: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
-        else:
-            offered = cuda_precisions(torch.cuda.get_device_capability(index))
-    elif device_type == "cpu":
-        offered = cpu_precisions()
+    if device.type == "cuda" and torch.version.hip is not None:
+        # AMD's 8-bit float types differ from the ones our kernels write.
+        offered: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
+    elif device.type == "cuda":
+        offered = cuda_precisions(torch.cuda.get_device_capability(device.index))
     else:
-        offered = working_halves(torch.device(device_type if index is None else f"{device_type}:{index}"))
+        offered = cpu_precisions() if device.type == "cpu" else working_halves(device)
     return {
         kind: tuple(name for name in names if name in offered) for kind, names in OPERATOR_PRECISIONS.items()
     }
@@ -82,14 +76,10 @@ def cpu_features() -> frozenset[str]:
 def working_halves(device: torch.device) -> tuple[PrecisionName, ...]:
     """For an unknown type of device: fp32, and the half types in which it computes a small product correctly."""
     offered: list[PrecisionName] = ["fp32"]
-    halves: tuple[tuple[PrecisionName, torch.dtype], ...] = (
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-    )
-    for name, dtype in halves:
-        ones = torch.ones((32, 32), device=device)
+    for name in HALVES:
+        ones = torch.ones((32, 32), device=device).to(DTYPES[name])
         try:
-            correct = bool(((ones.to(dtype) @ ones.to(dtype)).float() == 32).all())
+            correct = bool(((ones @ ones).float() == 32).all())
         except RuntimeError:
             correct = False
         if correct:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trimtab.random_bits import absorb
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 class Operand(IntEnum):
@@ -36,7 +36,7 @@ class Draw:
     base: int
     """See `base_key`."""
 
-    calls: torch.Tensor
+    calls: Tensor
     """How often the model was called: one int64 on the operands' device, so that the host never waits for it."""
 
     stochastic: bool

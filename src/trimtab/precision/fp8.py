@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.products import Products
 
 if TYPE_CHECKING:
     from trimtab.precision.products import Operands, Sizes
@@ -20,7 +22,7 @@ FAST_SUMS = (True, False)
 """Whether forward and backward may use the tensor cores' shorter accumulator."""
 
 
-class Fp8:
+class Fp8(Products):
     """Operands are (codes, transposed codes, scale); saved: (transposed codes, scale)."""
 
     saves_input = saves_weight = True
@@ -28,10 +30,10 @@ class Fp8:
     def __init__(self, *, rounding: str | None = None) -> None:
         self.stochastic_inputs = rounding == "stochastic"
 
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+    def input(self, x: Tensor, draw: Draw) -> Operands:
         return self._operand(x, draw, Operand.INPUT)
 
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
         if not w.is_contiguous() and w.t().is_contiguous():
             transposed, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT)
             return codes, transposed, scale
@@ -40,7 +42,7 @@ class Fp8:
     def saved(self, operands: Operands) -> Operands:
         return operands[1:]
 
-    def saved_like(self, values: torch.Tensor) -> Operands:
+    def saved_like(self, values: Tensor) -> Operands:
         from trimtab.precision.triton_quantize import padded
 
         rows, columns = values.shape
@@ -48,8 +50,8 @@ class Fp8:
         return transposed, values.new_empty((), dtype=torch.float32)
 
     def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, x: Operands, w: Operands, bias: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> Tensor:
         fused = None
         if bias is not None and dtype == torch.bfloat16 and len(w[0]) == sizes.n:
             fused, bias = bias.to(dtype), None  # added in the product's epilogue
@@ -57,27 +59,23 @@ class Fp8:
         y = y[: sizes.m, : sizes.n].contiguous()
         return y if bias is None else (y + bias).to(dtype)
 
-    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+    def gradient(self, g: Tensor, draw: Draw) -> Operands:
         from trimtab.precision.triton_quantize import quantize_whole
 
         return quantize_whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
 
-    def grad_input(
-        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
-    ) -> torch.Tensor:
+    def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
         return y[: sizes.m, : sizes.k].contiguous()
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
         if transposed:
             y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
             return y[: sizes.k, : sizes.n].contiguous()
         y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
         return y[: sizes.n, : sizes.k].contiguous()
 
-    def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+    def samples(self, rows: Tensor, draw: Draw, operand: Operand) -> Operands:
         """See `Int8.samples`; all rows have the same scale."""
         from trimtab.precision.triton_quantize import quantize_whole
 
@@ -86,14 +84,14 @@ class Fp8:
         )
         return codes[: len(rows), : rows.shape[1]], scale.expand(len(rows)).contiguous()
 
-    def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
+    def assemble(self, codes: Tensor, scales: Tensor) -> Operands:
         """See `Int8.assemble`."""
         from trimtab.precision.triton_quantize import pad_codes
 
         codes = pad_codes(codes)
         return codes, codes.view(torch.int8).t().contiguous().view(codes.dtype), scales[0]
 
-    def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+    def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
         from trimtab.precision.triton_quantize import quantize_whole
 
         return quantize_whole(values, torch.float8_e4m3fn, self._inputs(draw), operand)
@@ -103,15 +101,15 @@ class Fp8:
 
 
 def scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
     dtype: torch.dtype,
     *,
     fast: bool,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+) -> Tensor:
     """a bᵀ · scales + bias, both row-major, in `dtype`."""
     if 0 in (*a.shape, len(b)):
         return torch.zeros((len(a), len(b)), dtype=dtype, device=a.device)

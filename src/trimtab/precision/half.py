@@ -6,31 +6,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trimtab.precision.passes import no_autocast, result_dtype
-from trimtab.precision.products import Half
+from trimtab.precision.linear import no_autocast, result_dtype
+from trimtab.precision.products import Float
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded to a half type, in its own dtype; the gradient passes through unrounded."""
-    result: torch.Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return g, None
 
 
@@ -60,12 +58,12 @@ class HalfProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self._PRODUCTS or not isinstance(next(iter(args), None), torch.Tensor):
+        if func not in self._PRODUCTS or not isinstance(next(iter(args), None), Tensor):
             return func(*args, **kwargs)
-        scale: list[torch.Tensor] = []
+        scale: list[Tensor] = []
 
         def to_half(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             if self.dtype != torch.float16:
                 return value.to(self.dtype)
@@ -83,12 +81,12 @@ class _Enter(torch.autograd.Function):
     """To fp16; backward divides by the scale that `_Leave` stored in `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, scale: list[Tensor]) -> Tensor:
         ctx.scale, ctx.dtype = scale, x.dtype
         return x.to(torch.float16)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return (g.float() / ctx.scale[0]).to(ctx.dtype), None
 
 
@@ -96,13 +94,12 @@ class _Leave(torch.autograd.Function):
     """From fp16; backward scales the gradient to fp16's range."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, dtype: torch.dtype, scale: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, dtype: torch.dtype, scale: list[Tensor]) -> Tensor:
         ctx.scale = scale
         return y.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        half, scale = Half("fp16").scaled(g)
-        assert scale is not None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        half, scale = Float("fp16").scaled(g)
         ctx.scale[:] = [scale]
         return half, None, None

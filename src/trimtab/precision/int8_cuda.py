@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.int8 import Int8
@@ -29,27 +30,23 @@ class Int8Cuda(Int8):
 
     saves_input = saves_weight = True
 
-    def saved_like(self, values: torch.Tensor) -> Operands:
+    def saved_like(self, values: Tensor) -> Operands:
         rows, columns = values.shape
         codes = values.new_empty((padded(rows), padded(columns)), dtype=torch.int8)
         return codes, values.new_empty(rows, dtype=torch.float32)
 
     def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, x: Operands, w: Operands, bias: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> Tensor:
         sums = integer_product(x[0], w[0])
         return dequantize(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
 
-    def grad_input(
-        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
-    ) -> torch.Tensor:
+    def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         codes, scales = quantize_by_row(g[0], torch.int8, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
         sums = integer_product(codes, w[0].t().contiguous())
         return dequantize(sums, sizes.m, sizes.k, dtype, row_scale=scales)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
         folded = g[0].float() * x[1][:, None]
         _, codes, scale = quantize_whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, direct=False)
         inputs = x[0].t().contiguous()
@@ -59,21 +56,21 @@ class Int8Cuda(Int8):
             sums, rows, columns = integer_product(codes, inputs), sizes.n, sizes.k
         return dequantize(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
 
-    def samples(self, rows: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+    def samples(self, rows: Tensor, draw: Draw, operand: Operand) -> Operands:
         codes, scales = self._operand(rows, draw, operand)
         return codes[: len(rows), : rows.shape[1]], scales
 
-    def assemble(self, codes: torch.Tensor, scales: torch.Tensor) -> Operands:
+    def assemble(self, codes: Tensor, scales: Tensor) -> Operands:
         return pad_codes(codes), scales.contiguous()
 
-    def _operand(self, values: torch.Tensor, draw: Draw, operand: Operand) -> Operands:
+    def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
         if self.by_row:
             return quantize_by_row(values, torch.int8, draw, operand)
         codes, _, scale = quantize_whole(values, torch.int8, draw, operand, transposed=False)
         return codes, scale.expand(len(values)).contiguous()
 
 
-def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ in int32, both row-major and padded."""
     assert a.shape[1] % PAD == 0
     assert len(b) % PAD == 0

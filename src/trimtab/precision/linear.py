@@ -1,26 +1,35 @@
-"""A linear layer in a chosen precision: an autograd function, and a registered operator for torch.compile."""
+"""A linear layer in a chosen precision: its passes, an autograd function, and an operator for torch.compile."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trimtab.precision.passes import backward_pass, draw_of, forward_pass, products_of, result_dtype
+from trimtab.precision.draw import Draw
+from trimtab.precision.products import Float, Operands, Products, Sizes
 from trimtab.precision_names import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.precision_names import PrecisionName
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     precision: Precision,
     *,
     base: int,
-    calls: torch.Tensor,
+    calls: Tensor,
     transposed: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
     Args:
@@ -31,12 +40,11 @@ def linear(
     dtype = result_dtype(x)
     flat = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling():
-        y = torch.ops.trimtab.linear(flat, weight, bias, calls, base, precision.encode(), transposed, dtype)[
-            0
-        ]
+        encoded = precision.encode()
+        y, *_ = torch.ops.trimtab.linear(flat, weight, bias, calls, base, encoded, transposed, dtype)
     else:
         y = _Linear.apply(flat, weight, bias, precision, base, calls, transposed, dtype)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
+    result: Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
 
 
@@ -44,15 +52,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         precision: Precision,
         base: int,
-        calls: torch.Tensor,
+        calls: Tensor,
         transposed: bool,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         w = weight.t() if transposed else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         y, saved_x, saved_w = forward_pass(
@@ -67,7 +75,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         precision, base, calls, transposed = ctx.setting
         saved = ctx.saved_tensors
         gx, gw = backward_pass(
@@ -81,15 +89,15 @@ class _Linear(torch.autograd.Function):
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())
 def _linear_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    calls: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    calls: Tensor,
     base: int,
     precision: str,
     transposed: bool,
     dtype: torch.dtype,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """y, then those saved operands of x and of w that are not x and w themselves."""
     chosen = Precision.decode(precision)
     w = weight.t() if transposed else weight
@@ -97,20 +105,13 @@ def _linear_op(
     _, grad_input, grad_weight = products_of(chosen, x.device.type)
     saved = [*(saved_x if grad_weight.saves_input else ()), *(saved_w if grad_input.saves_weight else ())]
     # A registered operator may not return its arguments, as it would for a half operand of a half input.
-    return [y, *(s.clone() if _same_memory(s, x) or _same_memory(s, weight) else s for s in saved)]
+    arguments = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
+    return [y, *(s.clone() if s.untyped_storage().data_ptr() in arguments else s for s in saved)]
 
 
 @_linear_op.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    calls: torch.Tensor,
-    base: int,
-    precision: str,
-    transposed: bool,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+def _(x: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    _, _, _, precision, transposed, dtype = arguments
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
     w = weight.t() if transposed else weight
     saved_x = grad_weight.saved_like(x) if grad_weight.saves_input else ()
@@ -120,16 +121,16 @@ def _(
 
 @torch.library.custom_op("trimtab::linear_backward", mutates_args=())
 def _linear_backward_op(
-    g: torch.Tensor,
-    saved_x: list[torch.Tensor],
-    saved_w: list[torch.Tensor],
-    calls: torch.Tensor,
+    g: Tensor,
+    saved_x: list[Tensor],
+    saved_w: list[Tensor],
+    calls: Tensor,
     base: int,
     precision: str,
     transposed: bool,
     inputs: int,
     dtype: torch.dtype,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The gradients of x in `dtype` and of the weight in fp32."""
     chosen = Precision.decode(precision)
     gx, gw = backward_pass(
@@ -141,23 +142,14 @@ def _linear_backward_op(
 
 
 @_linear_backward_op.register_fake
-def _(
-    g: torch.Tensor,
-    saved_x: list[torch.Tensor],
-    saved_w: list[torch.Tensor],
-    calls: torch.Tensor,
-    base: int,
-    precision: str,
-    transposed: bool,
-    inputs: int,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+def _(g: Tensor, *arguments: Any) -> list[Tensor]:
+    *_, transposed, inputs, dtype = arguments
     tokens, outputs = g.shape
     shape = (inputs, outputs) if transposed else (outputs, inputs)
     return [g.new_empty((tokens, inputs), dtype=dtype), g.new_empty(shape, dtype=torch.float32)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, bias, calls, base, precision, transposed, _ = inputs
     _, grad_input, grad_weight = products_of(Precision.decode(precision), x.device.type)
     saved = output[1:]
@@ -170,7 +162,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
 
 
-def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     g = grads[0]
     calls, *saved = ctx.saved_tensors
     base, precision, transposed, inputs = ctx.setting
@@ -185,5 +177,112 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 _linear_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+@lru_cache
+def products_for(name: PrecisionName, scales: str | None, rounding: str | None, device_type: str) -> Products:
+    """The implementation of a precision for a type of device."""
+    if name not in ("fp8", "int8"):
+        return Float(name)
+    if name == "fp8":
+        from trimtab.precision.fp8 import Fp8
+
+        return Fp8(rounding=rounding)
+    if device_type == "cuda":
+        from trimtab.precision.int8_cuda import Int8Cuda
+
+        return Int8Cuda(by_row=scales != "tensor")
+    from trimtab.precision.int8 import Int8
+
+    return Int8(by_row=scales != "tensor")
+
+
+def products_of(precision: Precision, device_type: str) -> tuple[Products, Products, Products]:
+    """The implementations of forward, input gradient and weight gradient."""
+    forward, grad_input, grad_weight = (
+        products_for(name, precision.scales, precision.rounding, device_type) for name in precision.names
+    )
+    return forward, grad_input, grad_weight
+
+
+def draw_of(precision: Precision, base: int, calls: Tensor) -> Draw:
+    """The random stream of an operator's rounding."""
+    return Draw(base, calls, precision.rounding != "nearest")
+
+
+def forward_pass(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    precision: Precision,
+    draw: Draw,
+    dtype: torch.dtype,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Operands, Operands]:
+    """y = x wᵀ + bias in `dtype`, and the saved operands of x and of w.
+
+    Args:
+        needs: whether the gradients of x and of w will be needed; nothing is saved for one that is not.
+    """
+    forward, grad_input, grad_weight = products_of(precision, x.device.type)
+    with no_autocast(x.device.type):
+        x_operands, w_operands = forward.input(x, draw), forward.weight(w, draw)
+        sizes = Sizes(x.shape[0], w.shape[0], x.shape[1])
+        y = forward.forward(x_operands, w_operands, bias, sizes, dtype)
+        saved_x: Operands = ()
+        saved_w: Operands = ()
+        if needs[1]:
+            same = grad_weight is forward
+            saved_x = grad_weight.saved(x_operands if same else grad_weight.input(x, draw))
+        if needs[0] and grad_input.saves_weight:
+            same = grad_input is forward
+            saved_w = grad_input.saved(w_operands if same else grad_input.weight(w, draw))
+        elif needs[0]:
+            saved_w = (w,)
+    return y, saved_x, saved_w
+
+
+def backward_pass(
+    g: Tensor,
+    saved_x: Sequence[Tensor],
+    saved_w: Sequence[Tensor],
+    precision: Precision,
+    draw: Draw,
+    inputs: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x in `dtype` and of w in fp32 (transposed if `transposed`); None where no operand was saved.
+
+    Args:
+        draw: the one of the forward pass, so that recomputed operands are the same.
+        inputs: number of columns of x.
+    """
+    sizes = Sizes(g.shape[0], g.shape[1], inputs)
+    _, grad_input, grad_weight = products_of(precision, g.device.type)
+    with no_autocast(g.device.type):
+        gx = gw = None
+        operands: Operands | None = None
+        if saved_w:
+            operands = grad_input.gradient(g, draw)
+            w_operands = tuple(saved_w)
+            if not grad_input.saves_weight:
+                w_operands = grad_input.saved(grad_input.weight(saved_w[0], draw))
+            gx = grad_input.grad_input(operands, w_operands, sizes, dtype, draw)
+        if saved_x:
+            if operands is None or grad_weight is not grad_input:
+                operands = grad_weight.gradient(g, draw)
+            gw = grad_weight.grad_weight(operands, tuple(saved_x), sizes, transposed, draw)
+    return gx, gw
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Disable autocast, so that products run in the dtypes of their operands."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of an operator's output: autocast's if it is enabled, else the input's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

@@ -7,11 +7,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from trimtab.codec import native
 
 if TYPE_CHECKING:
-    from trimtab.precision.quantize import Axis
+    from trimtab.precision.int8 import Axis
 
 _AXES = ("rows", "columns", "whole")
 
@@ -33,11 +34,6 @@ class _Task(ctypes.Structure):
     ]
 
 
-def available() -> bool:
-    """Whether this installation has the library."""
-    return native.available()
-
-
 @cache
 def _library() -> ctypes.CDLL:
     library = native.load()
@@ -51,15 +47,15 @@ def _library() -> ctypes.CDLL:
 
 
 def quantize(
-    values: torch.Tensor,
+    values: Tensor,
     axis: Axis,
     *,
     key: int,
     stochastic: bool,
-    row_factor: torch.Tensor | None = None,
-    column_factor: torch.Tensor | None = None,
+    row_factor: Tensor | None = None,
+    column_factor: Tensor | None = None,
     instruction_set: str = "best",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`trimtab.precision.reference.quantize` of a contiguous fp32 matrix, with the same bits."""
     rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=torch.int8)
@@ -83,13 +79,13 @@ def quantize(
 
 
 def dequantize(
-    sums: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    column_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    sums: Tensor,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
     *,
     instruction_set: str = "best",
-) -> torch.Tensor:
+) -> Tensor:
     """`trimtab.precision.reference.dequantize`, with the same bits; overwrites `sums` (int32, contiguous)."""
     rows, columns = sums.shape
     assert sums.dtype == torch.int32
@@ -108,7 +104,7 @@ def dequantize(
     return sums.view(torch.float32)
 
 
-def _pointer(tensor: torch.Tensor | None, numel: int) -> int | None:
+def _pointer(tensor: Tensor | None, numel: int) -> int | None:
     if tensor is None:
         return None
     assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu")

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from trimtab.precision.conv import Geometry, conv
-from trimtab.precision.half import DTYPES, HalfProducts, rounded
+from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import linear
+from trimtab.precision.products import DTYPES
 
 if TYPE_CHECKING:
     from trimtab.precision_names import OperatorKind, Precision
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 class CallCounter:
     """How often a model was called: the step of every random stream. It is kept on the model's device."""
 
-    count: torch.Tensor
+    count: Tensor
 
-    def on(self, device: torch.device) -> torch.Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """The counter, moved to the device if the model has moved."""
         if self.count.device != device:
             self.count = self.count.to(device)
@@ -52,13 +53,13 @@ class LowPrecisionForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def keywords(self, x: torch.Tensor) -> dict[str, Any]:
+    def keywords(self, x: Tensor) -> dict[str, Any]:
         """Arguments that every product needs besides its operands."""
         return {"precision": self.precision, "base": self.base, "calls": self.calls.on(x.device)}
 
 
 class LinearForward(LowPrecisionForward):
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self.module
         return linear(input, module.weight, module.bias, **self.keywords(input))
 
@@ -66,13 +67,13 @@ class LinearForward(LowPrecisionForward):
 class TransposedLinearForward(LowPrecisionForward):
     """transformers' `Conv1D`: a linear layer whose weight is stored inputs × outputs."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         module: Any = self.module
         return linear(x, module.weight, module.bias, transposed=True, **self.keywords(x))
 
 
 class ConvForward(LowPrecisionForward):
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self.module
         x, weight = input, module.weight
         batched = x.dim() == weight.dim()
@@ -94,7 +95,7 @@ class ConvForward(LowPrecisionForward):
 
 
 class EmbeddingForward(LowPrecisionForward):
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self.module
         y = F.embedding(input, module.weight, module.padding_idx)
         return rounded(y, DTYPES[self.precision.forward])

@@ -7,16 +7,18 @@ With input x (m × k), weight w (n × k) and output gradient g (m × n):
     grad_weight   gw = gᵀ x
 
 An implementation turns x and w into *operands*, tuples of tensors in its own precision, once in the forward
-pass; backward saves operands instead of x and w. This file holds the implementations for fp32, tf32 and half
+pass; backward saves operands instead of x and w. This file holds the implementation for fp32, tf32 and half
 types; the 8-bit ones are in `int8`, `int8_cuda` and `fp8`.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from trimtab.precision.draw import Draw
     from trimtab.precision_names import PrecisionName
 
-Operands = tuple[torch.Tensor, ...]
+Operands = tuple[Tensor, ...]
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sizes(NamedTuple):
@@ -38,10 +42,10 @@ class Sizes(NamedTuple):
 class Products(Protocol):
     """The three products in one precision. Weights are passed as w (n × k), in either memory order."""
 
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
+    def input(self, x: Tensor, draw: Draw) -> Operands:
         """The operands of x."""
 
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
         """The operands of w."""
 
     saves_input: bool
@@ -52,137 +56,91 @@ class Products(Protocol):
 
     def saved(self, operands: Operands) -> Operands:
         """The part of x's or w's operands that backward needs."""
+        return operands
 
-    def saved_like(self, values: torch.Tensor) -> Operands:
+    def saved_like(self, values: Tensor) -> Operands:
         """Empty tensors with the shapes and dtypes of `saved`, for torch.compile."""
 
     def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, x: Operands, w: Operands, bias: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> Tensor:
         """x wᵀ + bias, in `dtype`."""
 
-    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
+    def gradient(self, g: Tensor, draw: Draw) -> Operands:
         """The operands of g, for both products of the backward pass."""
 
-    def grad_input(
-        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
-    ) -> torch.Tensor:
+    def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         """g w, in `dtype`, from w's saved operands."""
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
-    ) -> torch.Tensor:
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
         """gᵀ x in fp32, from x's saved operands; xᵀ g if `transposed`."""
 
 
-class Full:
-    """fp32, or tf32: tensor cores round the fp32 operands."""
-
-    saves_input = saves_weight = False
-
-    def __init__(self, *, tf32: bool = False) -> None:
-        self.tf32 = tf32
-
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        return (x,)
-
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        return (w,)
-
-    def saved(self, operands: Operands) -> Operands:
-        return operands
-
-    def saved_like(self, values: torch.Tensor) -> Operands:
-        return (values,)
-
-    def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> torch.Tensor:
-        with tf32_products(self.tf32):
-            bias = None if bias is None else bias.float()
-            return torch.nn.functional.linear(x[0].float(), w[0].float(), bias).to(dtype)
-
-    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        return (g.float(),)
-
-    def grad_input(
-        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
-    ) -> torch.Tensor:
-        with tf32_products(self.tf32):
-            return (g[0] @ w[0].float()).to(dtype)
-
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
-    ) -> torch.Tensor:
-        with tf32_products(self.tf32):
-            return x[0].float().t() @ g[0] if transposed else g[0].t() @ x[0].float()
-
-
-class Half:
-    """bf16 or fp16 operands, fp32 accumulation.
+class Float(Products):
+    """fp32, tf32 (tensor cores round the fp32 operands), bf16 and fp16, with fp32 accumulation.
 
     fp16 has its own loss scaling: the gradient is multiplied by the power of two that brings its largest
     magnitude near 1, and the product is divided by it, so that nothing underflows or overflows.
     """
 
-    saves_input, saves_weight = True, False
-    _DTYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    saves_weight = False
 
     def __init__(self, name: PrecisionName) -> None:
-        self.dtype = self._DTYPES[name]
+        self.dtype, self._tf32 = DTYPES.get(name, torch.float32), name == "tf32"
+        self.saves_input = self.dtype != torch.float32
 
-    def input(self, x: torch.Tensor, draw: Draw) -> Operands:
-        return (x.to(self.dtype),)
+    def input(self, x: Tensor, draw: Draw) -> Operands:
+        return (x.to(self.dtype) if self.saves_input else x,)
 
-    def weight(self, w: torch.Tensor, draw: Draw) -> Operands:
-        return (w.to(self.dtype),)
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
+        return (w.to(self.dtype) if self.saves_input else w,)
 
-    def saved(self, operands: Operands) -> Operands:
-        return operands
-
-    def saved_like(self, values: torch.Tensor) -> Operands:
+    def saved_like(self, values: Tensor) -> Operands:
         return (torch.empty_like(values, dtype=self.dtype),)
 
     def forward(
-        self, x: Operands, w: Operands, bias: torch.Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> torch.Tensor:
-        y = torch.nn.functional.linear(x[0], w[0], None if bias is None else bias.to(self.dtype))
-        return y.to(dtype)
+        self, x: Operands, w: Operands, bias: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> Tensor:
+        bias = None if bias is None else bias.to(self.dtype)
+        with self.arithmetic():
+            return F.linear(x[0].to(self.dtype), w[0].to(self.dtype), bias).to(dtype)
 
-    def gradient(self, g: torch.Tensor, draw: Draw) -> Operands:
-        half, scale = self.scaled(g)
-        return (half,) if scale is None else (half, scale)
+    def gradient(self, g: Tensor, draw: Draw) -> Operands:
+        return self.scaled(g)
 
-    def grad_input(
-        self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw
-    ) -> torch.Tensor:
-        return unscaled(g[0] @ w[0], g[1:], dtype)
+    def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
+        with self.arithmetic():
+            return unscaled(g[0] @ w[0].to(self.dtype), g[1:], dtype)
 
-    def grad_weight(
-        self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw
-    ) -> torch.Tensor:
-        a, b = (x[0].t(), g[0]) if transposed else (g[0].t(), x[0])
-        return unscaled(wide_product(a, b), g[1:], torch.float32)
+    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
+        values = x[0].to(self.dtype)
+        a, b = (values.t(), g[0]) if transposed else (g[0].t(), values)
+        with self.arithmetic():
+            return unscaled(wide_product(a, b), g[1:], torch.float32)
 
-    def scaled(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient in the half type, and the scale to divide its products by."""
-        if self.dtype == torch.bfloat16:
-            return g.to(self.dtype), None
+    def scaled(self, g: Tensor) -> Operands:
+        """The gradient in this type and, for fp16, the scale to divide its products by."""
+        if self.dtype != torch.float16:
+            return (g.to(self.dtype),)
         # The power of two stays on the device, without host synchronization. NaN and Inf are kept.
         g = g.float()
         _, exponent = torch.frexp(g.abs().amax() if g.numel() else g.new_zeros(()))
         scale = torch.ldexp(g.new_ones(()), -exponent.clamp(-120, 120))
         return (g * scale).to(self.dtype), scale
 
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Sets whether fp32 products may use tf32."""
+        return nullcontext() if self.saves_input else tf32_products(self._tf32)
 
-def unscaled(y: torch.Tensor, scale: Operands, dtype: torch.dtype) -> torch.Tensor:
+
+def unscaled(y: Tensor, scale: Operands, dtype: torch.dtype) -> Tensor:
     """y divided by the scale, if there is one, in `dtype`."""
     return (y.float() / scale[0]).to(dtype) if scale else y.to(dtype)
 
 
-def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of half types in fp32; on a GPU directly from the accumulator."""
-    if a.device.type == "cuda" and a.numel() and b.numel():
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32; of half types on a GPU directly from the accumulator."""
+    if a.dtype != torch.float32 and a.device.type == "cuda" and a.numel() and b.numel():
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 

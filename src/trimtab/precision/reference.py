@@ -5,37 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from trimtab.random_bits import absorb, uniform16
 
 if TYPE_CHECKING:
-    from trimtab.precision.quantize import Axis
+    from trimtab.precision.int8 import Axis
 
 LEAST_MAGNITUDE = 2.0**-100
 """A row below this magnitude is quantized as zeros: its reciprocal would leave fp32's range."""
 
 
 def quantize(
-    values: torch.Tensor,
+    values: Tensor,
     axis: Axis,
     *,
     key: int,
     stochastic: bool,
-    row_factor: torch.Tensor | None = None,
-    column_factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (int8) and scales (fp32) of an fp32 matrix; see `trimtab.precision.quantize.quantize`."""
+    row_factor: Tensor | None = None,
+    column_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes (int8) and scales (fp32) of an fp32 matrix; see `trimtab.precision.int8.quantize`."""
     if row_factor is not None:
         values = values * row_factor[:, None]
     if column_factor is not None:
         values = values * column_factor
     size = values.abs()
-    if axis == "rows":
-        largest = size.amax(1, keepdim=True)
-    elif axis == "columns":
-        largest = size.amax(0, keepdim=True)
-    else:
-        largest = size.amax().reshape(1, 1)
+    largest = size.amax({"rows": (1,), "columns": (0,), "whole": (0, 1)}[axis], keepdim=True)
     finite = largest.isfinite()
     nonzero = finite & (largest >= LEAST_MAGNITUDE)
     # The reciprocal of 127 is rounded to fp32 first, as in the kernels.
@@ -56,9 +52,7 @@ FP8: dict[torch.dtype, tuple[float, int, int]] = {
 """Largest value, bits of the mantissa, and exponent of the smallest normal value."""
 
 
-def quantize_fp8(
-    values: torch.Tensor, dtype: torch.dtype, *, key: int, stochastic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(values: Tensor, dtype: torch.dtype, *, key: int, stochastic: bool) -> tuple[Tensor, Tensor]:
     """Codes and the single scale of a finite fp32 matrix."""
     top, mantissa, least = FP8[dtype]
     largest = values.abs().amax()
@@ -76,24 +70,24 @@ def quantize_fp8(
     return v.clamp(-top, top).to(dtype), scale
 
 
-def rounding_offsets(values: torch.Tensor, key: int) -> torch.Tensor:
+def rounding_offsets(values: Tensor, key: int) -> Tensor:
     """The offsets added before rounding down: (16 bits of `trimtab-lb32` + ½) × 2⁻¹⁶, row by row."""
     rows, columns = values.shape
     return uniform16(row_keys(key, rows, values.device), columns).to(torch.float32) * 2.0**-16 + 2.0**-17
 
 
-def row_keys(key: int, rows: int, device: torch.device) -> torch.Tensor:
+def row_keys(key: int, rows: int, device: torch.device) -> Tensor:
     """`absorb(key, row)` of each row, as the 64 bits of an int64."""
     signed = [absorb(key, row) for row in range(rows)]
     return torch.tensor([k - (1 << 64) if k >> 63 else k for k in signed], dtype=torch.int64, device=device)
 
 
 def dequantize(
-    sums: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    column_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    sums: Tensor,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
     """sum · (row scale · column scale) + bias, in fp32."""
     scale = torch.ones((1, 1), device=sums.device) if row_scale is None else row_scale[:, None]
     if column_scale is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 
 from trimtab.precision import triton_kernels as kernels
 
@@ -34,13 +35,13 @@ def padded(n: int) -> int:
 
 
 def quantize_by_row(
-    values: torch.Tensor,
+    values: Tensor,
     dtype: torch.dtype,
     draw: Draw,
     operand: Operand,
     *,
-    column_factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    column_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Codes padded with zeros on both axes, and a scale for each of the (unpadded) rows."""
     values = values.contiguous()
     rows, columns = values.shape
@@ -60,14 +61,14 @@ def quantize_by_row(
 
 
 def quantize_whole(
-    values: torch.Tensor,
+    values: Tensor,
     dtype: torch.dtype,
     draw: Draw,
     operand: Operand,
     *,
     direct: bool = True,
     transposed: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and transposed codes (each if requested, both padded with zeros), and their single scale."""
     values = values.contiguous()
     rows, columns = values.shape
@@ -95,7 +96,7 @@ def quantize_whole(
     return codes, transposed_codes, scale
 
 
-def pad_codes(codes: torch.Tensor) -> torch.Tensor:
+def pad_codes(codes: Tensor) -> Tensor:
     """The codes padded with zeros at the end of both axes to multiples of `PAD`."""
     rows, columns = codes.shape
     # As bytes: torch cannot pad 8-bit floats, and a zero byte is zero in every 8-bit type.
@@ -105,15 +106,15 @@ def pad_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(
-    sums: torch.Tensor,
+    sums: Tensor,
     rows: int,
     columns: int,
     dtype: torch.dtype,
     *,
-    row_scale: torch.Tensor | None = None,
-    column_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The unpadded sums, scaled: sum · (row scale · column scale) + bias, in `dtype`."""
     out = torch.empty((rows, columns), dtype=dtype, device=sums.device)
     if out.numel() == 0:
@@ -129,7 +130,7 @@ def dequantize(
 
 def _empty(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     # As bytes: torch cannot fill every 8-bit float type.
     make = torch.zeros if zero else torch.empty
     return make((rows, columns), dtype=torch.int8, device=device).view(dtype)

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state
 from trimtab.sharding.dropout import key_dropout
 from trimtab.sharding.find_units import FoundBlock, features, find_blocks, is_transposed
 from trimtab.sharding.projection import InProjection, OutProjection
 from trimtab.sharding.unit_axis import UnitAxis
-from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, attach, find_sharded_model, grown
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
 from trimtab.sharding.unit_kinds import Attention, Mlp
 from trimtab.sharding.verify import verify_at_first_forward, verify_example
 
@@ -73,7 +74,7 @@ def convert(
     for each, (units, heads, widths) in zip(blocks, sizes, strict=True):
         sharded.blocks[each.name] = _shard(each, units, heads, widths, tables[each.name], sharded)
     key_dropout(model, sharded, {each.name: each for each in blocks})
-    attach(model, sharded)
+    attach_state(model).tensor_parallel = sharded
     for each in declared:
         verify_at_first_forward(each, sharded.blocks[each.name])
     return sharded
@@ -144,37 +145,31 @@ def _shard(
         full = found_block.parent.get_submodule(name)
         into = name != kind.out
         outputs_axis = 1 if is_transposed(full) else 0
-        weight_axis = UnitAxis(units=units, axis=outputs_axis if into else 1 - outputs_axis, parts=parts)
-        bias_axis = UnitAxis(units=units, axis=0, parts=parts)
-        weight, bias = full.weight, full.bias
-        assert isinstance(weight, nn.Parameter)
-        assert bias is None or isinstance(bias, nn.Parameter)
-        stored = _stored(weight, weight_axis, owned, sharded)
-        stored_bias = bias if bias is None or not into else _stored(bias, bias_axis, owned, sharded)
+        axes = {
+            "weight": UnitAxis(units=units, axis=outputs_axis if into else 1 - outputs_axis, parts=parts),
+            "bias": UnitAxis(units=units, axis=0, parts=parts),
+        }
+        by_unit = {
+            attribute: (parameter, axis, _stored(parameter, axis, owned, sharded))
+            for attribute, axis in axes.items()
+            # The bias of the projection out is added once, to the sum over all units.
+            if (parameter := getattr(full, attribute)) is not None and (into or attribute == "weight")
+        }
+        weight = by_unit["weight"][2]
         new: nn.Module
-        new = (
-            InProjection(block, stored, stored_bias, parts)
-            if into
-            else OutProjection(block, stored, bias, sum(parts))
-        )
+        if into:
+            new = InProjection(block, weight, by_unit["bias"][2] if "bias" in by_unit else None, parts)
+        else:
+            new = OutProjection(block, weight, full.bias, sum(parts))  # type: ignore[arg-type]
         new.train(full.training)
         path = f"{found_block.path}.{name}".lstrip(".")
-        shape = tuple(weight.shape)
-        block.tensors.append(
+        block.tensors += [
             UnitTensor(
-                name=f"{path}.weight", module=new, attribute="weight", axis=weight_axis, full_shape=shape
+                name=f"{path}.{attribute}", module=new, attribute=attribute, axis=axis,
+                full_shape=tuple(parameter.shape),
             )
-        )
-        if into and bias is not None:
-            block.tensors.append(
-                UnitTensor(
-                    name=f"{path}.bias",
-                    module=new,
-                    attribute="bias",
-                    axis=bias_axis,
-                    full_shape=tuple(bias.shape),
-                )
-            )
+            for attribute, (parameter, axis, _) in by_unit.items()
+        ]  # fmt: skip
         holder, _, leaf = name.rpartition(".")
         setattr(found_block.parent.get_submodule(holder), leaf, new)
     block.adopt(table)

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.sharding.clock import Clock
@@ -46,29 +49,45 @@ class TensorGroup:
         """Count a collective's time, if there is a clock."""
         return nullcontext() if self.clock is None else self.clock.collective()
 
-    def disagreeing_rank(self, digest: bytes, device: torch.device) -> int | None:
-        """The first rank whose digest is not that of rank 0, on every rank; None if all agree. One all-gather."""
+    def compute_starts(self) -> None:
+        if self.clock is not None:
+            self.clock.compute_starts()
+
+    def compute_ends(self) -> None:
+        if self.clock is not None:
+            self.clock.compute_ends()
+
+    def require_agreement(self, settings: bytes, device: torch.device, *, differs: str, lost: str) -> None:
+        """Raise on every rank if some rank has other settings than rank 0. One all-gather of 32 bytes.
+
+        Args:
+            differs: message with the first such rank in place of {rank}.
+            lost: message if a rank is gone.
+        """
         if self.size == 1:
-            return None
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+            return
+        own = torch.frombuffer(bytearray(sha256(settings).digest()), dtype=torch.uint8).to(device)
         digests = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(digests, own, group=self.process_group)
-        return next((rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])), None)
+        try:
+            dist.all_gather(digests, own, group=self.process_group)
+        except RuntimeError as error:
+            raise TrimtabError(lost) from error
+        for rank, other in enumerate(digests):
+            if not torch.equal(other, digests[0]):
+                raise TrimtabError(differs.format(rank=rank))
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        if group.clock is not None:
-            group.clock.compute_starts()
+        group.compute_starts()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
-        if group.clock is not None:
-            group.clock.compute_ends()
+        group.compute_ends()
         # A copy: autograd may use the same tensor elsewhere.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         group.all_reduce(total)
@@ -79,8 +98,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        if group.clock is not None:
-            group.clock.compute_ends()
+        group.compute_ends()
         total = y.detach().contiguous()
         group.all_reduce(total)  # in place: backward of a product does not need its result
         return total
@@ -88,8 +106,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
-        if group.clock is not None:
-            group.clock.compute_starts()
+        group.compute_starts()
         return gradients[0], None
 
 

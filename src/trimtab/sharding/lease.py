@@ -15,7 +15,6 @@ rank:
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.unit_block import device_of, sharded_model
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.sharding.group import TensorGroup
-    from trimtab.sharding.unit_block import ShardedModel, UnitBlock
+    from trimtab.sharding.unit_block import UnitBlock
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "
@@ -76,11 +75,7 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
     sharded.check()
     new_loans = {}
     for name, computed in counts.items():
-        block = sharded.blocks.get(name)
-        if block is None:
-            raise TrimtabError(
-                f"lease: there is no block {name!r}; the model has {', '.join(sharded.blocks)}"
-            )
+        block = sharded.block(name, "lease")
         owned = block.table.counts
         if len(computed) != len(owned) or sum(computed) != block.units or min(computed) < 0:
             raise TrimtabError(
@@ -92,7 +87,12 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
                 f"lease: the parameters of {name} have different dtypes; convert them to one, or use move"
             )
         new_loans[name] = loans(owned, computed)
-    _require_agreement(sharded, new_loans)
+    sharded.group.require_agreement(
+        repr(sorted(new_loans.items())).encode(),
+        sharded.device,
+        differs="lease: rank {rank} has other counts than rank 0; call lease on every rank with the same counts",
+        lost=_LOST,
+    )
     hooked = any(getattr(t.parameter, "_post_accumulate_grad_hooks", None) for _, t in sharded.tensors())
     sharded.leases = Leases(early=hooked or dist.get_world_size() > sharded.group.size)
     for name, block_loans in new_loans.items():
@@ -245,8 +245,7 @@ class _Leased(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.lease = lease
         ctx.shapes = [parameter.shape for parameter in parameters]
-        if lease.block.group.clock is not None:
-            lease.block.group.clock.compute_starts()
+        lease.block.group.compute_starts()
         full = []
         for tensor, parameter, rows in zip(lease.block.tensors, parameters, borrowed, strict=True):
             kept = parameter[: lease.kept * tensor.axis.width]
@@ -257,8 +256,7 @@ class _Leased(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         lease: BlockLease = ctx.lease
         group, tensors = lease.block.group, lease.block.tensors
-        if group.clock is not None:
-            group.clock.compute_ends()
+        group.compute_ends()
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         if ctx.needs_input_grad[1]:
             group.all_reduce(total)
@@ -313,12 +311,9 @@ def _split(which: list[Loan], end: str, size: int, unit: int) -> list[int]:
 
 def _next_lease(block: UnitBlock) -> BlockLease | None:
     """The lease of the next block that has one."""
-    after = False
-    for other in block.sharded.blocks.values():
-        if after and other.lease is not None:
-            return other.lease
-        after = after or other is block
-    return None
+    blocks = list(block.sharded.blocks.values())
+    following = (other.lease for other in blocks[blocks.index(block) + 1 :])
+    return next((lease for lease in following if lease is not None), None)
 
 
 def _exchange(
@@ -340,16 +335,3 @@ def _wait(work: dist.Work, group: TensorGroup) -> None:
             work.wait()
         except RuntimeError as error:
             raise TrimtabError(_LOST) from error
-
-
-def _require_agreement(sharded: ShardedModel, new_loans: Mapping[str, list[Loan]]) -> None:
-    """Raise on every rank if the ranks' arguments differ."""
-    digest = hashlib.sha256(repr(sorted(new_loans.items())).encode()).digest()
-    try:
-        rank = sharded.group.disagreeing_rank(digest, device_of(sharded))
-    except RuntimeError as error:
-        raise TrimtabError(_LOST) from error
-    if rank is not None:
-        raise TrimtabError(
-            f"lease: rank {rank} has other counts than rank 0; call lease on every rank with the same counts"
-        )

@@ -12,7 +12,6 @@ The steps, the same on every rank:
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, device_of, grown, sharded_model
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, grown, sharded_model
 from trimtab.sharding.unit_table import UnitTable
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
     Assignment = Mapping[str, Sequence[Sequence[int]]]
     """For each block, by name, the units of each rank."""
+
+    States = dict[int, list[tuple[dict[str, Any], str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,10 @@ def assignment_for(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> dic
     """The assignment with these numbers of units on each rank, for the named blocks, that moves the fewest units."""
     sharded = sharded_model(model, "assignment_for")
     return {
-        name: [owned.tolist() for owned in _block(sharded, name).table.with_counts(block_counts).slots]
+        name: [
+            owned.tolist()
+            for owned in sharded.block(name, "assignment_for").table.with_counts(block_counts).slots
+        ]
         for name, block_counts in counts.items()
     }
 
@@ -77,16 +81,14 @@ def move(
     """
     sharded = sharded_model(model, "move")
     sharded.check()
-    optimizers = _optimizers(optimizer)
     tables = {}
     for name, lists in assignment.items():
-        block = _block(sharded, name)
+        block = sharded.block(name, "move")
         owners = UnitTable.of(name, block.units, lists, sharded.group.size).owners()
         table = block.table.with_owners(owners)
         if not all(np.array_equal(a, b) for a, b in zip(table.slots, block.table.slots, strict=True)):
             tables[name] = table
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    states = {id(t.parameter): _states(t, optimizers, held) for _, t in sharded.tensors()}
+    states = _states(sharded, _optimizers(optimizer))
     if isinstance(model, nn.parallel.DistributedDataParallel):
         _refuse_new_sizes(sharded, tables)
     _require_agreement(sharded, tables, states)
@@ -110,48 +112,42 @@ def move(
 def can_move(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> bool:
     """Whether `move` supports these optimizers: their states can be split by unit, and none is missing."""
     optimizers = _optimizers(optimizer)
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     try:
-        for _, tensor in sharded_model(model, "can_move").tensors():
-            _states(tensor, optimizers, held)
+        _states(sharded_model(model, "can_move"), optimizers)
     except TrimtabError:
         return False
     return bool(optimizers)
-
-
-def _block(sharded: ShardedModel, name: str) -> UnitBlock:
-    block = sharded.blocks.get(name)
-    if block is None:
-        raise TrimtabError(f"there is no block {name!r}; the model has {', '.join(sharded.blocks)}")
-    return block
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
 
 
-def _states(
-    tensor: UnitTensor, optimizers: Sequence[torch.optim.Optimizer], held: set[int]
-) -> list[tuple[dict[str, Any], str]]:
-    """The optimizer states of a parameter that are stored by unit, as (dictionary, key)."""
-    parameter, places = tensor.parameter, []
-    for optimizer in optimizers:
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(state):
-            value = state[key]
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                places.append((state, key))
-            elif isinstance(value, Tensor) and value.ndim > 0:
-                raise TrimtabError(
-                    f"move: {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {tensor.name} "
-                    f"of shape {tuple(parameter.shape)}, which cannot be split by unit; use an elementwise optimizer"
-                )
-    if optimizers and parameter.requires_grad and id(parameter) not in held:
-        raise TrimtabError(
-            f"move: {tensor.name} is in none of the optimizers; pass all optimizers of the model, "
-            "so that their state moves too"
-        )
-    return places
+def _states(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> States:
+    """By id of the parameter, its optimizer states that are stored by unit, as (dictionary, key)."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    states: States = {}
+    for _, tensor in sharded.tensors():
+        parameter = tensor.parameter
+        places = states[id(parameter)] = []
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state):
+                value = state[key]
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    places.append((state, key))
+                elif isinstance(value, Tensor) and value.ndim > 0:
+                    raise TrimtabError(
+                        f"move: {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
+                        f"{tensor.name} of shape {tuple(parameter.shape)}, which cannot be split by unit; use an "
+                        "elementwise optimizer"
+                    )
+        if optimizers and parameter.requires_grad and id(parameter) not in held:
+            raise TrimtabError(
+                f"move: {tensor.name} is in none of the optimizers; pass all optimizers of the model, "
+                "so that their state moves too"
+            )
+    return states
 
 
 def _refuse_new_sizes(sharded: ShardedModel, tables: Mapping[str, UnitTable]) -> None:
@@ -167,33 +163,22 @@ def _refuse_new_sizes(sharded: ShardedModel, tables: Mapping[str, UnitTable]) ->
                 )
 
 
-def _require_agreement(
-    sharded: ShardedModel, tables: Mapping[str, UnitTable], states: Mapping[int, Any]
-) -> None:
-    """Raise on every rank if the ranks' assignments or optimizer states differ."""
-    digest = hashlib.sha256()
-    for name, table in sorted(tables.items()):
-        digest.update(name.encode() + table.owners().tobytes())
+def _require_agreement(sharded: ShardedModel, tables: Mapping[str, UnitTable], states: States) -> None:
+    settings = [repr((name, table.owners().tolist())) for name, table in sorted(tables.items())]
     for _, tensor in sharded.tensors():
         dtypes = [(key, str(state[key].dtype)) for state, key in states[id(tensor.parameter)]]
-        digest.update(repr((tensor.name, str(tensor.parameter.dtype), dtypes)).encode())
-    try:
-        rank = sharded.group.disagreeing_rank(digest.digest(), device_of(sharded))
-    except RuntimeError as error:
-        raise TrimtabError(
-            "move: a rank was lost before any unit moved; resume the job from its last checkpoint"
-        ) from error
-    if rank is not None:
-        raise TrimtabError(
-            f"move: rank {rank} has another assignment than rank 0, or other optimizer states; "
-            "call move on every rank with the same assignment, after the same steps"
-        )
+        settings.append(repr((tensor.name, str(tensor.parameter.dtype), dtypes)))
+    sharded.group.require_agreement(
+        repr(settings).encode(),
+        sharded.device,
+        differs="move: rank {rank} has another assignment than rank 0, or other optimizer states; call move on every "
+        "rank with the same assignment, after the same steps",
+        lost="move: a rank was lost before any unit moved; resume the job from its last checkpoint",
+    )
 
 
 @torch.no_grad()
-def _exchange(
-    block: UnitBlock, table: UnitTable, states: Mapping[int, list[tuple[dict[str, Any], str]]]
-) -> tuple[int, int]:
+def _exchange(block: UnitBlock, table: UnitTable, states: States) -> tuple[int, int]:
     """Exchange the moving units and put every unit into its slot; returns the bytes sent and received."""
     rank, size = block.group.rank, block.group.size
     before, after = block.table.owners(), table.owners()

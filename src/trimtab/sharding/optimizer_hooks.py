@@ -43,18 +43,18 @@ class OptimizerHooks:
         """Optimizers that stepped since the first one did."""
         alive = weakref.ref(self)
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            hooks = alive()
-            if hooks is not None:
-                hooks._before(optimizer)
+        def hook(method: str) -> Callable[..., None]:
+            def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                hooks = alive()
+                if hooks is not None:
+                    getattr(hooks, method)(optimizer)
 
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            hooks = alive()
-            if hooks is not None:
-                hooks._after(optimizer)
+            return call
 
-        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-        for handle in handles:
+        for handle in (
+            register_optimizer_step_pre_hook(hook("_before")),
+            register_optimizer_step_post_hook(hook("_after")),
+        ):
             weakref.finalize(self, handle.remove)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.model_state import attach_state, find_state
+from trimtab.model_state import find_state
 from trimtab.sharding.group import TensorGroup, enter
 
 if TYPE_CHECKING:
@@ -227,9 +227,14 @@ class ShardedModel:
         if self.broken:
             raise TrimtabError(self.broken)
 
+    def block(self, name: str, verb: str) -> UnitBlock:
+        if name not in self.blocks:
+            raise TrimtabError(f"{verb}: there is no block {name!r}; the model has {', '.join(self.blocks)}")
+        return self.blocks[name]
 
-def attach(model: nn.Module, sharded: ShardedModel) -> None:
-    attach_state(model).tensor_parallel = sharded
+    @property
+    def device(self) -> torch.device:
+        return next(self.tensors())[1].parameter.device
 
 
 def find_sharded_model(model: nn.Module) -> ShardedModel | None:
@@ -255,7 +260,3 @@ def grown(stored: Tensor, rows: int) -> Tensor:
     kept = min(rows, stored.shape[0])
     new[:kept] = stored[:kept]
     return new
-
-
-def device_of(sharded: ShardedModel) -> torch.device:
-    return next(sharded.tensors())[1].parameter.device

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trimtab.measure.damage import rounding
 from trimtab.precision import reference
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.quantize import quantize
+from trimtab.precision.int8 import quantize
 
 DRAWS = 400
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from tests.planning.precision.exhaustive import exhaustive
 from tests.planning.precision.option_cases import between, options, parts, random_options
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
-from trimtab.planning.precision.exact import exact, exhaustive, grade
-from trimtab.planning.precision.options import Options, damage_of, ladder, seconds_of
+from trimtab.planning.precision.exact import exact, grade
+from trimtab.planning.precision.options import AdditiveJob, Options, damage_of, ladder, seconds_of
 from trimtab.planning.precision.starting_point import Lowerable, fastest
 from trimtab.precision_names import OWN
 
@@ -227,12 +227,6 @@ def test_under_a_memory_limit_it_fits_and_is_as_near(of: Options, part: float, o
     best = exact(of, seconds=found.pace_s * (1 + TOLERANCE), memory=limit)
     if best is not None:
         assert found.damage <= damage_of(of, best) * 1.02 + 1e-12
-
-
-def test_too_many_operators_are_not_enumerated() -> None:
-    of = options(**{f"o{i}": {OWN: (1.0, 0.0), "int8": (0.5, 1.0)} for i in range(11)})
-    with pytest.raises(TrimtabError, match="11 operators are too many"):
-        exhaustive(AdditiveJob({"r": of}), {"r": role(of)}, limit_s=9.0)
 
 
 def test_without_scipy_the_exact_solver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,10 +97,10 @@ def test_casts_of_bf16_are_those_that_run(case: str) -> None:
 def test_int8_quantizes_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if "int8" not in cpu_precisions():
         pytest.skip("this CPU offers no int8")
-    from trimtab.precision import int8, quantize
+    from trimtab.precision import int8
 
     seen: list[int] = []
-    original = quantize.quantize
+    original = int8.quantize
 
     def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(values.numel())

@@ -38,7 +38,7 @@ class LayerLog:
         key = stream(self._seed, step, self._rank, OWN)
         lines = []
         for piece in pieces:
-            values = flat[piece.offset : piece.offset + piece.numel]
+            values = flat[piece.span]
             line = {"step": step, "name": piece.name, "bits": piece.bits}
             if piece.bits:
                 codec = self._codec()

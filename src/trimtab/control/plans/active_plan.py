@@ -95,8 +95,7 @@ def active_plan_of(model: nn.Module) -> ActivePlan | None:
 
 def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     """A plan, or the plan in a file."""
-    from trimtab.planning.plan import Plan
-    from trimtab.planning.plan_file import load_plan
+    from trimtab.planning.plan import Plan, load_plan
 
     if isinstance(plan, Plan):
         return plan

@@ -31,8 +31,7 @@ from trimtab.control.rank_values import rank_and_world_size
 from trimtab.doors.ddp import has_other_hook
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
-from trimtab.planning.plan import Plan
-from trimtab.planning.plan_file import parse_plan
+from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
 from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators

@@ -28,8 +28,7 @@ from trimtab.environment import logger
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
-from trimtab.planning.plan import Plan
-from trimtab.planning.plan_file import parse_plan
+from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import replan
 
 __all__ = ["Follow", "Follower"]

@@ -42,7 +42,7 @@ from trimtab.planning.tensor.rebalance import (
 )
 from trimtab.sharding.lease import end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move
-from trimtab.sharding.unit_block import device_of, sharded_model
+from trimtab.sharding.unit_block import sharded_model
 
 _COPIES = 3
 """Tensors sent per parameter when a unit moves permanently: itself and two optimizer states."""
@@ -113,7 +113,7 @@ class Balancer:
     def __init__(self, model: nn.Module, rules: Rules, clock: UnitClock | None) -> None:
         self._model = weakref.ref(model)
         self._sharded = sharded_model(model, "balance")
-        self._group, self._device = self._sharded.group, device_of(self._sharded)
+        self._group, self._device = self._sharded.group, self._sharded.device
         self.rules = rules
         self.records: list[Record] = []
         self.spent = 0.0

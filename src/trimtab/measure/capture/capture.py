@@ -19,8 +19,8 @@ from trimtab.measure.capture.call import DTYPES, Call, Meta, tensors_in
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
 from trimtab.models.spec import load_model
-from trimtab.precision.half import DTYPES as HALVES
 from trimtab.precision.operators import LowPrecisionForward
+from trimtab.precision.products import DTYPES as HALVES
 from trimtab.workload.workload import Workload
 
 Loss = Callable[[Any], torch.Tensor]

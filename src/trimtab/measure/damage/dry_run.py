@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
-from trimtab.precision.half import DTYPES
 from trimtab.precision.operators import CallCounter, LowPrecisionForward
+from trimtab.precision.products import DTYPES
 from trimtab.precision_names import ATTENTION
 from trimtab.random_bits import stream
 

@@ -43,7 +43,7 @@ def tf32(values: torch.Tensor) -> torch.Tensor:
 
 
 def int8(matrix: torch.Tensor, axis: Axis, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """With `trimtab.precision.quantize.quantize`, in the units of the matrix.
+    """With `trimtab.precision.int8.quantize`, in the units of the matrix.
 
     Args:
         factor: multiplies the matrix before rounding and divides the result after it.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import fsum, inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trimtab.planning.precision.frontier import Frontier, within_both
 from trimtab.planning.precision.options import Option, damage_of, ladder, memory_of, option_of, seconds_of
@@ -24,8 +24,7 @@ from trimtab.planning.precision.starting_point import Lowerable, fastest, priced
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.planning.precision.adjustable_job import AdjustableJob
-    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.planning.precision.options import AdjustableJob, Chosen, Options
 
 TOLERANCE = 0.002
 """Fraction by which a step may exceed the pace. Far below the error of predictions; without it the last digit
@@ -58,17 +57,9 @@ class Allocation:
     recovered: int
     """Operators that were raised since."""
 
-    trials: int
-    """Steps that were replayed."""
-
 
 def allocate(
-    job: AdjustableJob,
-    roles: Mapping[str, Lowerable],
-    *,
-    others_s: float = 0.0,
-    ahead: float = 0.0,
-    tolerance: float = TOLERANCE,
+    job: AdjustableJob, roles: Mapping[str, Lowerable], *, others_s: float = 0.0, ahead: float = 0.0
 ) -> Allocation:
     """Lower the given roles just enough to keep the pace of their fastest precisions. `job` is left in that state.
 
@@ -83,19 +74,14 @@ def allocate(
     """
     start = {name: fastest(job, name, role) for name, role in roles.items()}
     most = {name: max((1 - ahead) * others_s, job.compute_s(name)) for name in roles} if ahead else {}
-    return _improved(job, roles, start, max(job.step_s(), others_s), tolerance, most)
+    return _improved(job, roles, start, max(job.step_s(), others_s), most)
 
 
 def relieve(
-    job: AdjustableJob,
-    roles: Mapping[str, Lowerable],
-    chosen: Mapping[str, Chosen],
-    *,
-    pace_s: float,
-    tolerance: float = TOLERANCE,
+    job: AdjustableJob, roles: Mapping[str, Lowerable], chosen: Mapping[str, Chosen], *, pace_s: float
 ) -> Allocation:
     """Raise operators that need not be lowered to keep a given pace; `job` is in the state `chosen`."""
-    return _improved(job, roles, chosen, pace_s, tolerance)
+    return _improved(job, roles, chosen, pace_s)
 
 
 def _improved(
@@ -103,12 +89,11 @@ def _improved(
     roles: Mapping[str, Lowerable],
     start: Mapping[str, Chosen],
     pace_s: float,
-    tolerance: float,
     most: Mapping[str, float] = MappingProxyType({}),
 ) -> Allocation:
     options = {name: priced(job, name, role, start[name]) for name, role in roles.items()}
-    own = {name: seconds * (1 + tolerance) for name, seconds in most.items()}
-    recovery = _Recovery(job, roles, options, start, pace_s * (1 + tolerance), own)
+    own = {name: seconds * (1 + TOLERANCE) for name, seconds in most.items()}
+    recovery = _Recovery(job, roles, options, start, pace_s * (1 + TOLERANCE), own)
     before = recovery.damage()
     recovery.improve()
     return Allocation(
@@ -119,7 +104,6 @@ def _improved(
         damage=recovery.damage(),
         start_damage=before,
         recovered=sum(recovery.chosen[n][o] != precision for n in roles for o, precision in start[n].items()),
-        trials=recovery.trials,
     )
 
 
@@ -142,7 +126,6 @@ class _Recovery:
         self.job, self.roles, self.options, self.limit_s = job, roles, options, limit_s
         self._most = most
         self.chosen = {name: dict(own) for name, own in chosen.items()}
-        self.trials = 0
 
     def damage(self) -> float:
         return fsum(
@@ -151,19 +134,17 @@ class _Recovery:
 
     def improve(self) -> None:
         """Recover in both orders, refine, and keep the least damaging result."""
-        start = self._saved()
-        self.recover("damage")
-        results = [(self.damage(), self._saved())]
-        self._set(start)
-        self.recover("rate")
-        results.append((self.damage(), self._saved()))
-        best = min(results, key=lambda one: one[0])  # the first of equals
-        self._set(best[1])
+        start, results = self._saved(), []
+        for order in ("damage", "rate"):
+            self._set(start)
+            self.recover(order)
+            results.append((self.damage(), self._saved()))
+        self._set(min(results, key=lambda one: one[0])[1])  # the first of equals
         if self.refine():
             self.recover("rate")
 
-    def recover(self, order: Literal["damage", "rate"]) -> None:
-        """Raise one operator after another, the one first that gains most (or most per second)."""
+    def recover(self, order: str) -> None:
+        """Raise one operator after another, the one first that gains most ("damage"), or most per second ("rate")."""
         ladders = {
             (name, operator): ladder(several, memory=self.roles[name].memory_bytes is not None)
             for name, own in self.options.items()
@@ -188,7 +169,7 @@ class _Recovery:
         heapify(heap)
         while heap:
             name, operator, option = entries[heappop(heap)[1]]
-            if not self._try(name, {operator: option.precision}):
+            if self._missed(name, {operator: option.precision}) is not None:
                 continue
             size = len(heap)
             push(name, operator)
@@ -205,35 +186,24 @@ class _Recovery:
             # An upper bound: what other roles or the link add shows when the choice is tried.
             limit = min(self.limit_s, self._most.get(name, inf))
             room = seconds_of(options, self.chosen[name]) + max(0.0, limit - self.job.compute_s(name))
-            if role.memory_bytes is None:
-                better |= self._trade(name, Frontier(options), room)
-            else:
-                better |= self._trade_both(name, room, role.memory_bytes)
+            better |= self._trade(name, room, role.memory_bytes)
         return better
 
-    def _trade(self, name: str, frontier: Frontier, room: float) -> bool:
-        options = self.options[name]
-        damage = damage_of(options, self.chosen[name])
-        for _ in range(ATTEMPTS):
-            place = frontier.place(room)
-            if place is None:
-                return False
-            choice = frontier.chosen(place)
-            if damage_of(options, choice) >= damage * (1 - 1e-9):
-                return False
-            missed = self._missed(name, choice)
-            if missed is None:
-                return True
-            room = min(room, float(frontier.seconds[place])) - max(missed[0], 1e-6 * room)
-        return False
+    def _trade(self, name: str, room: float, limit: int | None) -> bool:
+        """Try the best trade-off within so many seconds; one that misses the pace or the memory is made tighter.
 
-    def _trade_both(self, name: str, room: float, limit: int) -> bool:
-        """The same with a memory limit, under the approximation that bytes add up."""
+        With a memory limit, under the approximation that bytes add up.
+        """
         options = self.options[name]
         damage = damage_of(options, self.chosen[name])
-        free = memory_of(options, self.chosen[name]) + limit - self.job.peak(name)
+        frontier = Frontier(options) if limit is None else None
+        free = 0 if limit is None else memory_of(options, self.chosen[name]) + limit - self.job.peak(name)
         for _ in range(ATTEMPTS):
-            choice = within_both(options, seconds=room, memory=free)
+            if frontier is None:
+                choice = within_both(options, seconds=room, memory=free)
+            else:
+                place = frontier.place(room)
+                choice = None if place is None else frontier.chosen(place)
             if choice is None or damage_of(options, choice) >= damage * (1 - 1e-9):
                 return False
             missed = self._missed(name, choice)
@@ -246,52 +216,34 @@ class _Recovery:
                 free = min(free, memory_of(options, choice)) - over
         return False
 
-    def _missed(self, name: str, wanted: Chosen) -> tuple[float, int] | None:
-        """Set a role; undo it if it misses the pace or the memory, and return by how much. None if it is kept."""
-        before = dict(self.chosen[name])
-        self._apply(name, wanted)
-        self.trials += 1
+    def _missed(self, name: str, wanted: Mapping[str, str]) -> tuple[float, int] | None:
+        """Change operators; undo it if that misses the pace or the memory, and return by how much. None: kept."""
+        made = [
+            self.job.change(name, operator, precision)
+            for operator, precision in wanted.items()
+            if precision != self.chosen[name][operator]
+        ]
         limit = self.roles[name].memory_bytes
         late = self._late(name)
         over = 0 if limit is None else max(0, self.job.peak(name) - limit)
         if not late and not over:
+            self.chosen[name].update(wanted)
             return None
-        self._apply(name, before)
-        return late, over
-
-    def _try(self, name: str, changes: Mapping[str, str]) -> bool:
-        """Change operators; undo it unless the pace is kept and the memory suffices."""
-        made = [
-            self.job.change(name, operator, precision)
-            for operator, precision in changes.items()
-            if precision != self.chosen[name][operator]
-        ]
-        self.trials += 1
-        if not self._late(name) and self._fits(name):
-            self.chosen[name].update(changes)
-            return True
         for change in reversed(made):
             self.job.undo(change)
-        return False
+        return late, over
 
     def _late(self, name: str) -> float:
         """Seconds by which the step, or the role by itself, is too slow."""
         own = self.job.compute_s(name) - self._most[name] if name in self._most else 0.0
         return max(0.0, self.job.step_s() - self.limit_s, own)
 
-    def _fits(self, name: str) -> bool:
-        limit = self.roles[name].memory_bytes
-        return limit is None or self.job.peak(name) <= limit
-
     def _saved(self) -> dict[str, Chosen]:
         return {name: dict(own) for name, own in self.chosen.items()}
 
     def _set(self, chosen: Mapping[str, Chosen]) -> None:
         for name, own in chosen.items():
-            self._apply(name, own)
-
-    def _apply(self, name: str, wanted: Mapping[str, str]) -> None:
-        for operator, precision in wanted.items():
-            if precision != self.chosen[name][operator]:
-                self.job.change(name, operator, precision)
-                self.chosen[name][operator] = precision
+            for operator, precision in own.items():
+                if precision != self.chosen[name][operator]:
+                    self.job.change(name, operator, precision)
+                    self.chosen[name][operator] = precision

@@ -1,4 +1,4 @@
-"""How far the allocator is from the optimum: an exact solver, and exhaustive enumeration."""
+"""How far the allocator is from the optimum: an exact solver."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from math import fsum
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.precision.adjustable_job import AdditiveJob
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
-from trimtab.planning.precision.options import damage_of, memory_of, seconds_of
+from trimtab.planning.precision.options import AdditiveJob, damage_of, damages_of, memory_of, seconds_of
 from trimtab.planning.precision.starting_point import Lowerable
-from trimtab.precision_names import OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from trimtab.planning.precision.adjustable_job import AdjustableJob
     from trimtab.planning.precision.options import Chosen, Options
-
-MOST_OPERATORS = 10
-"""Limit of the enumeration."""
 
 
 def exact(options: Options, *, seconds: float, memory: int | None = None) -> Chosen | None:
@@ -100,46 +93,6 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def exhaustive(
-    job: AdjustableJob, roles: Mapping[str, Lowerable], *, limit_s: float
-) -> dict[str, Chosen] | None:
-    """The least damaging of all choices within the step time and memory limits; every one is replayed.
-
-    `job` is left with nothing lowered. Damages are those of `Lowerable`.
-    """
-    places = [
-        (name, operator, (OWN, *(p for p in role.damages[operator] if p != OWN)))
-        for name, role in roles.items()
-        for operator in role.damages
-    ]
-    if len(places) > MOST_OPERATORS:
-        raise TrimtabError(
-            f"{len(places)} operators are too many to enumerate every choice; at most {MOST_OPERATORS}, or use `exact`"
-        )
-    best: tuple[float, dict[str, Chosen]] | None = None
-    for precisions in product(*(offered for _, _, offered in places)):
-        changes = [
-            job.change(name, operator, precision)
-            for (name, operator, _), precision in zip(places, precisions, strict=True)
-            if precision != OWN
-        ]
-        fits = all(
-            role.memory_bytes is None or job.peak(name) <= role.memory_bytes for name, role in roles.items()
-        )
-        damage = fsum(
-            roles[name].ranks * roles[name].damages[operator].get(precision, 0.0)
-            for (name, operator, _), precision in zip(places, precisions, strict=True)
-        )
-        if fits and (best is None or damage < best[0]) and job.step_s() <= limit_s:
-            chosen: dict[str, Chosen] = {name: {} for name in roles}
-            for (name, operator, _), precision in zip(places, precisions, strict=True):
-                chosen[name][operator] = precision
-            best = damage, chosen
-        for change in reversed(changes):
-            job.undo(change)
-    return None if best is None else best[1]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Grade:
     """The allocator compared with the exact solver, on operators that add up."""
@@ -165,7 +118,7 @@ def grade(options: Options, *, pace_s: float) -> Grade:
     least = fsum(min(o.seconds for o in several) for several in options.values())
     # The allocator may exceed the pace by its tolerance, so the solver may, too.
     limit = max(pace_s, least)
-    role = Lowerable(damages={n: {o.precision: o.damage for o in several} for n, several in options.items()})
+    role = Lowerable(damages=damages_of(options))
     job = AdditiveJob({"role": options}, least_s=pace_s)
     solution = allocate(job, {"role": role}, others_s=pace_s)
     best = exact(options, seconds=limit * (1 + TOLERANCE))

@@ -73,7 +73,7 @@ class Frontier:
         return {name: chosen[name] for name in self.operators}
 
 
-def within_both(options: Options, *, seconds: float, memory: int, cells: int = CELLS) -> Chosen | None:
+def within_both(options: Options, *, seconds: float, memory: int) -> Chosen | None:
     """The least damaging choice found within limits of both seconds and bytes; None if there is none.
 
     Like `Frontier` with two limits: of partial choices of nearly equal time and size, the least damaging is kept.
@@ -93,7 +93,7 @@ def within_both(options: Options, *, seconds: float, memory: int, cells: int = C
         kept = np.flatnonzero((seconds_so_far <= room_s * (1 + 1e-12)) & (bytes_so_far <= room_bytes))
         if not len(kept):
             return None
-        cell = _cell(seconds_so_far[kept], cells) * cells + _cell(bytes_so_far[kept], cells)
+        cell = _cell(seconds_so_far[kept]) * CELLS + _cell(bytes_so_far[kept])
         order = kept[np.lexsort((bytes_so_far[kept], seconds_so_far[kept], cost[kept], cell))]
         cell = np.sort(cell, kind="stable")
         order = order[np.append(True, cell[1:] != cell[:-1])]
@@ -108,20 +108,18 @@ def within_both(options: Options, *, seconds: float, memory: int, cells: int = C
     return {name: chosen[name] for name in names}
 
 
-def _cell(values: NDArray[np.float64], cells: int) -> NDArray[np.int64]:
+def _cell(values: NDArray[np.float64]) -> NDArray[np.int64]:
     low, high = values.min(), values.max()
     if high <= low:
         return np.zeros(len(values), dtype=np.int64)
-    cell: NDArray[np.int64] = ((values - low) * (cells / (high - low))).astype(np.int64)
-    return np.minimum(cell, cells - 1)
+    cell: NDArray[np.int64] = ((values - low) * (CELLS / (high - low))).astype(np.int64)
+    return np.minimum(cell, CELLS - 1)
 
 
 def _falling(cost: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Where the cost is below all previous ones: slower and no less damaging points are useless."""
     least = np.minimum.accumulate(cost)
-    kept = np.ones(len(cost), dtype=bool)
-    kept[1:] = cost[1:] < least[:-1]
-    return kept
+    return np.append(True, cost[1:] < least[:-1])
 
 
 def _thinned(seconds: NDArray[np.float64], resolution: int) -> NDArray[np.int64]:

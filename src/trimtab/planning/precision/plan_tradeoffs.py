@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.planning.precision.options import Option, memory_of, own_only, scaled, seconds_of
+from trimtab.planning.plan import Choice
+from trimtab.planning.precision.options import Option, memory_of, option_of, own_only, scaled, seconds_of
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.precision_names import OWN
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class PlanTradeoffs(Tradeoffs):
     """Times of the plan's roles by device class, each scaled by observed over predicted."""
 
-    def __init__(self, plan: Plan, observed: Mapping[str, float], *, resolution: int = 1500) -> None:
+    def __init__(self, plan: Plan, observed: Mapping[str, float]) -> None:
         self.roles: dict[str, Role] = {}
         self.slower: dict[str, float] = {}
         """By device class: observed over predicted."""
@@ -29,16 +30,10 @@ class PlanTradeoffs(Tradeoffs):
             ratio = observed.get(name, role.compute_s) / role.compute_s
             # Among several roles of one class the slowest counts, because a step waits for it.
             self.slower[role.device] = max(self.slower.get(role.device, 0.0), ratio)
-        super().__init__({d: role.memory_bytes for d, role in self.roles.items()}, resolution=resolution)
-        self._menus: dict[tuple[str, int], RankMenu] = {}
+        super().__init__({d: role.memory_bytes for d, role in self.roles.items()})
 
-    def menu(self, device: str, samples: int) -> RankMenu:
-        key = (device, samples)
-        if key not in self._menus:
-            self._menus[key] = self._menu(self.roles[device], samples, self.slower[device])
-        return self._menus[key]
-
-    def _menu(self, role: Role, samples: int, slower: float) -> RankMenu:
+    def _menu(self, device: str, samples: int) -> RankMenu:
+        role, slower = self.roles[device], self.slower[device]
         part = samples / role.samples
         options = scaled(options_of(role), seconds=slower * part, damage=part**2, memory=part)
         whole = slower * (role.fixed_s - role.after_s + (role.compute_s - role.fixed_s) * part)
@@ -69,6 +64,21 @@ def options_of(role: Role) -> Options:
             for name, c in by.items()
         )
         for operator, by in role.choices.items()
+    }
+
+
+def choices_of(options: Options, chosen: Mapping[str, str]) -> dict[str, dict[str, Choice]]:
+    """The options in the form of a plan: memory relative to what was chosen."""
+    return {
+        operator: {
+            o.precision: Choice(
+                seconds=o.seconds,
+                damage=o.damage,
+                memory=o.memory - option_of(options, operator, chosen[operator]).memory,
+            )
+            for o in several
+        }
+        for operator, several in options.items()
     }
 
 

@@ -33,8 +33,6 @@ class ProfileTradeoffs(Tradeoffs):
         cluster: Cluster,
         damages: Mapping[str, Mapping[str, float]],
         total: int,
-        *,
-        resolution: int = 1500,
     ) -> None:
         """
         Args:
@@ -49,18 +47,12 @@ class ProfileTradeoffs(Tradeoffs):
             name: None if device.memory_gib is None else int(device.memory_gib * 2**30)
             for name, device in cluster.devices.items()
         }
-        super().__init__(limits, resolution=resolution)
-        self._menus: dict[tuple[str, int], RankMenu] = {}
+        super().__init__(limits)
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
 
-    def menu(self, device: str, samples: int) -> RankMenu:
-        key = (device, samples)
-        if key not in self._menus:
-            low, high = _around(samples)
-            self._menus[key] = (
-                self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
-            )
-        return self._menus[key]
+    def _menu(self, device: str, samples: int) -> RankMenu:
+        low, high = _around(samples)
+        return self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
 
     # Memory
 

@@ -12,8 +12,7 @@ from trimtab.precision_names import OWN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from trimtab.planning.precision.adjustable_job import AdjustableJob
-    from trimtab.planning.precision.options import Chosen, Options
+    from trimtab.planning.precision.options import AdjustableJob, Chosen, Options
 
 
 @dataclass(frozen=True, kw_only=True)

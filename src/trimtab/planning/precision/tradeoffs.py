@@ -11,9 +11,12 @@ from trimtab.planning.precision.frontier import Frontier
 from trimtab.planning.precision.options import damage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from trimtab.planning.precision.options import Chosen, Options
+
+RESOLUTION = 1500
+"""Points of each frontier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +35,21 @@ class RankMenu:
 class Tradeoffs(ABC):
     """Implements `trimtab.planning.shares.with_precision.RankTradeoffs` for any source of menus and peak memory."""
 
-    def __init__(self, limits: Mapping[str, int | None], *, resolution: int) -> None:
-        """
-        Args:
-            limits: by device class, its memory in bytes; None for no limit.
-            resolution: points of each frontier.
-        """
-        self.limits, self.resolution = dict(limits), resolution
+    def __init__(self, limits: Mapping[str, int | None]) -> None:
+        """`limits`: by device class, its memory in bytes; None for no limit."""
+        self.limits = dict(limits)
+        self._menus: dict[tuple[str, int], RankMenu] = {}
         self._frontiers: dict[tuple[str, int, float], Frontier] = {}
 
-    @abstractmethod
     def menu(self, device: str, samples: int) -> RankMenu:
-        """The menu of a rank with this share; results are cached."""
+        """The menu of a rank with this share."""
+        key = (device, samples)
+        if key not in self._menus:
+            self._menus[key] = self._menu(device, samples)
+        return self._menus[key]
+
+    @abstractmethod
+    def _menu(self, device: str, samples: int) -> RankMenu: ...
 
     @abstractmethod
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
@@ -64,14 +70,7 @@ class Tradeoffs(ABC):
         limit = self.limits[device]
         if limit is None:
             return total
-        low, high = 0, 1
-        while high <= total and self.least_peak(device, high) <= limit:
-            low, high = high, high * 2
-        high = min(high, total + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.least_peak(device, middle) <= limit else (low, middle)
-        return low
+        return most_within(lambda samples: self.least_peak(device, samples) <= limit, total)
 
     # What `shares.with_precision` uses
 
@@ -130,5 +129,17 @@ class Tradeoffs(ABC):
         key = (device, samples, price)
         if key not in self._frontiers:
             options = self.menu(device, samples).options
-            self._frontiers[key] = Frontier(options, price_of_memory=price, resolution=self.resolution)
+            self._frontiers[key] = Frontier(options, price_of_memory=price, resolution=RESOLUTION)
         return self._frontiers[key]
+
+
+def most_within(fits: Callable[[int], bool], total: int) -> int:
+    """The largest number up to `total` that fits, where every smaller one fits too; 0 if 1 does not."""
+    low, high = 0, 1
+    while high <= total and fits(high):
+        low, high = high, high * 2
+    high = min(high, total + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -13,9 +13,10 @@ from math import fsum, inf
 from typing import TYPE_CHECKING, Protocol
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.precision.tradeoffs import most_within
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PRECISE = 1e-4
 """Relative precision of the step time that is found."""
@@ -69,17 +70,31 @@ def quickest(
     assert total >= world
     beside = beside_s or {}
     high = max(_positive(tradeoffs, device, -(-total // world)) + beside.get(device, 0.0) for device in ranks)
-    best = within(tradeoffs, ranks, total, high, beside)
-    doubled = 0
+    best = _fastest(lambda seconds: within(tradeoffs, ranks, total, seconds, beside), high, budget, 40)
+    if best is None or best.damage > budget:
+        raise _impossible(best, budget)
+    return best
+
+
+def _fastest(
+    at: Callable[[float], Shared | None], high: float, budget: float, doublings: int
+) -> Shared | None:
+    """The fastest shares within the budget, by bisection; without any, those of the longest time limit tried.
+
+    Args:
+        at: the shares within a time limit.
+        high: first limit, doubled up to `doublings` times until there are shares within the budget.
+    """
+    best = at(high)
     while best is None or best.damage > budget:
-        high, doubled = high * 2, doubled + 1
-        if doubled > 40:
-            raise _impossible(best, budget)
-        best = within(tradeoffs, ranks, total, high, beside)
+        if not doublings:
+            return best
+        high, doublings = high * 2, doublings - 1
+        best = at(high)
     low = 0.0
     while high - low > PRECISE * high:
         middle = (low + high) / 2
-        candidate = within(tradeoffs, ranks, total, middle, beside)
+        candidate = at(middle)
         if candidate is None or candidate.damage > budget:
             low = middle
         else:
@@ -96,12 +111,16 @@ def within(
 ) -> Shared | None:
     """The least damaging shares with which every rank keeps the time limit; None if there are none."""
     room = {device: seconds - beside_s.get(device, 0.0) for device in ranks}
-    level: dict[str, int] = {}
+    level = {}
     for device in ranks:
-        level[device] = max(1, _most(tradeoffs, device, room[device], total))
+
+        def in_time(samples: int, device: str = device) -> bool:
+            return tradeoffs.own_s(device, samples) <= room[device]
+
+        level[device] = max(1, most_within(in_time, total))
     free = sum(level[device] * count for device, count in ranks.items())
     if free >= total:
-        return _shared(tradeoffs, ranks, total, seconds, room, level, free - total)
+        return _shared(tradeoffs, ranks, seconds, room, level, free - total)
     # Beyond that, one sample after another goes where it does least damage.
     samples = {device: [level[device]] * count for device, count in ranks.items()}
     heap = [(_more(tradeoffs, d, level[d], room[d]), index, d) for index, d in enumerate(ranks)]
@@ -119,18 +138,6 @@ def within(
     return _measured(tradeoffs, seconds, room, samples)
 
 
-def _most(tradeoffs: RankTradeoffs, device: str, seconds: float, total: int) -> int:
-    """The most samples that a rank computes in time in the model's own precision."""
-    low, high = 0, 1
-    while high <= total and tradeoffs.own_s(device, high) <= seconds:
-        low, high = high, high * 2
-    high = min(high, total + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tradeoffs.own_s(device, middle) <= seconds else (low, middle)
-    return low
-
-
 def _more(tradeoffs: RankTradeoffs, device: str, samples: int, seconds: float) -> float:
     now = tradeoffs.damage(device, samples, seconds)
     return inf if now == inf else tradeoffs.damage(device, samples + 1, seconds) - now
@@ -139,7 +146,6 @@ def _more(tradeoffs: RankTradeoffs, device: str, samples: int, seconds: float) -
 def _shared(
     tradeoffs: RankTradeoffs,
     ranks: Mapping[str, int],
-    total: int,
     seconds: float,
     room: Mapping[str, float],
     level: Mapping[str, int],
@@ -162,7 +168,7 @@ def _shared(
         now[device] -= 1
         if now[device] > 1:
             heappush(heap, (room[device] - tradeoffs.own_s(device, now[device]), index, device))
-    assert not spare, f"{total} samples are fewer than ranks"
+    assert not spare, "fewer samples than ranks"
     return _measured(tradeoffs, seconds, room, samples)
 
 
@@ -197,23 +203,8 @@ def pace_for(
     high = max(
         _positive(tradeoffs, device, own[0]) + beside.get(device, 0.0) for device, own in samples.items()
     )
-    best = at(high)
-    for _ in range(12):
-        if best is not None and best.damage <= budget:
-            break
-        high *= 2
-        best = at(high)
-    if best is None or best.damage > budget:
-        return None
-    low = 0.0
-    while high - low > PRECISE * high:
-        middle = (low + high) / 2
-        candidate = at(middle)
-        if candidate is None or candidate.damage > budget:
-            low = middle
-        else:
-            high, best = middle, candidate
-    return best
+    best = _fastest(at, high, budget, 12)
+    return None if best is None or best.damage > budget else best
 
 
 def _positive(tradeoffs: RankTradeoffs, device: str, samples: int) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.tensor.shares import hardware_multiple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,9 +26,6 @@ RETURN = 16
 
 _CAP = 0.75
 """Largest fraction of a layer that pooled scores may leave out, unless the ratio itself is larger."""
-
-_STEPS = 32
-_WIDEST_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,8 +107,6 @@ def _normalized(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _rounded(total: int, left: float) -> int:
     """An integer to leave out, such that the rest suits matrix hardware and is at least one."""
-    multiple = _WIDEST_MULTIPLE
-    while multiple > 1 and total < multiple * _STEPS:
-        multiple //= 2
+    multiple = hardware_multiple(total)
     kept = round((total - left) / multiple) * multiple
     return total - min(total, max(1, kept)) if left > 0 else 0

@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_STEPS_PER_RANK = 32
+_STEPS = 32
 """Rounding to multiples may cost at most about 1 / this of an average share."""
 
 _WIDEST_MULTIPLE = 64
@@ -122,17 +122,19 @@ def share_blocks(
     for name, block in blocks.items():
         most = [None if limit is None else int(block.units * limit / whole) for limit in limits]
         try:
-            fill = water_fill(block.units, times, most=most, multiple=_multiple(block.units, len(speeds)))
+            fill = water_fill(
+                block.units, times, most=most, multiple=hardware_multiple(block.units // len(speeds))
+            )
         except TrimtabError as error:
             raise TrimtabError(f"{name}: {error}") from None
         shared[name] = fill.counts
     return shared
 
 
-def _multiple(units: int, ranks: int) -> int:
-    """The largest power of two, good for matrix hardware, that still divides finely enough."""
+def hardware_multiple(units: int) -> int:
+    """The largest power of two, good for matrix hardware, that still divides so many units finely enough."""
     multiple = _WIDEST_MULTIPLE
-    while multiple > 1 and units < ranks * multiple * _STEPS_PER_RANK:
+    while multiple > 1 and units < multiple * _STEPS:
         multiple //= 2
     return multiple
 

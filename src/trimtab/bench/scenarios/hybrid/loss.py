@@ -21,7 +21,7 @@ from trimtab.bench.losses import final_losses
 from trimtab.bench.scenarios.hybrid.plan import make_task
 from trimtab.bench.scenarios.hybrid.ranks import Way, make_trainer, planned
 from trimtab.codec import TopK
-from trimtab.planning.plan_file import parse_plan
+from trimtab.planning.plan import parse_plan
 
 CANARY = "top-k (canary)"
 STEPS = 40

@@ -26,8 +26,7 @@ from trimtab.models import tasks
 from trimtab.models.spec import ModelSpec
 from trimtab.models.tasks import Task
 from trimtab.planning.make_plan import make_plan
-from trimtab.planning.plan import Plan
-from trimtab.planning.plan_file import parse_plan
+from trimtab.planning.plan import Plan, parse_plan
 from trimtab.precision_names import OWN
 from trimtab.predict.collectives import Placement
 from trimtab.predict.memory.step_peak import step_memory

@@ -1,4 +1,4 @@
-"""PowerSGD's reduction: sums the thin factors, never the matrices."""
+"""Reductions for codecs that need whole tensors: PowerSGD's, which sums thin factors, and one for any codec."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trimtab._compat import all_gather_single
+from trimtab.codec.codec import Codec, Uncompressed
 from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
 from trimtab.collectives.reduction import carried, started
-from trimtab.random_bits import name_hash, stream
+from trimtab.random_bits import OWN, name_hash, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,19 +58,19 @@ class LowRankReduction:
             flat.mul_(scale)
         matrices = []
         for piece, shape, _ in self._matrices:
-            values = _part(flat, piece)
+            values = flat[piece.span]
             self._feedback.restore(piece.name, values)
             matrices.append(values.float().view(shape))
         starts = [self._right(piece, shape[1], rank, flat.device) for piece, shape, rank in self._matrices]
         lefts = [matrix @ right for matrix, right in zip(matrices, starts, strict=True)]
-        first = _join([*lefts, *(_part(flat, piece).float() for piece in self._raw)], flat)
+        first = _join([*lefts, *(flat[piece.span].float() for piece in self._raw)], flat)
         yield started(dist.all_reduce(first, group=self._groups[0], async_op=True))
         carried(first, *matrices)
         parts = first.split_with_sizes(
             [left.numel() for left in lefts] + [piece.numel for piece in self._raw]
         )
         for piece, part in zip(self._raw, parts[len(lefts) :], strict=True):
-            _part(flat, piece).copy_(part)
+            flat[piece.span].copy_(part)
         bases = [orthonormal(part.view_as(left)) for part, left in zip(parts, lefts, strict=False)]
         rights = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         second = _join(rights, flat)
@@ -83,7 +85,7 @@ class LowRankReduction:
             self._feedback.keep(piece.name, matrix, product / world)
             # Nothing can be learned from a matrix that was zero on every rank: keep the last factor.
             self._rights[piece.name] = torch.where(part.any(), part.view_as(right), before)
-            _part(flat, piece).copy_(product.view(-1))
+            flat[piece.span].copy_(product.view(-1))
 
     def _right(self, piece: Piece, columns: int, rank: int, device: torch.device) -> torch.Tensor:
         right = self._rights.get(piece.name)
@@ -93,8 +95,54 @@ class LowRankReduction:
         return right
 
 
-def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return flat[piece.offset : piece.offset + piece.numel]
+class CodecAllGather:
+    """One all-gather of every rank's encoded pieces; sums run in rank order.
+
+    Pieces with 0 bits travel uncompressed.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[Piece, torch.Size]],
+        groups: Sequence[dist.ProcessGroup],
+        codec: Codec,
+        *,
+        seed: int,
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
+        self._pieces = [(piece, shape, codec if piece.bits else Uncompressed()) for piece, shape in pieces]
+        self._group, self._seed, self._feedback = groups[0], seed, feedback
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. encode each piece (with what was left out before); all-gather.
+        2. decode and add all ranks' pieces, in rank order.
+        """
+        world, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if scale != 1.0:
+            flat.mul_(scale)
+        key = stream(self._seed, step, rank, OWN)
+        sent = []
+        for piece, shape, codec in self._pieces:
+            values = flat[piece.span]
+            if self._feedback is not None and piece.bits:
+                self._feedback.restore(piece.name, values)
+            payload = codec.encode(values.view(shape), name=piece.name, stream=key)
+            if self._feedback is not None and piece.bits:
+                self._feedback.keep(piece.name, values, codec.decode(payload, shape, flat.dtype))
+            sent.append(payload)
+        mine = torch.cat(sent)
+        gathered = torch.empty(world * mine.numel(), dtype=torch.uint8, device=flat.device)
+        yield started(all_gather_single(gathered, mine, self._group, async_op=True))
+        carried(gathered, mine)
+        sizes = [payload.numel() for payload in sent]
+        for index, row in enumerate(gathered.view(world, -1)):
+            for (piece, shape, codec), payload in zip(self._pieces, row.split_with_sizes(sizes), strict=True):
+                values = codec.decode(payload.clone(), shape, flat.dtype).view(-1)
+                part = flat[piece.span]
+                if index == 0:
+                    part.copy_(values)
+                else:
+                    part.add_(values)
 
 
 def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

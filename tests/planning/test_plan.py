@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.plan import PLAN_VERSION, Choice, Plan, Predicted, Role
-from trimtab.planning.plan_file import load_plan, parse_plan, save_plan
+from trimtab.planning.plan import (
+    PLAN_VERSION,
+    Choice,
+    Plan,
+    Predicted,
+    Role,
+    load_plan,
+    parse_plan,
+    save_plan,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
