@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.codec import scalar
 from tests.codec.cases import SPECIAL, payload, same, values
 
-from trimtab.codec.kernels import Kernels, kernels_for
+from trimtab.codec.contract import Kernels
+from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import DTYPES, Packing, Segment
 from trimtab.codec.reference import ReferenceKernels, pack, unpack
 from trimtab.random_bits import name_hash, stream

@@ -19,7 +19,7 @@ from trimtab.codec.reference import ReferenceKernels
 from trimtab.random_bits import block_keys, uniform16
 
 if TYPE_CHECKING:
-    from trimtab.codec.kernels import Kernels
+    from trimtab.codec.contract import Kernels
 
 GUARD = 0xA5
 

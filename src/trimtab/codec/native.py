@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trimtab.codec.kernels import Kernels
+from torch import Tensor
+
+from trimtab.codec.contract import Kernels
 from trimtab.codec.packing import DTYPES, Packing
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libtrimtab.so")
 VERSION = 1

@@ -6,17 +6,14 @@ It follows docs/wire-format.md step by step. Unlike the fast kernels it cannot p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from trimtab.codec.kernels import Kernels
+from trimtab.codec.contract import Kernels
 from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.random_bits import block_keys, uniform16
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _SMALLEST_UNIT = 2.0**-126
 _RUN = 2**20

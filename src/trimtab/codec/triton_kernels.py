@@ -12,23 +12,16 @@ each segment. So it reads 4 bytes per tile, however many segments there are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from trimtab.codec import triton_device, triton_raw
-from trimtab.codec.kernels import Kernels
-from trimtab.codec.packing import RAW
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from trimtab.codec.packing import Packing, Segment
-
+from trimtab.codec.contract import Kernels
+from trimtab.codec.packing import RAW, Packing, Segment
 
 TILE = 1024
 """Elements a warp holds in registers: 32 a thread."""

@@ -6,22 +6,18 @@ keeps what was *decoded* from the bytes on the wire, and sums run in rank order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
+from trimtab.codec.contract import Kernels
+from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW, Packing
+from trimtab.collectives.layout import Layout
 from trimtab.collectives.reduction import Works, carried, started
 from trimtab.random_bits import OWN, REDUCED, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from trimtab.codec.error_feedback import ErrorFeedback
-    from trimtab.codec.kernels import Kernels
-    from trimtab.collectives.layout import Layout
 
 
 class BlockReduction:

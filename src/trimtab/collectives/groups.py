@@ -9,7 +9,8 @@ timeout and backend are those of the parent.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from trimtab.collectives.roll_call import roll_call, timeout_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def shared_name(group: dist.ProcessGroup) -> str:

@@ -7,9 +7,9 @@ rank order, in fp32: Gloo, NCCL and shared memory give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from trimtab.collectives.reduction import STAGE_GROUPS, Reduction, Works, carrie
 from trimtab.collectives.shared_memory import TIMEOUT_S, SharedMemory
 from trimtab.collectives.topology import Hosts, find_hosts
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class GroupIntraHost:

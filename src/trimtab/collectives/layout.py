@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+
+import torch
 
 from trimtab.codec.packing import Packing, Segment
 from trimtab.random_bits import name_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
 
 WIRE_VERSION = 1
 

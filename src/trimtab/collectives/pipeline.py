@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,6 @@ import torch.distributed as dist
 from trimtab.collectives.reduction import MAX_STAGES
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Runner(Protocol):

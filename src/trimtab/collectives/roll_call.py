@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,9 +12,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 """Number of calls for each group and purpose: the same on every rank that always takes part."""

@@ -7,9 +7,9 @@ The C++ library copies and adds CPU tensors; CUDA tensors go through the same me
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from trimtab.codec import native
 from trimtab.collectives.cuda_staging import Staged
 from trimtab.collectives.shared_segment import share
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SEGMENT_BYTES = 24 << 20

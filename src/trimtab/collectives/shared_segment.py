@@ -13,18 +13,15 @@ import mmap
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from trimtab.collectives.topology import gather_texts
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    import torch.distributed as dist
 
 FOLDER = Path("/dev/shm")
 PREFIX = "trimtab-shared-"

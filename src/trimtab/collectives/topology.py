@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TEXT = 512
 """Bytes of a rank's text; longer texts are cut off."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.codec import Codec, Uncompressed
+from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.powersgd import PowerSGD, matrix_shape, orthonormal, start
+from trimtab.collectives.layout import Piece
 from trimtab.collectives.reduction import carried, started
 from trimtab.random_bits import OWN, name_hash, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from trimtab.codec.error_feedback import ErrorFeedback
-    from trimtab.collectives.layout import Piece
 
 
 class LowRankReduction:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch.distributed as dist
 
 
 def require_agreement(

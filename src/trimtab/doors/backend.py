@@ -6,8 +6,9 @@ ever changed, and only on a group that was opted in; everything else goes direct
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,8 @@ from trimtab.doors.backend_plain import ForwardingGroup, register_view
 from trimtab.doors.backend_reducer import Reducer
 from trimtab.errors import TrimtabError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+Judge = Callable[[Block, Sequence[dist.ProcessGroup], torch.device, int], tuple[bool, str]]
 
-    Judge = Callable[[Block, Sequence[dist.ProcessGroup], torch.device, int], tuple[bool, str]]
 
 NAME = "trimtab"
 MIN_NUMEL = 1 << 16

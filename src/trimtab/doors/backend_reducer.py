@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
+from trimtab.codec import Block
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
 from trimtab.collectives.groups import destroy_groups
 from trimtab.doors.ddp import stage_groups
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+Key = tuple[tuple[int, ...], torch.dtype]
 
-    from trimtab.codec import Block
-
-    Key = tuple[tuple[int, ...], torch.dtype]
 
 MOST_IDLE = 64
 """Reductions kept for reuse by buffers of the same sizes: more than a large model has buckets."""

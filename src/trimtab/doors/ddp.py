@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec, ErrorFeedback
+from trimtab.codec.contract import Kernels
 from trimtab.codec.packing import RAW
-from trimtab.collectives import STAGE_GROUPS, Piece, Reduction, finish, reduction_for, runner_for
+from trimtab.collectives import (
+    STAGE_GROUPS,
+    Hierarchy,
+    Method,
+    Piece,
+    Reduction,
+    finish,
+    reduction_for,
+    runner_for,
+)
 from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
@@ -27,15 +39,8 @@ from trimtab.errors import TrimtabError
 from trimtab.model_state import Detached, JobBound
 from trimtab.wire_format import MIN_NUMEL
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
 
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trimtab.codec.kernels import Kernels
-    from trimtab.collectives import Hierarchy, Method
-
-    Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
 
 STATE_VERSION = 2
 

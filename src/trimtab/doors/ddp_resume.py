@@ -7,16 +7,13 @@ whose first step used DDP's provisional buckets would diverge from one that was 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import GradBucket
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch._C._distributed_c10d import GradBucket
-
-    Reduce = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
+Reduce = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 
 
 class SavedBuckets:

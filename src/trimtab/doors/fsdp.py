@@ -7,13 +7,16 @@ replaced, so its process group is, by one that compresses. Settings are by param
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trimtab._compat import all_gather_single, reduce_scatter_single
+from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
@@ -24,13 +27,6 @@ from trimtab.doors.fsdp_shards import ShardLayout, WeightGather, gradient_key, p
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.random_bits import absorb
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
-
-    from trimtab.codec import Block
 
 STATE_VERSION = 1
 WEIGHT_BLOCK = 256

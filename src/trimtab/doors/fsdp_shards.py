@@ -6,8 +6,9 @@ shard r, padded to the same sizes on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,9 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing
+from trimtab.collectives import Piece
 from trimtab.collectives.reduction import started
 from trimtab.random_bits import OWN, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.collectives import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

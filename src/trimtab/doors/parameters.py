@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from trimtab.codec import Block, Codec
 from trimtab.codec.packing import RAW
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _DEFAULT_BLOCK = 1024
 

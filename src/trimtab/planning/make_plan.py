@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import fsum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.precision_names import OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
 

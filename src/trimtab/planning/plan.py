@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.strict_files import STRICT, FileFormat, replace_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PLAN_VERSION = 1
 

@@ -7,7 +7,7 @@ the codes, not the rows. Codes are stored channels last, so that unfolding copie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.linear import draw_of, no_autocast, products_for, result_dtype
 from trimtab.precision.products import Float, Operands, Sizes, unscaled
-
-if TYPE_CHECKING:
-    from trimtab.precision_names import Precision, PrecisionName
+from trimtab.precision_names import Precision, PrecisionName
 
 Pair = tuple[int, int]
 

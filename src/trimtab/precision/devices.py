@@ -6,16 +6,19 @@ This follows from the device's compute capability or instruction sets, never fro
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.precision.products import DTYPES
-from trimtab.precision_names import HALVES, OPERATOR_PRECISIONS, PASSES, Precision, PrecisionName
-
-if TYPE_CHECKING:
-    from trimtab.precision_names import OperatorKind
+from trimtab.precision_names import (
+    HALVES,
+    OPERATOR_PRECISIONS,
+    PASSES,
+    OperatorKind,
+    Precision,
+    PrecisionName,
+)
 
 
 @lru_cache

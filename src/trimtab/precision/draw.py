@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from trimtab.random_bits import absorb
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Operand(IntEnum):

@@ -7,16 +7,12 @@ and their transpose, and backward saves the transpose.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.products import Products
-
-if TYPE_CHECKING:
-    from trimtab.precision.products import Operands, Sizes
+from trimtab.precision.products import Operands, Products, Sizes
 
 FAST_SUMS = (True, False)
 """Whether forward and backward may use the tensor cores' shorter accumulator."""

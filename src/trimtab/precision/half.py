@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.precision.linear import no_autocast, result_dtype
 from trimtab.precision.products import Float
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ grad_weight. The codes of the forward pass then serve backward unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from torch import Tensor
 from trimtab.codec.native import available
 from trimtab.precision import native, reference
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.products import Products
-
-if TYPE_CHECKING:
-    from trimtab.precision.products import Operands, Sizes
+from trimtab.precision.products import Operands, Products, Sizes
 
 Axis = Literal["rows", "columns", "whole"]
 """One scale for each row, for each column, or for the whole matrix."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.int8 import Int8
+from trimtab.precision.products import Operands, Sizes
 from trimtab.precision.triton_quantize import (
     PAD,
     dequantize,
@@ -17,9 +16,6 @@ from trimtab.precision.triton_quantize import (
     quantize_by_row,
     quantize_whole,
 )
-
-if TYPE_CHECKING:
-    from trimtab.precision.products import Operands, Sizes
 
 MIN_ROWS = 32
 """`torch._int_mm` needs more than 16 rows on a GPU."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw
 from trimtab.precision.products import Float, Operands, Products, Sizes
-from trimtab.precision_names import Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.precision_names import PrecisionName
+from trimtab.precision_names import Precision, PrecisionName
 
 
 def linear(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,7 @@ from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import linear
 from trimtab.precision.products import DTYPES
-
-if TYPE_CHECKING:
-    from trimtab.precision_names import OperatorKind, Precision
+from trimtab.precision_names import OperatorKind, Precision
 
 
 @dataclass

@@ -13,18 +13,16 @@ types; the 8-bit ones are in `int8`, `int8_cuda` and `fp8`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trimtab.precision.draw import Draw
-    from trimtab.precision_names import PrecisionName
+from trimtab.precision.draw import Draw
+from trimtab.precision_names import PrecisionName
 
 Operands = tuple[Tensor, ...]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
 from trimtab.precision import triton_kernels as kernels
-
-if TYPE_CHECKING:
-    from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.draw import Draw, Operand
 
 PAD = 16
 """Tensor-core products need every axis to be a multiple of this."""

@@ -7,8 +7,9 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from trimtab.sharding.dropout import KeyedDropout
 from trimtab.sharding.unit_axis import runs
-from trimtab.sharding.unit_block import sharded_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.sharding.unit_block import UnitBlock, UnitTensor
+from trimtab.sharding.unit_block import UnitBlock, UnitTensor, sharded_model
 
 
 class Checkpoint(Stateful):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from trimtab.sharding.unit_block import sharded_model
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @torch.no_grad()

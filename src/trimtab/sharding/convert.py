@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,13 @@ from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.sharding.dropout import key_dropout
 from trimtab.sharding.find_units import FoundBlock, features, find_blocks, is_transposed
+from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.projection import InProjection, OutProjection
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
-from trimtab.sharding.unit_kinds import Attention, Mlp
+from trimtab.sharding.unit_kinds import Attention, Mlp, UnitKind
+from trimtab.sharding.unit_table import UnitTable
 from trimtab.sharding.verify import verify_at_first_forward, verify_example
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from trimtab.sharding.group import TensorGroup
-    from trimtab.sharding.unit_kinds import UnitKind
-    from trimtab.sharding.unit_table import UnitTable
 
 
 def convert(

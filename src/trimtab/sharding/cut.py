@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from trimtab.sharding.unit_block import UnitTensor
+from trimtab.sharding.unit_block import UnitTensor
 
 Impute = Literal["zero", "average", "same"]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,9 @@ from torch.overrides import TorchFunctionMode
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 from trimtab.random_bits import block_keys, stream, uniform16
-from trimtab.sharding.find_units import attention_dropout
+from trimtab.sharding.find_units import FoundBlock, attention_dropout
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 from trimtab.sharding.unit_kinds import Attention
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.sharding.find_units import FoundBlock
-    from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 
 _LEVELS = 1 << 16
 

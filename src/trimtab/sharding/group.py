@@ -13,16 +13,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.sharding.clock import Clock
+from trimtab.sharding.clock import Clock
 
 
 @dataclass(kw_only=True)

@@ -15,23 +15,17 @@ rank:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.unit_block import sharded_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from trimtab.sharding.group import TensorGroup
-    from trimtab.sharding.unit_block import UnitBlock
+from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.unit_block import UnitBlock, sharded_model
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "

@@ -12,8 +12,9 @@ The steps, the same on every rank:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +25,9 @@ from trimtab.errors import TrimtabError
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, grown, sharded_model
 from trimtab.sharding.unit_table import UnitTable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Assignment = Mapping[str, Sequence[Sequence[int]]]
-    """For each block, by name, the units of each rank."""
-
-    States = dict[int, list[tuple[dict[str, Any], str]]]
+Assignment = Mapping[str, Sequence[Sequence[int]]]
+"""For each block, by name, the units of each rank."""
+States = dict[int, list[tuple[dict[str, Any], str]]]
 
 
 @dataclass(frozen=True, kw_only=True)

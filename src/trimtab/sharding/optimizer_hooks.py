@@ -7,21 +7,17 @@ step of every optimizer.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trimtab.sharding.cut import Cut
 from trimtab.sharding.projection import InProjection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.optim import Optimizer
-
-    from trimtab.sharding.cut import Cut
-    from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor
+from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor
 
 _PARAMETER = None
 """Key of the parameter itself, among the keys of its optimizer states."""

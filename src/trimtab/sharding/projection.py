@@ -6,16 +6,12 @@ its parameters keep their names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.sharding.group import leave
-
-if TYPE_CHECKING:
-    from trimtab.sharding.unit_block import UnitBlock
+from trimtab.sharding.unit_block import UnitBlock
 
 
 class HiddenReached(Exception):  # noqa: N818 - no error: ends a pass of `trimtab.sharding.verify`

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.sharding.projection import InProjection
-
-if TYPE_CHECKING:
-    from trimtab.sharding.unit_block import UnitBlock
+from trimtab.sharding.unit_block import UnitBlock
 
 
 @dataclass(frozen=True, kw_only=True)

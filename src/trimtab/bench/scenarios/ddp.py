@@ -17,7 +17,7 @@ from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.result import Result
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, PowerSGD
-from trimtab.codec.kernels import Kernels
+from trimtab.codec.contract import Kernels
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.doors.ddp import DdpCompression
 from trimtab.errors import TrimtabError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from trimtab.planning.compression.family import ADAMW, FAMILIES, passed_families
+from trimtab.planning.compression.family import ADAMW, FAMILIES, Family, passed_families
 from trimtab.planning.compression.guard import PATIENCE, LayerHealth, guard
 from trimtab.planning.compression.layer_options import (
     ALL_BITS,
@@ -17,11 +18,6 @@ from trimtab.planning.compression.layer_options import (
 )
 from trimtab.planning.compression.policies import choose_bits
 from trimtab.wire_format import encoded_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from trimtab.planning.compression.family import Family
 
 DRIFTED = 1.25
 """Bits are chosen again early when the total error exceeds its budget by this factor."""

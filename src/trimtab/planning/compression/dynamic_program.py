@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import fsum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.planning.compression.layer_options import most_exact, within
+from trimtab.planning.compression.layer_options import LayerOptions, most_exact, within
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
-    from trimtab.planning.compression.layer_options import LayerOptions
-
-    Floats = npt.NDArray[np.float64]
-    Indices = npt.NDArray[np.intp]
 
 BINS = 10_000
 """Steps into which the dynamic program divides the budget of squared error."""

@@ -8,11 +8,8 @@ as important as the large ones, and rounding drowns the small ones first.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 BITS_SCALED = "bits-scaled"

@@ -6,13 +6,10 @@ feedback owes it, and the run itself (gradients that explode or are not finite, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, isfinite, log2, sqrt
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MOST_BITS = 8
 

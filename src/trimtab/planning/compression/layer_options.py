@@ -7,12 +7,9 @@ are all of one family, since biased and unbiased errors do not share a budget.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite, sqrt
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 ALL_BITS = tuple(range(1, 9))
 """Bits per value that the codec supports."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from trimtab.planning.compression.family import FamilyCandidate, choose_family
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.predict.exchange import Exchange
+from trimtab.predict.exchange import Exchange
 
 MAX_TIME_RATIO = 0.85
 """Compress when the exchange takes at most this fraction of the plain one: a smaller gain is within

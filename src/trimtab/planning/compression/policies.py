@@ -6,9 +6,8 @@ option for every layer. All are deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum, sqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,6 @@ from trimtab.planning.compression.layer_options import (
     total_error,
     within,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 Policy = Callable[[Sequence[LayerOptions], float], list[int]]
 

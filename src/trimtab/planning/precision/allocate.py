@@ -11,20 +11,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import fsum, inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from trimtab.planning.precision.frontier import Frontier, within_both
-from trimtab.planning.precision.options import Option, damage_of, ladder, memory_of, option_of, seconds_of
+from trimtab.planning.precision.options import (
+    AdjustableJob,
+    Chosen,
+    Option,
+    Options,
+    damage_of,
+    ladder,
+    memory_of,
+    option_of,
+    seconds_of,
+)
 from trimtab.planning.precision.starting_point import Lowerable, fastest, priced
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.planning.precision.options import AdjustableJob, Chosen, Options
 
 TOLERANCE = 0.002
 """Fraction by which a step may exceed the pace. Far below the error of predictions; without it the last digit

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import fsum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
-from trimtab.planning.precision.options import AdditiveJob, damage_of, damages_of, memory_of, seconds_of
+from trimtab.planning.precision.options import (
+    AdditiveJob,
+    Chosen,
+    Options,
+    damage_of,
+    damages_of,
+    memory_of,
+    seconds_of,
+)
 from trimtab.planning.precision.starting_point import Lowerable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trimtab.planning.precision.options import Chosen, Options
 
 
 def exact(options: Options, *, seconds: float, memory: int | None = None) -> Chosen | None:

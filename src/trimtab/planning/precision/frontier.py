@@ -7,16 +7,10 @@ every point is feasible, and off the optimum only by what was thinned.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
-from trimtab.planning.precision.options import ladder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from trimtab.planning.precision.options import Chosen, Options
+from trimtab.planning.precision.options import Chosen, Options, ladder
 
 RESOLUTION = 4000
 """Partial choices that are kept."""

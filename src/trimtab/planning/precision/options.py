@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trimtab.precision_names import OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)

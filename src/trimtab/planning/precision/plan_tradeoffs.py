@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import fsum
-from typing import TYPE_CHECKING
 
-from trimtab.planning.plan import Choice
-from trimtab.planning.precision.options import Option, memory_of, option_of, own_only, scaled, seconds_of
+from trimtab.planning.plan import Choice, Plan, Role
+from trimtab.planning.precision.options import (
+    Chosen,
+    Option,
+    Options,
+    memory_of,
+    option_of,
+    own_only,
+    scaled,
+    seconds_of,
+)
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.precision_names import OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.planning.plan import Plan, Role
-    from trimtab.planning.precision.options import Chosen, Options
 
 
 class PlanTradeoffs(Tradeoffs):

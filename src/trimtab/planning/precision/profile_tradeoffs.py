@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from math import fsum
-from typing import TYPE_CHECKING
 
-from trimtab.planning.precision.options import Option
+from trimtab.cluster import Cluster
+from trimtab.planning.precision.options import Option, Options
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.precision_names import OWN
 from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step import rank_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.planning.precision.options import Options
-    from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 
 EVERY = 16
 """Up to this many samples costs are looked up for each share; above, in steps of a fifth, with linear interpolation."""

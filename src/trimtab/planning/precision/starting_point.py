@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.precision.options import Option, option_of
+from trimtab.planning.precision.options import AdjustableJob, Chosen, Option, Options, option_of
 from trimtab.precision_names import OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from trimtab.planning.precision.options import AdjustableJob, Chosen, Options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 from trimtab.planning.precision.frontier import Frontier
-from trimtab.planning.precision.options import damage_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.planning.precision.options import Chosen, Options
+from trimtab.planning.precision.options import Chosen, Options, damage_of
 
 RESOLUTION = 1500
 """Points of each frontier."""

@@ -7,16 +7,14 @@ within the budget is found by bisection.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import fsum, inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.precision.tradeoffs import most_within
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 PRECISE = 1e-4
 """Relative precision of the step time that is found."""

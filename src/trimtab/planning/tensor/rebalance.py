@@ -8,18 +8,16 @@ all work of the model's units; times are seconds of a step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
+from trimtab.predict.migration import MigrationCost
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+Mode = Literal["home", "own", "lease"]
 
-    from trimtab.predict.migration import MigrationCost
-
-    Mode = Literal["home", "own", "lease"]
 
 _FINENESS = 1024
 """Resolution of shares: multiples of 1 / this."""

@@ -8,18 +8,15 @@ the important ones at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.shares import hardware_multiple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 RETURN = 16
 """Most windows that anything is left out, while the number left out stays the same."""

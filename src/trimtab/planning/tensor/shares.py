@@ -7,13 +7,10 @@ all ranks finish together, like water that fills vessels to one level.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _STEPS = 32
 """Rounding to multiples may cost at most about 1 / this of an average share."""
