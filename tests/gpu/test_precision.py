@@ -17,7 +17,7 @@ from trimtab.models.gpt import Gpt
 from trimtab.precision import reference
 from trimtab.precision.devices import offers
 from trimtab.precision.draw import Draw, Operand, base_key
-from trimtab.precision.linear import linear
+from trimtab.precision.linear import draw_of, linear
 from trimtab.precision_names import Precision
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def test_linear_is_near_fp64(name: str, record_property: Callable[[str, object],
             weight = torch.randn(shape, device=CUDA, requires_grad=True)
             bias = torch.randn(outputs, device=CUDA, requires_grad=True)
             g = torch.randn(rows, outputs, device=CUDA)
-            y = linear(x, weight, bias, precision, base=7, calls=calls, transposed=transposed)
+            y = linear(x, weight, bias, precision, draw_of(precision, 7, calls), transposed=transposed)
             grads = torch.autograd.grad(y, (x, weight, bias), g)
             wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
             straight = wide[1].t() if transposed else wide[1]
@@ -150,7 +150,7 @@ def test_linear_is_near_fp64(name: str, record_property: Callable[[str, object],
     assert worst < bound
     x = torch.randn(64, 64, device=CUDA)
     x[3, 3] = float("inf")
-    y = linear(x, torch.randn(64, 64, device=CUDA), None, precision, base=7, calls=calls)
+    y = linear(x, torch.randn(64, 64, device=CUDA), None, precision, draw_of(precision, 7, calls))
     assert not bool(y[3].isfinite().any())
 
 
@@ -266,7 +266,8 @@ def test_every_offered_precision_is_timed(record_property: Callable[[str, object
     calls = torch.zeros(1, dtype=torch.int64, device=CUDA)
 
     def run(precision: Precision) -> object:
-        return torch.autograd.grad(linear(x, weight, None, precision, base=0, calls=calls), (x, weight), g)
+        y = linear(x, weight, None, precision, draw_of(precision, 0, calls))
+        return torch.autograd.grad(y, (x, weight), g)
 
     names = offers(CUDA)["linear"]
     times = milliseconds({name: lambda name=name: run(Precision.of(name)) for name in names}, repeats=7)  # type: ignore[misc]

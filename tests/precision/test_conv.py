@@ -128,10 +128,9 @@ def test_which_places_those_are() -> None:
     from trimtab.precision.conv import Geometry, has_position_on_padding_only
 
     def affected(size: int, stride: int, padding: int, dilation: int, kernel: int = 3) -> bool:
-        geometry = Geometry((stride, stride), (padding, padding), (dilation, dilation), 1)
-        return has_position_on_padding_only(
-            geometry, torch.Size((1, 1, size, size)), torch.Size((1, 1, kernel, kernel))
-        )
+        shapes = torch.Size((1, 1, size, size)), torch.Size((1, 1, kernel, kernel))
+        geometry = Geometry((stride, stride), (padding, padding), (dilation, dilation), 1, *shapes)
+        return has_position_on_padding_only(geometry)
 
     assert affected(1, 1, 1, 1)
     assert affected(2, 4, 1, 1)  # one put: its first place is outside

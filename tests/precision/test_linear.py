@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.precision.bounds import RELATIVE, half_error, int8_step, product_bound
 
 from trimtab.precision.devices import offers
-from trimtab.precision.linear import linear
+from trimtab.precision.linear import draw_of, linear
 from trimtab.precision_names import Precision
 
 CPU = torch.device("cpu")
@@ -20,6 +20,19 @@ ALL = [name for name in ("fp32", "bf16", "fp16", "int8") if name in offers(CPU)[
 
 def calls(count: int = 0) -> torch.Tensor:
     return torch.tensor([count])
+
+
+def lowered(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: Precision,
+    *,
+    base: int,
+    transposed: bool = False,
+) -> torch.Tensor:
+    draw = draw_of(precision, base, calls())
+    return linear(x, weight, bias, precision, draw, transposed=transposed)
 
 
 def case(shape: tuple[int, int, int], transposed: bool) -> tuple[torch.Tensor, ...]:
@@ -36,7 +49,7 @@ def run(
     precision: Precision | str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     g: torch.Tensor, transposed: bool = False, base: int = 3,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    y = linear(x, weight, bias, Precision.of(precision), base=base, calls=calls(), transposed=transposed)
+    y = lowered(x, weight, bias, Precision.of(precision), base=base, transposed=transposed)
     expected = [t for t in (x, weight, bias) if t is not None]
     return (y, *torch.autograd.grad(y, expected, g))
 
@@ -107,9 +120,7 @@ def test_int8_noise_is_what_the_planner_expects() -> None:
     x, weight = torch.randn(64, 128), torch.randn(96, 128)
     precision = Precision(forward="int8", grad_input="int8", grad_weight="int8", scales="tensor")
     exact = x.double() @ weight.double().t()
-    errors = [
-        linear(x, weight, None, precision, base=seed, calls=calls()).double() - exact for seed in range(40)
-    ]
+    errors = [lowered(x, weight, None, precision, base=seed).double() - exact for seed in range(40)]
     measured = float(torch.stack(errors).square().sum((1, 2)).mean())
     variance = [float(t.abs().max() / 127) ** 2 * t.numel() / 6 for t in (x, weight)]
     # ‖w‖² σ²(x) + ‖x‖² σ²(w), with σ² spread evenly over the elements of a row that are summed.
@@ -142,7 +153,7 @@ def test_operands_are_saved_in_the_low_precision(name: str, ratio: float) -> Non
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        linear(x, weight, None, Precision.of(name), base=0, calls=calls())
+        lowered(x, weight, None, Precision.of(name), base=0)
     saved = sum(t.nbytes for t in kept if t.data_ptr() != weight.data_ptr())
     assert saved <= x.nbytes * ratio + 256 * 4
 
@@ -171,20 +182,20 @@ def test_fp16_needs_no_loss_scaling() -> None:
 def test_shapes_types_and_what_needs_no_gradient(name: str) -> None:
     weight = torch.randn(6, 8, requires_grad=True)
     x = torch.randn(2, 3, 4, 8)
-    y = linear(x, weight, None, Precision.of(name), base=0, calls=calls())
+    y = lowered(x, weight, None, Precision.of(name), base=0)
     assert y.shape == (2, 3, 4, 6)
     y.sum().backward()
     assert weight.grad is not None
     assert x.grad is None
-    half = linear(x.bfloat16(), weight, None, Precision.of(name), base=0, calls=calls())
+    half = lowered(x.bfloat16(), weight, None, Precision.of(name), base=0)
     assert half.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        cast = linear(x.requires_grad_(), weight, None, Precision.of(name), base=0, calls=calls())
+        cast = lowered(x.requires_grad_(), weight, None, Precision.of(name), base=0)
     assert cast.dtype == torch.bfloat16
     cast.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    empty = linear(x[:0], weight, None, Precision.of(name), base=0, calls=calls())
+    empty = lowered(x[:0], weight, None, Precision.of(name), base=0)
     assert empty.shape == (0, 3, 4, 6)
     empty.sum().backward()
 
@@ -202,7 +213,7 @@ def test_compiled_it_gives_the_same(name: str) -> None:
     x, weight, bias, g = case((16, 24, 8), False)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight, bias, Precision.of(name), base=3, calls=calls())
+        return lowered(x, weight, bias, Precision.of(name), base=3)
 
     y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     compiled = (y, *torch.autograd.grad(y, (x, weight, bias), g))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from trimtab.codec.packing import Packing, check_buffers
+
+
+class Rounding(NamedTuple):
+    """How values are scaled and rounded when they are encoded."""
+
+    stream: int
+    scale: float
+    stochastic: bool
 
 
 class Kernels:
@@ -26,7 +35,7 @@ class Kernels:
     ) -> None:
         """Encode `scale` × the packing's segments of `flat` into the payload `out`."""
         check_buffers(packing, flat, out)
-        self._encode(flat, None, packing, out, stream, scale, stochastic)
+        self._encode(flat, None, packing, out, Rounding(stream, scale, stochastic))
 
     def decode(self, payload: Tensor, packing: Packing, flat: Tensor, *, add: bool = False) -> None:
         """Write the payload's values over (or, with `add`, onto) the packing's segments of `flat`."""
@@ -49,7 +58,7 @@ class Kernels:
         `flat` is left with the decoded values of `out`: what every other rank will receive.
         """
         check_buffers(packing, flat, out, *payloads)
-        self._encode(flat, payloads, packing, out, stream, scale, stochastic)
+        self._encode(flat, payloads, packing, out, Rounding(stream, scale, stochastic))
 
     def _encode(
         self,
@@ -57,9 +66,7 @@ class Kernels:
         payloads: Sequence[Tensor] | None,
         packing: Packing,
         out: Tensor,
-        stream: int,
-        scale: float,
-        stochastic: bool,
+        rounding: Rounding,
     ) -> None:
         """`encode` with None, else `reduce_encode`."""
         raise NotImplementedError

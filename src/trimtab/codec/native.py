@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.codec.contract import Kernels
+from trimtab.codec.contract import Kernels, Rounding
 from trimtab.codec.packing import DTYPES, Packing
 from trimtab.errors import TrimtabError
 
@@ -72,7 +72,7 @@ class NativeKernels(Kernels):
         payloads: Sequence[Tensor] | None,
         packing: Packing,
         out: Tensor,
-        *rounding: float,
+        rounding: Rounding,
     ) -> None:
         values = (self._description(packing, flat), flat.data_ptr(), flat.numel())
         encoded = (out.data_ptr(), out.numel(), *rounding)

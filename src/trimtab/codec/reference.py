@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from trimtab.codec.contract import Kernels
+from trimtab.codec.contract import Kernels, Rounding
 from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.random_bits import block_keys, uniform16
 
@@ -29,18 +29,16 @@ class ReferenceKernels(Kernels):
         payloads: Sequence[Tensor] | None,
         packing: Packing,
         out: Tensor,
-        stream: int,
-        scale: float,
-        stochastic: bool,
+        rounding: Rounding,
     ) -> None:
         for i, (segment, part) in enumerate(_parts(packing, out)):
             values = flat[segment.span]
-            total = values.float() * _fp32(scale, flat.device)
+            total = values.float() * _fp32(rounding.scale, flat.device)
             for payload in payloads or ():
                 start = packing.starts[i]
                 theirs = payload[start : start + part.numel()]
                 total = total + _decode_segment(theirs, segment, packing.dtype)
-            _encode_segment(total, segment, packing.dtype, part, stream, stochastic)
+            _encode_segment(total, segment, packing.dtype, part, rounding)
             if payloads is not None:
                 values.copy_(_decode_segment(part, segment, packing.dtype))
 
@@ -87,7 +85,7 @@ def unpack(data: Tensor, bits: int, length: int) -> Tensor:
 
 
 def _encode_segment(
-    t: Tensor, segment: Segment, dtype: torch.dtype, part: Tensor, stream: int, stochastic: bool
+    t: Tensor, segment: Segment, dtype: torch.dtype, part: Tensor, rounding: Rounding
 ) -> None:
     part.zero_()
     if segment.bits == RAW:
@@ -97,8 +95,8 @@ def _encode_segment(
     for first, rows, length in _runs(segment):
         begin = first * segment.block
         run = t[begin : begin + rows * length].view(rows, length)
-        if stochastic:
-            keys = block_keys(stream, segment.name_hash, segment.first_block + first, rows, t.device)
+        if rounding.stochastic:
+            keys = block_keys(rounding.stream, segment.name_hash, segment.first_block + first, rows, t.device)
             r = uniform16(keys, length).float() * 2.0**-16 + 2.0**-17
         else:
             r = torch.full_like(run, 0.5)

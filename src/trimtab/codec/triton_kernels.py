@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.codec import triton_device, triton_raw
-from trimtab.codec.contract import Kernels
+from trimtab.codec.contract import Kernels, Rounding
 from trimtab.codec.packing import RAW, Packing, Segment
 
 TILE = 1024
@@ -42,13 +42,11 @@ class TritonKernels(Kernels):
         payloads: Sequence[Tensor] | None,
         packing: Packing,
         out: Tensor,
-        stream: int,
-        scale: float,
-        stochastic: bool,
+        rounding: Rounding,
     ) -> None:
         if payloads is not None and (not payloads or packing.nbytes == 0):
             # A sum of one: the rank's own values, which must still become what the others receive.
-            self._encode(flat, None, packing, out, stream, scale, stochastic)
+            self._encode(flat, None, packing, out, rounding)
             self._decode(out, packing, flat, add=False)
             return
         first, stride, gap = out, 0, 0
@@ -63,8 +61,9 @@ class TritonKernels(Kernels):
                 common = (flat, first, out, group.owners, group.table)
                 options = {"COUNT": len(payloads or ()), **group.options(flat.dtype, wide)}
                 if group.bits == RAW:
-                    triton_raw.encode_raw[(group.tiles,)](*common, scale, stride, gap, **options)
+                    triton_raw.encode_raw[(group.tiles,)](*common, rounding.scale, stride, gap, **options)
                 else:
+                    stream, scale, stochastic = rounding
                     triton_device.encode[(group.tiles,)](
                         *common, stream, scale, stride, gap, STOCHASTIC=stochastic, **options
                     )

@@ -20,7 +20,7 @@ from trimtab.codec.packing import RAW
 from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import STAGE_GROUPS, Reduction, Works, carried, started
-from trimtab.collectives.shared_memory import TIMEOUT_S, SharedMemory
+from trimtab.collectives.shared_memory import SharedMemory
 from trimtab.collectives.topology import Hosts, find_hosts
 from trimtab.errors import TrimtabError
 
@@ -113,8 +113,6 @@ class Hierarchy:
     Args:
         hosts: which ranks share a host; detected when None.
         shared_memory: reduce inside a host through shared memory, otherwise over process groups.
-        segment_bytes: size of each of the two shared segments; the default depends on the device.
-        timeout_s: how long shared memory waits for a rank that is alive.
 
     Raises:
         TrimtabError: when the ranks form no hierarchy (`Hosts.flat_reason`), or shared memory is not available.
@@ -127,8 +125,6 @@ class Hierarchy:
         *,
         hosts: Hosts | None = None,
         shared_memory: bool = True,
-        segment_bytes: int | None = None,
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.hosts = hosts or find_hosts(group, device)
         reason = self.hosts.flat_reason()
@@ -140,10 +136,7 @@ class Hierarchy:
         self.shared_memory = shared_memory
         self.inside: IntraHost
         if shared_memory:
-            segments = [
-                SharedMemory(group, device, members=members, nbytes=segment_bytes, timeout_s=timeout_s)
-                for _ in range(2)
-            ]
+            segments = [SharedMemory(group, device, members=members) for _ in range(2)]
             self.inside = SharedMemoryIntraHost(*segments)
         else:
             self.inside = GroupIntraHost(*private_groups(group, device, 2, ranks=members))

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.linear import draw_of, no_autocast, products_for, result_dtype
+from trimtab.precision.linear import no_autocast, products_for, result_dtype
 from trimtab.precision.products import Float, Operands, Sizes, unscaled
 from trimtab.precision_names import Precision, PrecisionName
 
@@ -24,28 +24,39 @@ Pair = tuple[int, int]
 
 
 class Geometry(NamedTuple):
-    """How a kernel moves over its input."""
+    """How a kernel moves over its input, and the shapes of both."""
 
     stride: Pair
     padding: Pair
     dilation: Pair
     groups: int
+    x_shape: torch.Size
+    w_shape: torch.Size
+
+    @property
+    def output(self) -> Pair:
+        """Height and width of the output."""
+        height, width = (
+            (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+            for size, pad, dilation, kernel, stride in zip(
+                self.x_shape[2:], self.padding, self.dilation, self.w_shape[2:], self.stride, strict=True
+            )
+        )
+        return height, width
+
+    def parts(self) -> list[slice]:
+        """The outputs of each group."""
+        n = self.w_shape[0] // self.groups
+        return [slice(group * n, (group + 1) * n) for group in range(self.groups)]
 
 
 def conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    precision: Precision,
-    *,
-    base: int,
-    calls: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, precision: Precision, draw: Draw
 ) -> Tensor:
     """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
     if len(x) == 0:  # nothing to quantize
-        return F.conv2d(x.to(weight.dtype), weight, bias, *geometry).to(result_dtype(x))
-    arguments = (x, weight, bias, geometry, precision, base, calls, result_dtype(x))
+        return F.conv2d(x.to(weight.dtype), weight, bias, *geometry[:4]).to(result_dtype(x))
+    arguments = (x, weight, bias, geometry, precision, draw, result_dtype(x))
     run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
     result: Tensor = run(*arguments)
     return result
@@ -65,27 +76,21 @@ class _Conv(torch.autograd.Function):
         bias: Tensor | None,
         geometry: Geometry,
         precision: Precision,
-        base: int,
-        calls: Tensor,
+        draw: Draw,
         dtype: torch.dtype,
     ) -> Tensor:
-        draw = draw_of(precision, base, calls)
         passes = _passes(precision, x.device.type)
         with no_autocast(x.device.type):
             x_operands, w_operands = passes[0].input(x, draw), passes[0].weight(weight, draw)
-            y: Tensor = (
-                passes[0].forward(x_operands, w_operands, bias, geometry, x.shape, weight.shape).to(dtype)
-            )
-            saved_w: Operands = ()
+            y: Tensor = passes[0].forward(x_operands, w_operands, bias, geometry).to(dtype)
+            # Saving the weight costs no memory; its operands are recomputed.
+            saved_w: Operands = (weight,) if ctx.needs_input_grad[0] else ()
             saved_x: Operands = ()
-            if ctx.needs_input_grad[0]:
-                saved_w = (weight,)  # costs no memory; its operands are recomputed
             if ctx.needs_input_grad[1]:
                 saved_x = x_operands if passes[2] is passes[0] else passes[2].input(x, draw)
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.split = len(saved_x)
         ctx.setting = geometry, precision, draw
-        ctx.shapes = x.shape, weight.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
@@ -100,12 +105,12 @@ class _Conv(torch.autograd.Function):
         with no_autocast(g.device.type):
             if ctx.needs_input_grad[0]:
                 w_operands = passes[1].weight(w[0], draw)
-                gx = passes[1].grad_input(g, w_operands, geometry, *ctx.shapes, draw).to(ctx.dtypes[0])
+                gx = passes[1].grad_input(g, w_operands, geometry, draw).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
-                gw = passes[2].grad_weight(g, x, geometry, *ctx.shapes, draw).to(ctx.dtypes[1])
+                gw = passes[2].grad_weight(g, x, geometry, draw).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 gb = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.dtypes[2])
-        return gx, gw, gb, None, None, None, None, None
+        return gx, gw, gb, None, None, None, None
 
 
 class _Direct:
@@ -120,34 +125,26 @@ class _Direct:
     def weight(self, w: Tensor, draw: Draw) -> Operands:
         return (w.to(self.type.dtype),)
 
-    def forward(
-        self, x: Operands, w: Operands, bias: Tensor | None, geometry: Geometry, *shapes: torch.Size
-    ) -> Tensor:
+    def forward(self, x: Operands, w: Operands, bias: Tensor | None, geometry: Geometry) -> Tensor:
         bias = None if bias is None else bias.to(self.type.dtype)
         with self.type.arithmetic():
-            return F.conv2d(x[0], w[0], bias, *geometry)
+            return F.conv2d(x[0], w[0], bias, *geometry[:4])
 
-    def grad_input(
-        self, g: Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
-        draw: Draw,
-    ) -> Tensor:  # fmt: skip
+    def grad_input(self, g: Tensor, w: Operands, geometry: Geometry, draw: Draw) -> Tensor:
         # Only the shape of the input matters here, so an expanded scalar will do.
-        return self._backward(g, w[0].new_zeros(()).expand(x_shape), w[0], geometry, 0)
+        return self._backward(g, w[0].new_zeros(()).expand(geometry.x_shape), w[0], geometry, 0)
 
-    def grad_weight(
-        self, g: Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
-        draw: Draw,
-    ) -> Tensor:  # fmt: skip
+    def grad_weight(self, g: Tensor, x: Operands, geometry: Geometry, draw: Draw) -> Tensor:
         values = x[0]
         on_cpu = values.device.type == "cpu" and values.dtype != torch.float32
-        if on_cpu and has_position_on_padding_only(geometry, x_shape, w_shape):
+        if on_cpu and has_position_on_padding_only(geometry):
             # oneDNN does not write the gradient of such kernel positions (torch 2.13), except in fp32.
-            return _Direct("fp32").grad_weight(g, (values.float(),), geometry, x_shape, w_shape, draw)
-        return self._backward(g, values, values.new_zeros(()).expand(w_shape), geometry, 1)
+            return _Direct("fp32").grad_weight(g, (values.float(),), geometry, draw)
+        return self._backward(g, values, values.new_zeros(()).expand(geometry.w_shape), geometry, 1)
 
     def _backward(self, g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, which: int) -> Tensor:
         scaled, *scale = self.type.scaled(g)
-        stride, padding, dilation, groups = geometry
+        stride, padding, dilation, groups, *_ = geometry
         with self.type.arithmetic():
             grads = torch.ops.aten.convolution_backward(
                 scaled, x, w, None, stride, padding, dilation, False, (0, 0), groups,
@@ -156,15 +153,17 @@ class _Direct:
         return unscaled(grads[which], tuple(scale), torch.float32)
 
 
-def has_position_on_padding_only(geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size) -> bool:
+def has_position_on_padding_only(geometry: Geometry) -> bool:
     """Whether some element of the kernel only ever meets padding."""
-    stride, padding, dilation, _ = geometry
-    for size, kernel, s, p, d in zip(x_shape[2:], w_shape[2:], stride, padding, dilation, strict=True):
-        outputs = (size + 2 * p - d * (kernel - 1) - 1) // s + 1
-        for element in range(kernel):
-            if not any(0 <= output * s + element * d - p < size for output in range(outputs)):
-                return True
-    return False
+    axes = zip(
+        geometry.x_shape[2:], geometry.w_shape[2:], geometry.output, geometry.stride, geometry.padding,
+        geometry.dilation, strict=True,
+    )  # fmt: skip
+    return any(
+        not any(0 <= output * s + element * d - p < size for output in range(outputs))
+        for size, kernel, outputs, s, p, d in axes
+        for element in range(kernel)
+    )
 
 
 class _Columns:
@@ -186,57 +185,38 @@ class _Columns:
         codes, scales = self.products.samples(w.permute(0, 2, 3, 1).flatten(1), draw, Operand.WEIGHT)
         return codes.contiguous(), scales
 
-    def forward(
-        self,
-        x: Operands,
-        w: Operands,
-        bias: Tensor | None,
-        geometry: Geometry,
-        x_shape: torch.Size,
-        w_shape: torch.Size,
-    ) -> Tensor:
-        height, width = _output_size(x_shape, w_shape, geometry)
-        n = w_shape[0] // geometry.groups
-        sizes = Sizes(x_shape[0] * height * width, n, w[0].shape[1])
+    def forward(self, x: Operands, w: Operands, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        samples, (height, width) = geometry.x_shape[0], geometry.output
         parts = []
-        for group, columns in enumerate(_unfolded(x[0], w_shape, geometry)):
-            own = slice(group * n, (group + 1) * n)
+        for own, columns in zip(geometry.parts(), _unfolded(x[0], geometry), strict=True):
+            sizes = Sizes(samples * height * width, own.stop - own.start, w[0].shape[1])
             x_operands = self.products.assemble(columns, x[1].repeat_interleave(height * width))
             w_operands = self.products.assemble(w[0][own], w[1][own].contiguous())
             own_bias = None if bias is None else bias.detach()[own].contiguous()
             parts.append(self.products.forward(x_operands, w_operands, own_bias, sizes, torch.float32))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return y.view(x_shape[0], height, width, -1).permute(0, 3, 1, 2)
+        return y.view(samples, height, width, -1).permute(0, 3, 1, 2)
 
-    def grad_input(
-        self, g: Tensor, w: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
-        draw: Draw,
-    ) -> Tensor:  # fmt: skip
-        n = w_shape[0] // geometry.groups
-        rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
-        sizes = Sizes(len(rows), n, w[0].shape[1])
+    def grad_input(self, g: Tensor, w: Operands, geometry: Geometry, draw: Draw) -> Tensor:
+        rows = g.permute(0, 2, 3, 1).reshape(-1, geometry.w_shape[0])
         parts = []
-        for group in range(geometry.groups):
-            own = slice(group * n, (group + 1) * n)
+        for own in geometry.parts():
+            sizes = Sizes(len(rows), own.stop - own.start, w[0].shape[1])
             w_operands = self.products.saved(self.products.assemble(w[0][own], w[1][own].contiguous()))
             operands = self.products.gradient(rows[:, own], draw)
             parts.append(self.products.grad_input(operands, w_operands, sizes, torch.float32, draw))
-        return _folded(parts, x_shape, w_shape, geometry)
+        return _folded(parts, geometry)
 
-    def grad_weight(
-        self, g: Tensor, x: Operands, geometry: Geometry, x_shape: torch.Size, w_shape: torch.Size,
-        draw: Draw,
-    ) -> Tensor:  # fmt: skip
-        n = w_shape[0] // geometry.groups
-        rows = g.permute(0, 2, 3, 1).reshape(-1, w_shape[0])
-        sizes = Sizes(len(rows), n, w_shape[1:].numel())
-        scales = x[1].repeat_interleave(len(rows) // x_shape[0])
+    def grad_weight(self, g: Tensor, x: Operands, geometry: Geometry, draw: Draw) -> Tensor:
+        outputs, inputs, height, width = geometry.w_shape
+        rows = g.permute(0, 2, 3, 1).reshape(-1, outputs)
+        scales = x[1].repeat_interleave(len(rows) // geometry.x_shape[0])
         parts = []
-        for group, columns in enumerate(_unfolded(x[0], w_shape, geometry)):
+        for own, columns in zip(geometry.parts(), _unfolded(x[0], geometry), strict=True):
+            sizes = Sizes(len(rows), own.stop - own.start, inputs * height * width)
             x_operands = self.products.saved(self.products.assemble(columns, scales))
-            operands = self.products.gradient(rows[:, group * n : (group + 1) * n], draw)
+            operands = self.products.gradient(rows[:, own], draw)
             parts.append(self.products.grad_weight(operands, x_operands, sizes, False, draw))
-        outputs, inputs, height, width = w_shape
         channels_last = torch.cat(parts).view(outputs, height, width, inputs)
         return channels_last.permute(0, 3, 1, 2).contiguous()
 
@@ -254,20 +234,10 @@ def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
     return by_name[precision.forward], by_name[precision.grad_input], by_name[precision.grad_weight]
 
 
-def _output_size(x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> Pair:
-    height, width = (
-        (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
-        for size, pad, dilation, kernel, stride in zip(
-            x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True
-        )
-    )
-    return height, width
-
-
-def _unfolded(codes: Tensor, w_shape: torch.Size, geometry: Geometry) -> list[Tensor]:
+def _unfolded(codes: Tensor, geometry: Geometry) -> list[Tensor]:
     """For each group: one row of the codes under the kernel for each output position of each sample."""
-    samples, rows, columns, channels = codes.shape
-    height, width = _output_size(torch.Size((samples, channels, rows, columns)), w_shape, geometry)
+    samples, _, _, channels = codes.shape
+    (height, width), w_shape = geometry.output, geometry.w_shape
     # As bytes, which can be padded and gathered whatever the 8-bit type.
     raw = F.pad(codes.view(torch.int8), (0, 0, *(geometry.padding[1],) * 2, *(geometry.padding[0],) * 2))
     sample, row, column, _ = raw.stride()
@@ -283,11 +253,11 @@ def _unfolded(codes: Tensor, w_shape: torch.Size, geometry: Geometry) -> list[Te
     ]
 
 
-def _folded(parts: list[Tensor], x_shape: torch.Size, w_shape: torch.Size, geometry: Geometry) -> Tensor:
+def _folded(parts: list[Tensor], geometry: Geometry) -> Tensor:
     """The adjoint of `_unfolded`, in fp32: each output position adds its row to the inputs under the kernel."""
+    (down, right), (top, left), (below, beside), groups, x_shape, w_shape = geometry
     samples, channels, rows, columns = x_shape
-    height, width = _output_size(x_shape, w_shape, geometry)
-    (down, right), (top, left), (below, beside), groups = geometry
+    height, width = geometry.output
     total = parts[0].new_zeros((samples, rows + 2 * top, columns + 2 * left, channels))
     own = channels // groups
     for group, part in enumerate(parts):

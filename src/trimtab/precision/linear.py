@@ -21,25 +21,21 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     precision: Precision,
+    draw: Draw,
     *,
-    base: int,
-    calls: Tensor,
     transposed: bool = False,
 ) -> Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
-    Args:
-        base: the operator's random stream, see `trimtab.precision.draw.base_key`.
-        calls: how often the model was called: one int64 on x's device.
-        transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
+    `transposed`: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
     """
     dtype = result_dtype(x)
     flat = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling():
-        encoded = precision.encode()
-        y, *_ = torch.ops.trimtab.linear(flat, weight, bias, calls, base, encoded, transposed, dtype)
+        setting = draw.calls, draw.base, precision.encode(), transposed
+        y, *_ = torch.ops.trimtab.linear(flat, weight, bias, *setting, dtype)
     else:
-        y = _Linear.apply(flat, weight, bias, precision, base, calls, transposed, dtype)  # type: ignore[no-untyped-call]
+        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype)  # type: ignore[no-untyped-call]
     result: Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
 
@@ -52,35 +48,27 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         precision: Precision,
-        base: int,
-        calls: Tensor,
+        draw: Draw,
         transposed: bool,
         dtype: torch.dtype,
     ) -> Tensor:
         w = weight.t() if transposed else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        y, saved_x, saved_w = forward_pass(
-            x, w, bias, precision, draw_of(precision, base, calls), dtype, needs
-        )
+        y, saved_x, saved_w = forward_pass(x, w, bias, precision, draw, dtype, needs)
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.split = len(saved_x)
-        ctx.setting = precision, base, calls, transposed
-        ctx.inputs = x.shape[1]
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.setting = precision, draw, x.shape[1], transposed, x.dtype
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        precision, base, calls, transposed = ctx.setting
         saved = ctx.saved_tensors
-        gx, gw = backward_pass(
-            g, saved[: ctx.split], saved[ctx.split :], precision, draw_of(precision, base, calls),
-            ctx.inputs, transposed, ctx.dtypes[0],
-        )  # fmt: skip
-        gw = gw if gw is None else gw.to(ctx.dtypes[1])
-        gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
-        return gx, gw, gb, None, None, None, None, None
+        gx, gw = backward_pass(g, saved[: ctx.split], saved[ctx.split :], *ctx.setting)
+        gw = gw if gw is None else gw.to(ctx.dtypes[0])
+        gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
+        return gx, gw, gb, None, None, None, None
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())

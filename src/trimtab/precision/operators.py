@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from trimtab.precision.conv import Geometry, conv
+from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
-from trimtab.precision.linear import linear
+from trimtab.precision.linear import draw_of, linear
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import OperatorKind, Precision
 
@@ -51,15 +52,15 @@ class LowPrecisionForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def keywords(self, x: Tensor) -> dict[str, Any]:
-        """Arguments that every product needs besides its operands."""
-        return {"precision": self.precision, "base": self.base, "calls": self.calls.on(x.device)}
+    def draw(self, x: Tensor) -> Draw:
+        """The random stream of this operator's rounding."""
+        return draw_of(self.precision, self.base, self.calls.on(x.device))
 
 
 class LinearForward(LowPrecisionForward):
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self.module
-        return linear(input, module.weight, module.bias, **self.keywords(input))
+        return linear(input, module.weight, module.bias, self.precision, self.draw(input))
 
 
 class TransposedLinearForward(LowPrecisionForward):
@@ -67,7 +68,7 @@ class TransposedLinearForward(LowPrecisionForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         module: Any = self.module
-        return linear(x, module.weight, module.bias, transposed=True, **self.keywords(x))
+        return linear(x, module.weight, module.bias, self.precision, self.draw(x), transposed=True)
 
 
 class ConvForward(LowPrecisionForward):
@@ -85,9 +86,8 @@ class ConvForward(LowPrecisionForward):
         if isinstance(module.padding, str) and module.padding == "same":
             # An even kernel needs one more element of padding after than before, so padding is not symmetric.
             x = F.pad(x, module._reversed_padding_repeated_twice)
-        y = conv(
-            x, weight, module.bias, Geometry(stride, padding, dilation, module.groups), **self.keywords(x)
-        )
+        geometry = Geometry(stride, padding, dilation, module.groups, x.shape, weight.shape)
+        y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x))
         y = y.squeeze(2) if one_dimensional else y
         return y if batched else y.squeeze(0)
 

@@ -77,20 +77,19 @@ def guard(layers: Sequence[LayerHealth], *, limit: float, losses: Sequence[float
     for layer in layers:
         if layer.bits >= MOST_BITS:
             continue
+        bits, reason = layer.bits + 1, ""
         if layer.broken >= BROKEN_PATIENCE:
-            reason = f"its gradient was not finite for {layer.broken} looks"
-            raises[layer.name] = Raise(name=layer.name, bits=MOST_BITS, reason=reason)
+            bits, reason = MOST_BITS, f"its gradient was not finite for {layer.broken} looks"
         elif layer.error > limit:
             # A bit halves the error.
             bits = min(layer.bits + max(ceil(log2(layer.error / min(limit, TARGET))), 1), MOST_BITS)
             reason = f"its error is {layer.error:.2g} of its gradient, above {limit:.2g}"
-            raises[layer.name] = Raise(name=layer.name, bits=bits, reason=reason)
         elif not layer.owed <= OWED_LIMIT:
             reason = f"error feedback owes it {layer.owed:.2g} of its gradient, above {OWED_LIMIT:.2g}"
-            raises[layer.name] = Raise(name=layer.name, bits=layer.bits + 1, reason=reason)
         elif layer.growth > GROWTH_LIMIT:
             reason = f"its gradient has grown {layer.growth:.3g}-fold"
-            raises[layer.name] = Raise(name=layer.name, bits=layer.bits + 1, reason=reason)
+        if reason:
+            raises[layer.name] = Raise(name=layer.name, bits=bits, reason=reason)
     trouble = loss_trouble(losses)
     if trouble:
         for layer in _most_of_the_error(layers):

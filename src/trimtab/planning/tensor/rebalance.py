@@ -159,21 +159,15 @@ def decide(
         steps: how long the current speeds are expected to last; a move must pay off in that time.
         returns: whether moved work is expected to move back, because it did earlier.
     """
-    now = _judged(
-        ranks,
-        [rank.share for rank in ranks],
-        [rank.pruned for rank in ranks],
-        "lease" if any(abs(rank.share - rank.owned) > 0 for rank in ranks) else "home",
-        costs,
-        steps,
-        returns,
-    )
-    best, least = None, (1 - rules.margin) * _worth(now, ranks, rules, steps)
+    shares, pruned = [rank.share for rank in ranks], [rank.pruned for rank in ranks]
+    lent = any(abs(rank.share - rank.owned) > 0 for rank in ranks)
+    now = _judged(ranks, shares, pruned, "lease" if lent else "home", costs, returns)
+    best, least = None, (1 - rules.margin) * _worth(now, rules, steps)
     for shares, pruned, mode in _ways(ranks, rules):
         if (mode == "own" and costs.own is None) or (mode == "lease" and costs.lease is None):
             continue
-        candidate = _judged(ranks, shares, pruned, mode, costs, steps, returns)
-        worth = _worth(candidate, ranks, rules, steps)
+        candidate = _judged(ranks, shares, pruned, mode, costs, returns)
+        worth = _worth(candidate, rules, steps)
         if worth < least:
             best, least = candidate, worth
     return best or now
@@ -258,7 +252,6 @@ def _judged(
     pruned: Sequence[float],
     mode: Mode,
     costs: Costs,
-    steps: int,
     returns: bool,
 ) -> Decision:
     moved = sum(max(0.0, share - rank.owned) for share, rank in zip(shares, ranks, strict=True))
@@ -274,17 +267,8 @@ def _judged(
     actions = []
     for rank, share, part in zip(ranks, shares, pruned, strict=True):
         gave, took = rank.owned - share > 1 / _FINENESS, share - rank.owned > 1 / _FINENESS
-        actions.append(
-            "both"
-            if gave and part
-            else mode
-            if gave
-            else "resize"
-            if part
-            else "helps"
-            if took
-            else "nothing"
-        )
+        kept = "resize" if part else "helps" if took else "nothing"
+        actions.append(kept if not gave else "both" if part else mode)
     return Decision(
         mode=mode,
         shares=tuple(shares),
@@ -296,7 +280,7 @@ def _judged(
     )
 
 
-def _worth(decision: Decision, ranks: Sequence[Rank], rules: Rules, steps: int) -> float:
+def _worth(decision: Decision, rules: Rules, steps: int) -> float:
     """Cost of a step under a decision: its time, its part of the move, and the price of what is left out."""
     left_out = sum(s * p for s, p in zip(decision.shares, decision.pruned, strict=True))
     # A power: leaving out more always shortens steps, and must not look like progress for that reason alone.
