@@ -56,10 +56,10 @@ def test_a_refusal_lists_what_the_device_offers(name: str, pattern: str) -> None
 
 
 def test_bf16_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_v100(device_type: str, index: int | None) -> dict[str, tuple[str, ...]]:
+    def as_v100(device: torch.device) -> dict[str, tuple[str, ...]]:
         return dict.fromkeys(OPERATOR_PRECISIONS, cuda_precisions((7, 0)))
 
-    monkeypatch.setattr(devices, "_offers", as_v100)
+    monkeypatch.setattr(devices, "offers", as_v100)
     with pytest.raises(
         TrimtabError, match=r"does not offer bf16 for forward of this linear; it offers fp32, fp16$"
     ):
