@@ -11,6 +11,7 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.devices import offers
+from trimtab.precision.draw import Draw
 from trimtab.precision_names import Precision
 
 ALL = [name for name in ("fp32", "bf16", "fp16", "int8") if name in offers(torch.device("cpu"))["conv"]]
@@ -80,9 +81,9 @@ def test_int8_is_unbiased_and_mixes_with_others() -> None:
 def test_an_empty_batch_has_zero_gradients(name: str, groups: int) -> None:
     x = torch.randn(0, 6, 9, 7, requires_grad=True)
     weight, bias = torch.randn(8, 6 // groups, 3, 3, requires_grad=True), torch.randn(8, requires_grad=True)
-    geometry = Geometry((2, 2), (1, 1), (1, 1), groups)
-    calls = torch.zeros(1, dtype=torch.int64)
-    y = conv(x, weight, bias, geometry, Precision.of(name), base=0, calls=calls)
+    geometry = Geometry((2, 2), (1, 1), (1, 1), groups, x.shape, weight.shape)
+    draw = Draw(0, torch.zeros(1, dtype=torch.int64), True)
+    y = conv(x, weight, bias, geometry, Precision.of(name), draw)
     assert y.shape == (0, 8, 5, 4)
     y.sum().backward()
     assert x.grad is not None
