@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from torch.utils._pytree import tree_map
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.model_state import JobBound
+from trimtab.sharding.find_units import FoundBlock
 from trimtab.sharding.projection import HiddenReached
+from trimtab.sharding.unit_block import UnitBlock
 from trimtab.sharding.unit_kinds import Attention
-
-if TYPE_CHECKING:
-    from trimtab.sharding.find_units import FoundBlock
-    from trimtab.sharding.unit_block import UnitBlock
 
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _TOLERANCE = 1e-2
