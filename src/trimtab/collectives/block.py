@@ -74,6 +74,20 @@ class BlockReduction:
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
+    def _transfer(
+        self,
+        stage: int,
+        send: tuple[torch.Tensor, int] | None = None,
+        receive: tuple[torch.Tensor, int] | None = None,
+    ) -> dist.Work:
+        """Send to a rank and receive from one; what is empty is left out, on both sides."""
+        operations = [
+            dist.P2POp(operation, pair[0], group=self._groups[stage], group_peer=pair[1])
+            for operation, pair in ((dist.isend, send), (dist.irecv, receive))
+            if pair is not None and pair[0].numel()
+        ]
+        return Works(self._device, dist.batch_isend_irecv(operations) if operations else ())
+
     def _encode_sum(
         self,
         flat: torch.Tensor,
@@ -206,13 +220,13 @@ class Ring(BlockReduction):
         # Each rank encodes each chunk once, so one stream serves all hops.
         key = stream(self._seed, step, rank, OWN)
         received: list[torch.Tensor] = []
-        last: dist.Work = Works(flat)
+        last: dist.Work = Works(self._device)
         for hop in range(world - 1):
             last.wait()
             chunk, coming = chunks[(rank - 1 - hop) % world], chunks[(rank - 2 - hop) % world]
             leaving, arriving = self._leaving[: chunk.nbytes], self._arriving[: coming.nbytes]
             self._encode_sum(flat, received, chunk, leaving, stream=key, scale=scale, target=target)
-            last = self._pass_on(leaving, arriving)
+            last = self._transfer(0, (leaving, (rank + 1) % world), (arriving, (rank - 1) % world))
             received = [arriving]
         yield last
         own = chunks[rank]
@@ -222,15 +236,6 @@ class Ring(BlockReduction):
         self._keep(target, flat)
         yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
         self._decode_sums(self._gathered, self._sums.numel(), flat)
-
-    def _pass_on(self, leaving: torch.Tensor, arriving: torch.Tensor) -> dist.Work:
-        group, following, before = self._groups[0], (self._rank + 1) % self._world, self._rank - 1
-        operations = []
-        if leaving.numel():
-            operations.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=following))
-        if arriving.numel():
-            operations.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=before % self._world))
-        return Works(leaving, dist.batch_isend_irecv(operations) if operations else ())
 
 
 class Tree(BlockReduction):
@@ -251,19 +256,13 @@ class Tree(BlockReduction):
         2. the root keeps the decoded form of its encoded sum, and broadcasts it.
         3. decode.
         """
-        group = self._groups[0]
         scale, target = self._restore(flat, scale)
         for child, payload in zip(self._children, self._received, strict=True):
-            receive = dist.P2POp(dist.irecv, payload, group=group, group_peer=child)
-            Works(payload, dist.batch_isend_irecv([receive])).wait()
+            self._transfer(0, receive=(payload, child)).wait()
         key = stream(self._seed, step, self._rank, REDUCED if self._parent is None else OWN)
         self._encode_sum(flat, self._received, self._whole, self._own, stream=key, scale=scale, target=target)
         self._keep(target, flat)
-        sending: list[dist.Work] = []
-        if self._parent is not None:
-            up = dist.P2POp(dist.isend, self._own, group=group, group_peer=self._parent)
-            sending = dist.batch_isend_irecv([up])
-        yield Works(flat, sending)
+        yield Works(self._device) if self._parent is None else self._transfer(0, (self._own, self._parent))
         yield started(dist.broadcast(self._own, group=self._groups[1], group_src=0, async_op=True))
         if self._parent is not None:
             self._kernels.decode(self._own, self._whole, flat)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from trimtab.codec.codec import Block, Codec, Uncompressed
+from trimtab.codec.contract import Kernels
 from trimtab.codec.error_feedback import ErrorFeedback
-from trimtab.codec.kernels import Kernels, kernels_for
+from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.powersgd import PowerSGD
 from trimtab.collectives.block import AllGather, Ring, ScatterReduceAllGather, Tree
@@ -20,9 +22,6 @@ from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
 from trimtab.collectives.whole_tensors import CodecAllGather, LowRankReduction
 from trimtab.wire_format import in_one_gather
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Method = Literal["all_gather", "scatter_reduce", "ring", "tree", "halving"]
 _KINDS: dict[Method, type[AllGather | ScatterReduceAllGather | Ring | Tree | Halving]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from trimtab.codec.packing import Packing
 from trimtab.collectives.block import BlockReduction
 from trimtab.collectives.reduction import Works
 from trimtab.random_bits import OWN, REDUCED, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def owners(world: int) -> int:
@@ -67,14 +64,14 @@ class Halving(BlockReduction):
             return
         guest = rank + count if rank + count < self._world else None
         if guest is not None:
-            self._exchange(0, guest, receive=self._arriving).wait()
+            self._transfer(0, receive=(self._arriving, guest)).wait()
             kernels.decode(self._arriving, self._all, flat, add=True)
         for (distance, _, _), (theirs, mine) in zip(self._halves, self._packings, strict=True):
             leaving, arriving = self._leaving[: theirs.nbytes], self._arriving[: mine.nbytes]
             self._encode(flat, theirs, leaving, key, target)
-            self._exchange(0, rank ^ distance, send=leaving, receive=arriving).wait()
+            self._transfer(0, (leaving, rank ^ distance), (arriving, rank ^ distance)).wait()
             kernels.decode(arriving, mine, flat, add=True)
-        yield Works(flat)
+        yield Works(self._device)
         own = self._layout.chunks[rank]
         key = stream(self._seed, step, rank, REDUCED)
         self._encode(flat, own, self._part(rank, rank + 1), key, target)
@@ -82,16 +79,16 @@ class Halving(BlockReduction):
         for distance, first, end in reversed(self._halves):
             other = first ^ distance
             sent, received = self._part(first, end), self._part(other, other + distance)
-            self._exchange(1, rank ^ distance, send=sent, receive=received).wait()
-        yield Works(flat) if guest is None else self._exchange(1, guest, send=self._sums)
+            self._transfer(1, (sent, rank ^ distance), (received, rank ^ distance)).wait()
+        yield Works(self._device) if guest is None else self._transfer(1, (self._sums, guest))
         kernels.decode(self._sums, self._all, flat)
 
     def _hand_over(self, flat: torch.Tensor, target: torch.Tensor | None, key: int) -> Iterator[dist.Work]:
         partner = self._rank - self._count
         self._encode(flat, self._all, self._leaving, key, target)
         self._keep(target, flat)
-        yield self._exchange(0, partner, send=self._leaving)
-        yield self._exchange(1, partner, receive=self._sums)
+        yield self._transfer(0, (self._leaving, partner))
+        yield self._transfer(1, receive=(self._sums, partner))
         self._kernels.decode(self._sums, self._all, flat)
 
     def _encode(
@@ -109,18 +106,3 @@ class Halving(BlockReduction):
     def _part(self, first: int, last: int) -> torch.Tensor:
         """Where the sums of these chunks are."""
         return self._sums[self._ends[first] : self._ends[last]]
-
-    def _exchange(
-        self,
-        stage: int,
-        partner: int,
-        *,
-        send: torch.Tensor | None = None,
-        receive: torch.Tensor | None = None,
-    ) -> dist.Work:
-        operations = [
-            dist.P2POp(operation, values, group=self._groups[stage], group_peer=partner)
-            for operation, values in ((dist.isend, send), (dist.irecv, receive))
-            if values is not None and values.numel()
-        ]
-        return Works(self._sums, dist.batch_isend_irecv(operations) if operations else ())

@@ -88,6 +88,7 @@ class SharedMemoryIntraHost:
 
     def __init__(self, scatter: SharedMemory, gather: SharedMemory) -> None:
         self._scatter, self._gather = scatter, gather
+        self.world = scatter.world
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], scale: float) -> Iterator[dist.Work]:
         self._scatter.reduce_scatter(flat, cuts, scale=scale)
@@ -217,7 +218,7 @@ class HierarchicalReduction:
         # The gather below must run in the same thread for every bucket, or ranks would start theirs in
         # different orders.
         for _ in range(stages, STAGE_GROUPS):
-            yield Works(flat)
+            yield Works(flat.device)
         if self._feedback is not None:
             self._keep(self._feedback, flat)
         yield from self._inside.all_gather(flat, self._shard.cuts)

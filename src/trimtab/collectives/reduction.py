@@ -54,13 +54,13 @@ class Works(dist.Work):
     A collective's own handle orders one stream after another; this does so where no collective is started.
     """
 
-    def __init__(self, values: torch.Tensor, works: Sequence[dist.Work] = ()) -> None:
+    def __init__(self, device: torch.device, works: Sequence[dist.Work] = ()) -> None:
         super().__init__()
         self._works = works
         self._queued: Any = None
-        if values.device.type == "cuda":
+        if device.type == "cuda":
             self._queued = torch.cuda.Event()
-            self._queued.record(torch.cuda.current_stream(values.device))
+            self._queued.record(torch.cuda.current_stream(device))
 
     def wait(self, timeout: Any = None) -> bool:
         for work in self._works:

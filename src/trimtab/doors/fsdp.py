@@ -248,7 +248,7 @@ class _ReplicaGroup(ForwardingGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         (flat,) = tensors
         if self._sharded.all_reduce(flat, self._plain, opts.reduceOp):
-            return Works(flat)
+            return Works(flat.device)
         return self._plain.allreduce(tensors, opts)
 
 

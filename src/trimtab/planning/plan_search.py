@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import fsum, isfinite
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import job_route
 from trimtab.planning.precision.allocate import allocate, relieve
-from trimtab.planning.precision.options import Option, damage_of, damages_of, lowered, own_only
+from trimtab.planning.precision.options import (
+    Chosen,
+    Option,
+    Options,
+    damage_of,
+    damages_of,
+    lowered,
+    own_only,
+)
 from trimtab.planning.precision.profile_tradeoffs import ProfileTradeoffs
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import RoleLayout, alike, even, layout, replayed_job
 from trimtab.planning.shares.with_precision import Shared, pace_for, quickest
+from trimtab.predict.collectives import Route
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.planning.precision.options import Chosen, Options
-    from trimtab.predict.collectives import Route
-    from trimtab.predict.replayed_job import ReplayedJob
-    from trimtab.workload import Workload
+from trimtab.predict.replayed_job import ReplayedJob
+from trimtab.workload import Workload
 
 BUDGET = 0.01
 """Damage allowed with free shares: the expected square of the gradient's relative error. 0.01 moves the gradient of

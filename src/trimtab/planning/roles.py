@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from trimtab.planning.precision.options import lowered
+from trimtab.cluster import Cluster
+from trimtab.planning.precision.options import Chosen, lowered
+from trimtab.predict.collectives import Route
+from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from trimtab.cluster import Cluster
-    from trimtab.planning.precision.options import Chosen
-    from trimtab.predict.collectives import Route
-    from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 Ranks = tuple[tuple[str, int], ...]
 """Roles in rank order, each with how many ranks in a row have it."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster.profile import Profile
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import job_route
+from trimtab.planning.plan import Plan
 from trimtab.predict.extrapolation import out_of_reach
+from trimtab.predict.memory.step_peak import Memory
 from trimtab.predict.operators.estimate import known_as, with_estimates
 from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.inputs import RoleWork
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import Timeline, bottleneck
 from trimtab.predict.replayed_job import RoleSetting, by_roles
 from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, rank_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trimtab.cluster.profile import Profile
-    from trimtab.planning.plan import Plan
-    from trimtab.predict.memory.step_peak import Memory
-    from trimtab.predict.replay.inputs import RoleWork
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from trimtab.predict.collectives import METHODS, Placement, Route, stages
+from trimtab.cluster import Cluster
+from trimtab.cluster.profile import CodecTime, Profile
+from trimtab.predict.collectives import METHODS, Inside, Placement, Route, Stages, stages
+from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.build import payloads
 from trimtab.predict.step import codec_time, job_links, rank_counts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.cluster import Cluster
-    from trimtab.cluster.profile import CodecTime, Profile
-    from trimtab.predict.collectives import Inside, Stages
-    from trimtab.predict.links import JobLinks
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 EXTRA_ROUNDING_RATIO = 0.85
 """A route that rounds values more often, or adds a level, must take at most this fraction of the time."""
