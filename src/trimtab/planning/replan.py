@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.plan import Plan, Role
 from trimtab.planning.plan_search import AHEAD, GAIN, SLOWER
 from trimtab.planning.precision.allocate import allocate
 from trimtab.planning.precision.options import (
     AdditiveJob,
+    Chosen,
     damage_of,
     damages_of,
     lowered,
@@ -20,14 +22,7 @@ from trimtab.planning.precision.options import (
 from trimtab.planning.precision.plan_tradeoffs import PlanTradeoffs, choices_of, chosen_of
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import RoleLayout, even, layout
-from trimtab.planning.shares.with_precision import quickest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trimtab.planning.plan import Plan, Role
-    from trimtab.planning.precision.options import Chosen
-    from trimtab.planning.shares.with_precision import Shared
+from trimtab.planning.shares.with_precision import Shared, quickest
 
 MIN_SPEEDUP = 1.025
 """A new plan must make the step faster by this factor."""
