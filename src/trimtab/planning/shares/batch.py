@@ -6,18 +6,14 @@ rank. The best shares make all ranks finish together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, log, sqrt
 from statistics import fmean, median, median_low
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.shares import water_fill
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _SIGMAS = 3.0
 """A gain is above the noise by this many standard deviations."""
