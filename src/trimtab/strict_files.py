@@ -110,6 +110,23 @@ def replace_file(path: str | Path, text: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def require_writable(path: str | Path, remedy: str = "") -> None:
+    """Refuse a file that `replace_file` could not write, before the work whose result it is for.
+
+    Raises:
+        TrimtabError: as `replace_file`; it ends with `remedy`.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        remedy = remedy or f"check the folder {path.parent}"
+        raise TrimtabError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML without its surprises: no repeated keys, no aliases (which can grow without bound)."""
 

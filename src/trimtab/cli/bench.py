@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.bench.result import Result
+from trimtab.cli.device_option import Device
 from trimtab.errors import TrimtabError
 
 bench = typer.Typer(
@@ -20,7 +21,6 @@ bench = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Link = Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")]
 Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the warm-up.")]
 Steps = Annotated[int, typer.Option(min=10, help="Training steps of each run.")]

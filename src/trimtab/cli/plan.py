@@ -11,6 +11,7 @@ import typer
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import Bits
 from trimtab.planning.plan import Plan
+from trimtab.strict_files import require_writable
 
 
 def plan(
@@ -53,6 +54,7 @@ def plan(
 
     if out.suffix.lower() != ".json":
         raise TrimtabError(f"{out}: a plan file must end in .json")
+    require_writable(out)
     if batch not in ("free", "fixed"):
         raise TrimtabError(f"plan: --batch is free or fixed; got {batch!r}")
     chosen_bits = parse_bits(bits)

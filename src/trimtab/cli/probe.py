@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from trimtab.cli.device_option import Device
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
+from trimtab.strict_files import require_writable
 
 
 def probe(
@@ -17,7 +19,7 @@ def probe(
     model: Annotated[
         str, typer.Option(help="gpt, gpt2, bert, vit, resnet50, or module:function for your own.")
     ] = "gpt",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     batch: Annotated[
         str, typer.Option(help="Samples per rank, comma-separated: at least two sizes.")
     ] = "2,4,6",
@@ -41,12 +43,16 @@ def probe(
     """
     from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.cluster import save_cluster
+    from trimtab.cluster.file import form_of
     from trimtab.measure import probe as measure
 
+    is_first_rank = int(os.environ.get("RANK", "0")) == 0
+    if is_first_rank:
+        form_of(out)  # refuses other names
+        require_writable(out)
     if merge:
         cluster = measure.merge_files(merge)
     else:
-        is_first_rank = int(os.environ.get("RANK", "0")) == 0
         with progress_bar("probe") as progress:
             cluster = measure.probe(
                 model=model,

@@ -27,7 +27,7 @@ def load_cluster(path: str | Path) -> Cluster:
     Raises:
         TrimtabError: naming the file, the place inside it, and the remedy.
     """
-    return _FORMAT.load(path, _form(Path(path)))
+    return _FORMAT.load(path, form_of(Path(path)))
 
 
 def parse_cluster(text: str, *, source: str, form: Form = "yaml") -> Cluster:
@@ -37,13 +37,14 @@ def parse_cluster(text: str, *, source: str, form: Form = "yaml") -> Cluster:
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `load_cluster` reads back as an equal cluster."""
-    form = _form(Path(path))
+    form = form_of(Path(path))
     tree = _FORMAT.adapter.dump_python(cluster, mode="json", exclude_none=True)
     text = json.dumps(tree, indent=2) + "\n" if form == "json" else yaml.safe_dump(tree, sort_keys=False)
     replace_file(path, text)
 
 
-def _form(path: Path) -> Form:
+def form_of(path: Path) -> Form:
+    """The form of a cluster file, by its name; raises for other names."""
     suffix = path.suffix.lower()
     if suffix == ".json":
         return "json"

@@ -11,7 +11,9 @@ from pydantic.dataclasses import dataclass
 
 from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import cache_folder, logger
+from trimtab.errors import TrimtabError
 from trimtab.measure.operators import StepTimes
+from trimtab.strict_files import require_writable
 
 
 @dataclass
@@ -51,6 +53,19 @@ class ProbeCache:
         self.done: set[str] = set()
         self.steps: dict[str, list[StepTimes]] = {}
         """Timed steps of unfinished units."""
+
+    def require_writable(self) -> None:
+        """Raise if measurements could not be kept, before any is made."""
+        if not self.keep:
+            return
+        remedy = "set XDG_CACHE_HOME to a folder that can be written"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrimtabError(
+                f"the cache {self.path.parent} cannot be created: {error.strerror}; {remedy}"
+            ) from None
+        require_writable(self.path, remedy)
 
     def load(self) -> None:
         """Load the measurements of an earlier run; an unreadable file is ignored with a warning."""

@@ -70,6 +70,7 @@ def probe(
         raise TrimtabError(
             f"probe: batches {list(batches)}: at least two sizes are needed, to see how times grow"
         )
+    cache_of(on).require_writable()
     inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if inside:
         if device == "cuda":
