@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.bench.result import Result
+from trimtab.bench.harness import Result
 from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment

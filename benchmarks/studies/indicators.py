@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trimtab.bench.harness import AA
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Result
 from trimtab.measure.damage.indicators import INDICATORS, gradient_damage
 from trimtab.measure.timing import synchronize
 from trimtab.models import tasks

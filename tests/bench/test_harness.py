@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from trimtab.bench.harness import Timing, interleave, part
-from trimtab.bench.result import Result
+from trimtab.bench.harness import Result, Timing, interleave, part
 
 
 def test_cases_take_turns_and_warm_up_is_not_counted() -> None:

@@ -58,8 +58,7 @@ def trained_in_turns() -> tuple[list[int], float, float]:
     trainers = {}
     for method in ("a", "alone"):
         ddp = DistributedDataParallel(tasks.gpt(**SIZE).model)
-        data = trimtab.loader(task.train, 4, drop_last=True)
-        trainers[method] = LoaderTrainer(ddp, task, data, lr=1e-3)
+        trainers[method] = LoaderTrainer(ddp, task, lr=1e-3)
     counts = []
     timings = take_turns(
         trainers,

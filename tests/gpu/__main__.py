@@ -31,7 +31,7 @@ class Report:
     """A pytest plugin that keeps outcomes and figures (`record_property`)."""
 
     def __init__(self, path: Path, arguments: list[str]) -> None:
-        from trimtab.bench.result import environment
+        from trimtab.bench.harness import environment
 
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trimtab.bench.clusters import slices
-from trimtab.bench.ranks import run_on_ranks
+from trimtab.bench.ranks import run_on_ranks, slices
 from trimtab.collectives import finish
 from trimtab.emulate import Emulation
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from trimtab.api.loader import loader
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import Progress, Timing
 from trimtab.bench.ranks import wire_bytes
-from trimtab.control.shares.loader import Loader
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models.gpt import TransformerLayer
 from trimtab.models.tasks import CPU, Task
@@ -122,20 +122,22 @@ class LoaderTrainer(Trainer):
         self,
         ddp: DistributedDataParallel,
         task: Task,
-        data: Loader,
         *,
         lr: float,
         samples: int | None = None,
         weighted: bool = True,
+        **sharing: Any,
     ) -> None:
         """
         Args:
             samples: this rank's batch while it trains alone; the task's by default.
             weighted: False counts each rank's mean alike, which is wrong where shares differ.
+            sharing: options of `trimtab.loader`.
         """
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=lr)
         super().__init__(ddp, optimizer, lambda step: self._next(self.data), task.device, half=True)
-        self.task, self.data = task, data
+        self.task = task
+        self.data = loader(task.train, task.samples * dist.get_world_size(), drop_last=True, **sharing)
         self._own_samples, self._weighted = samples or task.samples, weighted
         self._batches: Iterator[Any] = iter(())
         self._paused = ExitStack()

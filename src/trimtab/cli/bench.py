@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.bench.result import Result
+from trimtab.bench.harness import Result
 from trimtab.cli.device_option import Device
 from trimtab.errors import TrimtabError
 

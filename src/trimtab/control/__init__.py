@@ -9,39 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.control.shares.loader import Loader as Loader
-    from trimtab.control.shares.sampler import ShareSampler as ShareSampler
-    from trimtab.control.tensor.balancer import decisions as decisions
-    from trimtab.control.tensor.resizing import clear_resize as clear_resize
-    from trimtab.control.tensor.resizing import resized as resized
-    from trimtab.control.tensor.resizing import set_resize as set_resize
-    from trimtab.control.tensor.resizing import watch_resize as watch_resize
+    from trimtab.control.shares.loader import Loader
+    from trimtab.control.shares.sampler import ShareSampler
+    from trimtab.control.tensor.balancer import decisions
+    from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
 
-_MODULES = {
-    "Loader": "trimtab.control.shares.loader",
-    "ShareSampler": "trimtab.control.shares.sampler",
-    "clear_resize": "trimtab.control.tensor.resizing",
-    "decisions": "trimtab.control.tensor.balancer",
-    "resized": "trimtab.control.tensor.resizing",
-    "set_resize": "trimtab.control.tensor.resizing",
-    "watch_resize": "trimtab.control.tensor.resizing",
+_NAMES = {
+    "trimtab.control.shares.loader": ("Loader",),
+    "trimtab.control.shares.sampler": ("ShareSampler",),
+    "trimtab.control.tensor.balancer": ("decisions",),
+    "trimtab.control.tensor.resizing": ("clear_resize", "resized", "set_resize", "watch_resize"),
 }
-__all__ = [
-    "Loader",
-    "ShareSampler",
-    "clear_resize",
-    "decisions",
-    "resized",
-    "set_resize",
-    "watch_resize",
-]
+__all__ = ["Loader", "ShareSampler", "clear_resize", "decisions", "resized", "set_resize", "watch_resize"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -32,7 +32,7 @@ from trimtab.emulate.throttling.schedule import speed_left
 def main() -> None:
     run, rank = Path(os.environ[EMULATION_RUN]), int(os.environ["RANK"])
     _redirect_output(run, rank)
-    settings, state = RankSettings.load(run, rank), RankState(state_path(run, rank))
+    settings, state = RankSettings.load(run, rank), RankState.open(state_path(run, rank))
     _throttle = _apply_limits(settings, state, state_path(run, rank))
     status = 0
     try:

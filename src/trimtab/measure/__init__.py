@@ -9,27 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.measure.capture.capture import capture_workload as capture_workload
-    from trimtab.measure.damage.calibrate import Refresh as Refresh
-    from trimtab.measure.damage.indicators import gradient_damage as gradient_damage
+    from trimtab.measure.capture.capture import capture_workload
+    from trimtab.measure.damage.calibrate import Refresh
+    from trimtab.measure.damage.indicators import gradient_damage
 
-_MODULES = {
-    "Refresh": "trimtab.measure.damage.calibrate",
-    "capture_workload": "trimtab.measure.capture.capture",
-    "gradient_damage": "trimtab.measure.damage.indicators",
+_NAMES = {
+    "trimtab.measure.capture.capture": ("capture_workload",),
+    "trimtab.measure.damage.calibrate": ("Refresh",),
+    "trimtab.measure.damage.indicators": ("gradient_damage",),
 }
-__all__ = [
-    "Refresh",
-    "capture_workload",
-    "gradient_damage",
-]
+__all__ = ["Refresh", "capture_workload", "gradient_damage"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

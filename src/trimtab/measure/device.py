@@ -25,6 +25,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
 from trimtab.measure.operators import StepTrainer, Timed, with_steps
+from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.predict.operators.costs import key_of
@@ -101,17 +102,12 @@ def is_hopeless(precision: str, device: torch.device) -> bool:
     torch.set_num_threads(1)  # a thread that waits for a busy core would be timed otherwise
     try:
         for _ in range(5):
-            times.append((_product_s(half), _product_s(plain)))
+            low, own = (call_seconds(partial(torch.mm, m, m), device) for m in (half, plain))
+            times.append((low, own))
     finally:
         torch.set_num_threads(threads)
     low, own = (min(column) for column in zip(*times, strict=True))
     return bool(low > _HOPELESS * own)
-
-
-def _product_s(matrix: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(matrix, matrix)
-    return time.perf_counter() - start
 
 
 def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:

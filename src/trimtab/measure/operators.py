@@ -12,10 +12,10 @@ step together, and its optimizer too, as they do in training.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -57,7 +57,6 @@ class StepClock:
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         self._model, self._workload, self._cuda = model, workload, device.type == "cuda"
-        self._calls: dict[str, int] = {}
         self._marks: list[tuple[str, int, Any]] = []
         self._hooks: list[Any] = []
 
@@ -75,7 +74,7 @@ class StepClock:
             ready: called before the optimizer and not timed, so that all ranks of a job start it together.
             whole: time each pass as a whole, without hooks inside it.
         """
-        self._marks, self._calls = [], {}
+        self._marks = []
         if not whole:
             self._attach()
         try:
@@ -99,29 +98,25 @@ class StepClock:
         for name, indices in self._workload.settings.items():
             if name.endswith(ATTENTION):
                 continue  # not a module of its own: part of what runs between modules
-            module = self._model.get_submodule(name)
-            self._hooks.append(module.register_forward_pre_hook(self._before(name, indices)))
-            self._hooks.append(module.register_forward_hook(self._after(name, indices)))
+            self._attach_to(self._model.get_submodule(name), cycle(indices))
 
-    def _before(self, name: str, indices: Sequence[int]) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            index = indices[self._calls.get(name, 0) % len(indices)]
+    def _attach_to(self, module: nn.Module, calls: Iterator[int]) -> None:
+        running: list[int] = []
+
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            running.append(index := next(calls))
             x = args[0] if args else None
             if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda _: self._mark("backward ends", index))
             self._mark("forward begins", index)
 
-        return hook
-
-    def _after(self, name: str, indices: Sequence[int]) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            index = indices[self._calls.get(name, 0) % len(indices)]
-            self._calls[name] = self._calls.get(name, 0) + 1
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            index = running.pop()
             self._mark("forward ends", index)
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.grad_fn.register_prehook(lambda _: self._mark("backward begins", index))
 
-        return hook
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _mark(self, what: str, index: int) -> None:
         if self._cuda:

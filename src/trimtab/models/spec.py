@@ -104,13 +104,10 @@ def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
         ids, labels = torch.zeros(samples, 128, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64)
         return LossOnly(t.BertForSequenceClassification(t.BertConfig())), (ids, labels)
     images, labels = torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.int64)
-    if name == "vit":
-        vit: Any = t.ViTConfig()
-        vit.num_labels = 1000
-        return LossOnly(t.ViTForImageClassification(vit)), (images, labels)
-    resnet: Any = t.ResNetConfig()
-    resnet.num_labels = 1000
-    return LossOnly(t.ResNetForImageClassification(resnet)), (images, labels)
+    config: Any = t.ViTConfig() if name == "vit" else t.ResNetConfig()
+    config.num_labels = 1000
+    kind: Any = t.ViTForImageClassification if name == "vit" else t.ResNetForImageClassification
+    return LossOnly(kind(config)), (images, labels)
 
 
 class LossOnly(nn.Module):

@@ -122,13 +122,23 @@ class Operator:
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of the forward call."""
-        return _forward_flops(self)
+        """Floating-point operations of the forward call; a multiply and its add count as two."""
+        if self.kind in PRODUCTS:
+            return _product(self)
+        largest = max((t.numel for t in (*self.input_tensors, *self.outputs)), default=0)
+        return _PER_ELEMENT.get(self.kind, 0) * largest
 
     @cached_property
     def backward_flops(self) -> int:
         """Floating-point operations of the gradients of inputs and parameters together."""
-        return _backward_flops(self)
+        if not self.differentiable:
+            return 0
+        if self.kind == "attention":
+            # Scores are computed again in addition to the four gradient products.
+            return self.flops * 5 // 2
+        if self.kind == "embedding":
+            return self.outputs[0].numel
+        return self.flops * (self.gradients if self.kind in PRODUCTS else 1)
 
     @cached_property
     def bytes_read(self) -> int:
@@ -155,27 +165,6 @@ class Operator:
             parameter_tensors=tuple(t.grown(samples) for t in self.parameter_tensors),
             saved=tuple(replace(s, tensor=s.tensor.grown(samples)) for s in self.saved),
         )
-
-
-def _forward_flops(operator: Operator) -> int:
-    """From the kind and the shapes; a multiply and its add count as two."""
-    if operator.kind in PRODUCTS:
-        return _product(operator)
-    largest = max((t.numel for t in (*operator.input_tensors, *operator.outputs)), default=0)
-    return _PER_ELEMENT.get(operator.kind, 0) * largest
-
-
-def _backward_flops(operator: Operator) -> int:
-    if not operator.differentiable:
-        return 0
-    if operator.kind == "attention":
-        # Scores are computed again in addition to the four gradient products.
-        return _product(operator) * 5 // 2
-    if operator.kind in PRODUCTS:
-        return _product(operator) * operator.gradients
-    if operator.kind == "embedding":
-        return operator.outputs[0].numel
-    return _forward_flops(operator)
 
 
 def _product(operator: Operator) -> int:

@@ -14,11 +14,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import AA, Progress
+from trimtab.bench.harness import AA, Progress, Result
 from trimtab.bench.losses import compare, final_losses, fit
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.ranks import run_on_cluster, two_hosts
 from trimtab.bench.scenarios.loss import CANARY, sgd_trainer, small_gpt
 from trimtab.codec import Block, Codec, PowerSGD
 from trimtab.control.compression.adaptive import Adaptive

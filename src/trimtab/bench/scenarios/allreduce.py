@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.bench.clusters import parse_rate, two_hosts
-from trimtab.bench.harness import AA, Progress, interleave, part
-from trimtab.bench.ranks import run_on_cluster, wire_bytes
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave, part
+from trimtab.bench.ranks import parse_rate, run_on_cluster, two_hosts, wire_bytes
 from trimtab.measure.timing import lockstep_seconds
 
 

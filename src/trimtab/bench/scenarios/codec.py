@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from trimtab.bench.harness import AA, Progress, interleave
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
 from trimtab.measure.timing import call_seconds

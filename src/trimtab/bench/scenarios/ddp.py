@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import slices, two_hosts
-from trimtab.bench.harness import AA, Progress, interleave
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave
+from trimtab.bench.ranks import run_on_cluster, slices, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, PowerSGD
 from trimtab.codec.contract import Kernels

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import Progress
+from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import make_plans
 from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.cluster import Cluster
@@ -91,11 +90,5 @@ def _trainer(method: str, plan: Plan) -> LoaderTrainer:
         trimtab.apply(ddp, plan)
     elif method not in (PLAIN, IDEAL):
         trimtab.compress(ddp)
-    data = trimtab.loader(
-        task.train,
-        SAMPLES * dist.get_world_size(),
-        adjust=Adjust() if method in (SHARES, PLAN) else None,
-        plan=ddp if method == PLAN else None,
-        drop_last=True,
-    )
-    return LoaderTrainer(ddp, task, data, lr=1e-3)
+    adjust = Adjust() if method in (SHARES, PLAN) else None
+    return LoaderTrainer(ddp, task, lr=1e-3, adjust=adjust, plan=ddp if method == PLAN else None)

@@ -18,11 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import trimtab
-from trimtab.bench.clusters import slices, two_hosts
-from trimtab.bench.harness import AA, Progress, interleave, part
+from trimtab.bench.harness import AA, Progress, Result, interleave, part
 from trimtab.bench.losses import final_losses, fit, judged
-from trimtab.bench.ranks import run_on_cluster, wire_bytes
-from trimtab.bench.result import Result
+from trimtab.bench.ranks import run_on_cluster, slices, two_hosts, wire_bytes
 from trimtab.bench.scenarios.loss import sgd_trainer, small_gpt
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.bench.clusters import hosts, two_hosts
-from trimtab.bench.harness import AA, Progress, interleave
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave
+from trimtab.bench.ranks import hosts, run_on_cluster, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, Uncompressed
 from trimtab.collectives import Hierarchy, SharedMemory

@@ -15,11 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import two_hosts
-from trimtab.bench.harness import AA, Progress
+from trimtab.bench.harness import AA, Progress, Result
 from trimtab.bench.losses import compare, final_losses, fit
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.ranks import run_on_cluster, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
 from trimtab.models import tasks

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.api.set_precision import set_precision
-from trimtab.bench.harness import AA, Progress, interleave
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave
 from trimtab.bench.trainer import Trainer, autocast
 from trimtab.measure.timing import call_seconds
 from trimtab.models import tasks

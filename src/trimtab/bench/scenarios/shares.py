@@ -13,14 +13,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Progress, part
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, part
+from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.codec import Block
 from trimtab.models import tasks
@@ -140,14 +137,8 @@ def make_trainer(
     ddp = DistributedDataParallel(task.model)
     if method == COMPRESSED:
         trimtab.compress(ddp, Block(bits=4))
-    data = trimtab.loader(
-        task.train,
-        task.samples * dist.get_world_size(),
-        shares=speeds,
-        adjust=Adjust() if method in ("shares", COMPRESSED) else None,
-        drop_last=True,
-    )
-    return LoaderTrainer(ddp, task, data, lr=3e-4, weighted=method != CANARY)
+    adjust = Adjust() if method in ("shares", COMPRESSED) else None
+    return LoaderTrainer(ddp, task, lr=3e-4, weighted=method != CANARY, shares=speeds, adjust=adjust)
 
 
 def make_task(name: str, device: torch.device) -> tasks.Task:

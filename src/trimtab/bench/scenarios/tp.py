@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Progress, interleave, part
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, interleave, part
+from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
 from trimtab.measure.timing import slowest_seconds
 from trimtab.models import tasks

@@ -131,8 +131,6 @@ class Controller:
         self._failed = False
         """Whether a decision failed, which is logged once."""
         self._own_cpu = 0.0
-        self._began_at: tuple[int, float] | None = None
-        self._last_at: tuple[int, float] | None = None
 
     @property
     def steps(self) -> int:
@@ -144,17 +142,8 @@ class Controller:
         """CPU time of sampling, checking and planning so far."""
         return self._own_cpu + self._background.cpu_seconds
 
-    @property
-    def cpu_share(self) -> float:
-        """CPU time over wall time since the first step."""
-        if self._began_at is None or self._last_at is None or self._last_at == self._began_at:
-            return 0.0
-        return self.cpu_seconds / (self._last_at[1] - self._began_at[1])
-
     def begin(self, step: int) -> None:
         """Called by the compression, in step order, before anything of a step is encoded."""
-        self._last_at = (step, time.perf_counter())
-        self._began_at = self._began_at or self._last_at
         if self._pending is not None and self._pending[0] == step:
             self._apply(step)
         if step and step % self._config.look == 0:

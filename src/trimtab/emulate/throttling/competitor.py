@@ -50,7 +50,7 @@ def _compete(core: int, nice: int, manager: int) -> None:
 
 def main() -> None:
     rank, me = os.getppid(), os.getpid()
-    state, cores = RankState(Path(sys.argv[1])), [int(core) for core in sys.argv[2:]]
+    state, cores = RankState.open(Path(sys.argv[1])), [int(core) for core in sys.argv[2:]]
     speed = 1.0
     busy: list[int] = []
     while os.getppid() == rank:

@@ -63,7 +63,7 @@ def main() -> None:
     threads = []
     for target in sys.argv[1:]:
         path, slot, sharing = target.rsplit(":", 2)
-        arguments = (RankState(Path(path)), int(slot), int(sharing))
+        arguments = (RankState.open(Path(path)), int(slot), int(sharing))
         threads.append(threading.Thread(target=_cycle, args=arguments))
     for thread in threads:
         thread.start()

@@ -14,6 +14,11 @@ from trimtab.workload.operator import OUTSIDE, Operator, Saved
 from trimtab.workload.tensor import FLOATS, Tensor
 from trimtab.workload.workload import SCHEMA_VERSION, Parameter, Workload
 
+_SAME = ("name", "kind", "module", "target", "setting", "arguments", "differentiable", "views")
+_LISTS = ("inputs", "input_storages", "output_storages", "parameters")
+_TENSORS = ("input_tensors", "outputs", "parameter_tensors")
+"""Fields that a call and its operator share: as they are, as tuples, and as tensors that grow with the batch."""
+
 
 def assemble(
     model: nn.Module,
@@ -64,36 +69,21 @@ def assemble(
 
 
 def _operator(index: int, one: Call, two: Call, writers: dict[int, int], gradients: int) -> Operator:
-    return Operator(
-        index=index,
-        name=one.name,
-        kind=one.kind,
-        module=one.module,
-        target=one.target,
-        setting=one.setting,
-        inputs=tuple(one.inputs),
-        input_tensors=_tensors(one.input_metas, two.input_metas),
-        input_storages=tuple(one.input_storages),
-        outputs=_tensors(one.outputs, two.outputs),
-        output_storages=tuple(one.output_storages),
-        parameters=tuple(one.parameters),
-        parameter_tensors=_tensors(one.parameter_metas, two.parameter_metas),
-        arguments=one.arguments,
-        saved=tuple(
-            _saved(index, one, number, role, _tensor(meta, other), writers)
-            for (number, (role, meta)), (_, other) in zip(one.saved.items(), two.saved.values(), strict=True)
-        ),
-        differentiable=one.differentiable,
-        gradients=gradients,
-        views=one.views,
+    fields: dict[str, Any] = {name: getattr(one, name) for name in _SAME}
+    fields |= {name: tuple(getattr(one, name)) for name in _LISTS}
+    fields |= {name: tuple(map(_tensor, getattr(one, name), getattr(two, name))) for name in _TENSORS}
+    saved = tuple(
+        _saved(index, one, number, role, _tensor(meta, other), writers)
+        for (number, (role, meta)), (_, other) in zip(one.saved.items(), two.saved.values(), strict=True)
     )
+    return Operator(index=index, saved=saved, gradients=gradients, **fields)
 
 
 def _gradients(call: Call, calls: Sequence[Call], trained: set[str]) -> int:
     """How many operands need a gradient, at most two; a bias does not count."""
-    flowing = sum(1 for i, (_, dtype) in zip(call.inputs, call.input_metas, strict=True)
+    flowing = sum(1 for i, (_, dtype) in zip(call.inputs, call.input_tensors, strict=True)
                   if i != OUTSIDE and calls[i].differentiable and dtype in FLOATS)  # fmt: skip
-    weights = sum(1 for name, (shape, _) in zip(call.parameters, call.parameter_metas, strict=True)
+    weights = sum(1 for name, (shape, _) in zip(call.parameters, call.parameter_tensors, strict=True)
                   if name in trained and len(shape) > 1)  # fmt: skip
     return min(2, flowing + weights) if call.differentiable else 0
 
@@ -103,10 +93,6 @@ def _saved(index: int, call: Call, number: int, role: Any, tensor: Tensor, write
         role = "output"
     inside = OUTSIDE if number in call.input_storages else index
     return Saved(role=role, producer=writers.get(number, inside), storage=number, tensor=tensor)
-
-
-def _tensors(ones: Sequence[Meta], twos: Sequence[Meta]) -> tuple[Tensor, ...]:
-    return tuple(_tensor(one, two) for one, two in zip(ones, twos, strict=True))
 
 
 def _tensor(one: Meta, two: Meta) -> Tensor:
@@ -124,7 +110,12 @@ def _grow_alike(ones: Sequence[Call], twos: Sequence[Call]) -> bool:
     """Whether both runs made the same calls, with as many axes, and saved the same tensors."""
 
     def outline(call: Call) -> tuple[Any, ...]:
-        metas = (call.input_metas, call.outputs, call.parameter_metas, [m for _, m in call.saved.values()])
+        metas = (
+            call.input_tensors,
+            call.outputs,
+            call.parameter_tensors,
+            [m for _, m in call.saved.values()],
+        )
         axes = [[(len(shape), dtype) for shape, dtype in group] for group in metas]
         roles = [role for role, _ in call.saved.values()]
         return call.name, call.target, call.inputs, call.parameters, axes, roles

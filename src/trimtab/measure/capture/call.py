@@ -41,12 +41,12 @@ class Call:
     target: str
     setting: str | None
     inputs: list[int] = field(default_factory=list)
-    input_metas: list[Meta] = field(default_factory=list)
+    input_tensors: list[Meta] = field(default_factory=list)
     input_storages: list[int] = field(default_factory=list)
     outputs: list[Meta] = field(default_factory=list)
     output_storages: list[int] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
-    parameter_metas: list[Meta] = field(default_factory=list)
+    parameter_tensors: list[Meta] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     saved: dict[int, tuple[str, Meta]] = field(default_factory=dict)
     """By storage: role, and its original shape and dtype."""

@@ -285,10 +285,10 @@ class Tracer:
         memory = self._of(tensor)
         if memory.parameter is not None:
             call.parameters.append(memory.parameter)
-            call.parameter_metas.append(meta_of(tensor))
+            call.parameter_tensors.append(meta_of(tensor))
             return f"%{len(call.parameters) - 1}"
         call.inputs.append(memory.writer)
-        call.input_metas.append(meta_of(tensor))
+        call.input_tensors.append(meta_of(tensor))
         call.input_storages.append(memory.number)
         return f"${len(call.inputs) - 1}"
 

@@ -24,6 +24,7 @@ from trimtab.random_bits import stream
 Key = tuple[str, str, str]
 """Operator, precision, source."""
 
+NO_GRADIENT = "damage: the gradient of every batch is zero or not finite, so nothing can be measured"
 MOVE = 3e-3
 """How far each parameter moves, relative to the root mean square of all matrices: about as far as rounding moves it.
 With much smaller steps the corners of ReLUs would weigh more than they do under rounding."""
@@ -71,7 +72,7 @@ class Refresh:
         with Recorder(self._model) as recorder:
             yield
         sums: dict[Key, torch.Tensor] = {}
-        for recorded in _finished(recorder.calls):
+        for recorded in recorder.finished:
             call = as_matrices(recorded)
             for precision in _applicable(call, self._precisions):
                 for source, rounded, error in errors(call, precision):
@@ -115,21 +116,20 @@ def calibrate(dry_run: DryRun, precisions: Sequence[str], *, probes: int = 1) ->
             for key, sums in _contributions(here, there, length, precisions).items():
                 parts[key].append(sums.double() / sums.new_tensor([squared * scale * scale, 1, 1]))
     if not parts:
-        raise TrimtabError(
-            "damage: the gradient of every batch is zero or not finite, so nothing can be measured"
-        )
+        raise TrimtabError(NO_GRADIENT)
     sources: Sources = {}
     for (name, precision, source), sums_by_pass in parts.items():
         hurt, error, size = torch.stack(sums_by_pass).mean(0).tolist()
-        sources.setdefault(name, {}).setdefault(precision, {})[source] = _source(hurt, error, size)
+        relative = error / size if size else 0.0
+        found = Source(error=relative, gain=hurt / relative if relative else 0.0)
+        if not (math.isfinite(hurt) and math.isfinite(error)):
+            found = Source(error=math.inf, gain=1.0)  # beyond the precision's range
+        sources.setdefault(name, {}).setdefault(precision, {})[source] = found
     return sources
 
 
-def _source(hurt: float, error: float, size: float) -> Source:
-    if not (math.isfinite(hurt) and math.isfinite(error)):
-        return Source(error=math.inf, gain=1.0)  # beyond the precision's range
-    relative = error / size if size else 0.0
-    return Source(error=relative, gain=hurt / relative if relative else 0.0)
+def squared_norm(gradient: Mapping[str, torch.Tensor]) -> float:
+    return sum(float(g.double().square().sum()) for g in gradient.values())
 
 
 def _recorded(
@@ -143,13 +143,7 @@ def _recorded(
         torch.autocast(dry_run.device.type, enabled=False),
     ):
         loss, gradient = dry_run.gradient(batch, moved=moved, leaves=recorder.leaves)
-    squared = sum(float(g.double().square().sum()) for g in gradient.values())
-    return squared + 0.0 * float(loss), _finished(recorder.calls)
-
-
-def _finished(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
-    """The calls that a gradient reached."""
-    return [call for call in calls if call.result_grad is not None]
+    return squared_norm(gradient) + 0.0 * float(loss), recorder.finished
 
 
 def _applicable(call: CallMatrices, precisions: Sequence[str]) -> list[str]:
@@ -168,12 +162,9 @@ def _contributions(
     call_responses = [responses(a, b, length) for a, b in zip(before, after, strict=True)]
     shared: dict[tuple[str, str], torch.Tensor] = {}
     for call, own_responses in zip(before, call_responses, strict=True):
-        for source in ("w", "b"):
-            if source in own_responses:
-                own = shared.get((call.name, source))
-                shared[call.name, source] = (
-                    own_responses[source] if own is None else own + own_responses[source]
-                )
+        for source in own_responses.keys() & {"w", "b"}:
+            own = shared.get((call.name, source), torch.zeros_like(own_responses[source]))
+            shared[call.name, source] = own + own_responses[source]
     totals: dict[Key, torch.Tensor] = {}
     for call, own_responses in zip(before, call_responses, strict=True):
         for precision in _applicable(call, precisions):

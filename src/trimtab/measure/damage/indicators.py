@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.measure.damage.calibrate import calibrate, random_step, step_length
+from trimtab.measure.damage.calibrate import NO_GRADIENT, calibrate, random_step, squared_norm, step_length
 from trimtab.measure.damage.dry_run import DryRun
 from trimtab.measure.damage.recorder import OperatorCall, Recorder
 from trimtab.measure.damage.rounding import of_weight
@@ -93,12 +93,10 @@ class Change(NamedTuple):
 def measure(dry_run: DryRun, precisions: Sequence[str], draws: int = DRAWS) -> dict[str, dict[str, Change]]:
     """The measured effect of lowering each operator alone with `trimtab.set_precision`, on the same batches."""
     plain = [dry_run.gradient(batch) for batch in range(len(dry_run.batches))]
-    sizes = [_squared(gradient) for _, gradient in plain]
+    sizes = [squared_norm(gradient) for _, gradient in plain]
     usable = [batch for batch, size in enumerate(sizes) if 0 < size < math.inf and plain[batch][0].isfinite()]
     if not usable:
-        raise TrimtabError(
-            "damage: the gradient of every batch is zero or not finite, so nothing can be measured"
-        )
+        raise TrimtabError(NO_GRADIENT)
     changes: dict[str, dict[str, Change]] = {}
     for name, kind in {call.name: call.kind for call in _calls(dry_run)}.items():
         own = ("fp32", dry_run.own_precision(name))
@@ -108,7 +106,9 @@ def measure(dry_run: DryRun, precisions: Sequence[str], draws: int = DRAWS) -> d
                 set_operators(dry_run.model, {name: precision}, seed=absorb(dry_run.seed, draw))
                 for batch in usable:
                     loss, gradient = dry_run.gradient(batch)
-                    error = _squared({n: g - plain[batch][1][n] for n, g in gradient.items()}) / sizes[batch]
+                    error = (
+                        squared_norm({n: g - plain[batch][1][n] for n, g in gradient.items()}) / sizes[batch]
+                    )
                     effects.append((error, abs(float(loss - plain[batch][0]))))
             set_operators(dry_run.model, {})
             means = (sum(parts) / len(effects) for parts in zip(*effects, strict=True))
@@ -142,10 +142,8 @@ def _depth(dry_run: DryRun, precisions: Sequence[str]) -> Damage:
         gamma = sum(g.squared for g in gradients) / sizes if sizes else 0.0
         for depth, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
             if call.kind == "embedding":  # nothing is multiplied: the rows are the values
-                weight, value = (
-                    TensorStatistics(squared=1.0, amax=0.0, numel=0, exponent=0),
-                    _statistics(call.result),
-                )
+                weight = TensorStatistics(squared=1.0, amax=0.0, numel=0, exponent=0)
+                value = _statistics(call.result)
             else:
                 operands = call.operands if call.weight is None else [*call.operands, call.weight]
                 value, weight = (_statistics(tensor) for tensor in operands[:2])
@@ -207,11 +205,7 @@ def _calls(dry_run: DryRun, batch: int = 0) -> list[OperatorCall]:
     """The operator calls that the gradient of a batch passes through."""
     with Recorder(dry_run.model, every=True) as recorder:
         dry_run.gradient(batch, leaves=recorder.leaves)
-    return [call for call in recorder.calls if call.result_grad is not None]
-
-
-def _squared(gradient: Mapping[str, torch.Tensor]) -> float:
-    return sum(float(g.double().square().sum()) for g in gradient.values())
+    return recorder.finished
 
 
 def _statistics(tensor: torch.Tensor) -> TensorStatistics:

@@ -78,6 +78,11 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def finished(self) -> list[OperatorCall]:
+        """The calls that a gradient reached."""
+        return [call for call in self.calls if call.result_grad is not None]
+
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A product of activations inside a module that has a name."""
         if not (self._names and self._names[-1] and torch.is_grad_enabled()):

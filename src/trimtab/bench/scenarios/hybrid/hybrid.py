@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Progress
+from trimtab.bench.harness import AA, Progress, Result
 from trimtab.bench.losses import judged
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
 from trimtab.bench.scenarios.hybrid.ranks import on_rank
 from trimtab.errors import TrimtabError

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import AA, Progress, Timing
+from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import NAMES, Plans, make_plans, make_task, samples_of
 from trimtab.bench.trainer import LoaderTrainer, autocast, take_turns
 from trimtab.control.plans.active_plan import plan_text
@@ -163,16 +163,9 @@ def make_trainer(
         settings = {"plan": ddp}
     else:
         trimtab.set_precision(ddp, way.precisions[dist.get_rank()], seed=seed)
-    data = trimtab.loader(
-        task.train,
-        task.samples * dist.get_world_size(),
-        adjust=Adjust() if way.follows else None,
-        drop_last=True,
-        seed=data_seed,
-        **settings,
-    )
+    settings |= {"adjust": Adjust() if way.follows else None, "seed": data_seed}
     own = way.samples[dist.get_rank()] if way.alone else None
-    return LoaderTrainer(ddp, task, data, lr=1e-3, samples=own)
+    return LoaderTrainer(ddp, task, lr=1e-3, samples=own, **settings)
 
 
 def gradient(trainer: LoaderTrainer, batch: torch.Tensor) -> torch.Tensor:

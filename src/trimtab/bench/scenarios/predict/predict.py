@@ -11,21 +11,18 @@ so that a machine whose speed drifts is compared with itself. How long predictin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from trimtab.bench.harness import Progress, part
+from trimtab.bench.harness import Progress, Result, part
 from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
 from trimtab.bench.scenarios.predict.ranks import on_rank, two_ranks
 
 MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
 LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
 
 
-@dataclass(frozen=True)
-class HeldOutPlan:
+class HeldOutPlan(NamedTuple):
     """What the two ranks do."""
 
     shares: tuple[int, int]
@@ -86,7 +83,7 @@ def predict_jobs(
         "device": device,
         "models": list(models),
         "link": link,
-        "plans": [[list(plan.shares), plan.low, plan.bits] for plan in plans],
+        "plans": list(plans),
         "rounds": rounds,
     }
     measured = run_on_cluster(two_ranks(device, link), on_rank, spec, progress)

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.api.set_precision import set_precision
-from trimtab.bench.clusters import hosts
 from trimtab.bench.harness import Progress
+from trimtab.bench.ranks import hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import (

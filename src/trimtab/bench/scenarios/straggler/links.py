@@ -13,9 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimtab.bench.clusters import two_hosts
 from trimtab.bench.harness import Progress, part
-from trimtab.bench.ranks import run_on_cluster
+from trimtab.bench.ranks import run_on_cluster, two_hosts
 from trimtab.bench.scenarios.straggler.method import GAMMA_MAX, Method
 from trimtab.control.tensor.resizing import set_resize
 from trimtab.errors import TrimtabError

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.bench.clusters import two_hosts
 from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import compare, final_losses, fit
-from trimtab.bench.ranks import run_on_cluster
+from trimtab.bench.ranks import run_on_cluster, two_hosts
 from trimtab.bench.trainer import TensorTrainer
 from trimtab.control.tensor.resizing import WINDOW, set_resize, watch_resize
 from trimtab.models import tasks

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimtab.bench.clusters import hosts
-from trimtab.bench.harness import AA, Progress, Timing, interleave, part
-from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.result import Result
+from trimtab.bench.harness import AA, Progress, Result, Timing, interleave, part
+from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.scenarios.straggler.links import links
 from trimtab.bench.scenarios.straggler.method import SIZES, Method
 from trimtab.bench.trainer import ideal

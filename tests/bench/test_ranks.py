@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.bench.clusters import hosts, parse_rate, slices, two_hosts
+from trimtab.bench.ranks import hosts, parse_rate, slices, two_hosts
 from trimtab.errors import TrimtabError
 
 
