@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.requirements import requires
 
-from trimtab.bench.clusters import hosts
+from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.chaos.faults import CANARY, FAULTS, Fault
 from trimtab.bench.scenarios.chaos.sequence import Sequence, Verdict, draw
 from trimtab.emulate import Emulation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import trimtab
-from trimtab.bench.result import Result
+from trimtab.bench.harness import Result
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, Line, OperatorTime, Profile
 from trimtab.measure.capture.capture import capture_workload

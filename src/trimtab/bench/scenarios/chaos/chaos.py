@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from trimtab.bench.clusters import hosts
-from trimtab.bench.result import Result
+from trimtab.bench.harness import Result
+from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.chaos.faults import CANARY, FAULTS, Fault
 from trimtab.bench.scenarios.chaos.sequence import Sequence, Verdict, draw
 from trimtab.bench.scenarios.chaos.training import JOBS
