@@ -363,8 +363,8 @@ def test_mistakes_are_refused_in_words(ranks: Pool, case: str, words: str) -> No
 
 
 def other_settings_on_rank_one() -> str:
-    ddp = make(Block(bits=4 + dist.get_rank()))
     try:
+        ddp = make(Block(bits=4 + dist.get_rank()))
         loss_of(ddp, 0, spare=True).backward()
     except Exception as error:
         return str(error)

@@ -21,16 +21,7 @@ from trimtab.emulate import Emulation
 
 pytestmark = [requires(root=True, tools=["ip", "tc", "nsenter"]), pytest.mark.timeout(300)]
 
-SHORT = [
-    "kill_rank",
-    "out_of_memory",
-    "cut_3s",
-    "nan",
-    "log_full",
-    "disabled_rank",
-    "other_seed",
-    "bad_checkpoint",
-]
+SHORT = ["kill_rank", "cut_3s", "nan", "log_full", "other_seed"]
 LONG_STOP = replace(FAULTS["stop"], name="stop", does="a rank stops for 20 s", seconds=20.0, timeout_s=60.0)
 
 

@@ -49,8 +49,11 @@ def files_in(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("victim", "number"),
-    [("launcher", signal.SIGKILL), ("agent", signal.SIGKILL), ("launcher", signal.SIGTERM)],
-    ids=["launcher killed", "agent killed", "launcher terminated"],
+    [
+        pytest.param("launcher", signal.SIGKILL, id="launcher killed"),
+        pytest.param("agent", signal.SIGKILL, id="agent killed", marks=pytest.mark.soak),
+        pytest.param("launcher", signal.SIGTERM, id="launcher terminated", marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, victim: str, number: signal.Signals) -> None:
     process = start(tmp_path)
@@ -74,6 +77,7 @@ def command(pid: int) -> bytes:
     return path.read_bytes().replace(b"\0", b" ") if path.exists() else b""
 
 
+@pytest.mark.soak
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -54,23 +54,22 @@ def compress(
         if not sharded:
             require_compressible(model, weight_bits)
 
+    options: dict[str, Any] = {
+        "overrides": overrides,
+        "min_numel": min_numel,
+        "error_feedback": error_feedback,
+        "seed": seed,
+        "weight_bits": weight_bits,
+    }
     if environment.disabled():
         if group is not None:  # ranks on which it is not set must not wait for this one
             announce(group, "trimtab.compress", DISABLED)
         explanation = "TRIMTAB_DISABLE is set: nothing is compressed"
-    elif disabled := agree_to_compress(group, codec, overrides, log, check):
+    elif disabled := agree_to_compress(group, codec, log=log, check=check, **options):
         explanation = f"TRIMTAB_DISABLE is set on ranks {disabled}: nothing is compressed on any rank"
+    elif sharded:
+        explanation = compress_fsdp(model, codec, **options)
     else:
-        options: dict[str, Any] = {
-            "overrides": overrides,
-            "min_numel": min_numel,
-            "error_feedback": error_feedback,
-            "seed": seed,
-            "weight_bits": weight_bits,
-        }
-        if sharded:
-            explanation = compress_fsdp(model, codec, **options)
-        else:
-            explanation = compress_ddp(model, codec, **options, log=log, log_every=log_every)
+        explanation = compress_ddp(model, codec, **options, log=log, log_every=log_every)
     record_explanation(model, explanation)
     return model

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec, PowerSGD, TopK
 from trimtab.codec.codec import Uncompressed
+from trimtab.collectives import layout
 from trimtab.collectives.roll_call import announce, roll_call
 from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.fsdp import is_fsdp
@@ -64,10 +65,12 @@ def agree_to_compress(
     overrides: Mapping[str, Codec | None] | None,
     log: str | Path | None,
     check: Callable[[], None],
+    **settings: object,
 ) -> list[int]:
     """Check this rank's arguments and wait for the other ranks; returns the ranks on which trimtab is disabled.
 
-    `check` raises a TrimtabError where the model cannot be compressed.
+    `check` raises a TrimtabError where the model cannot be compressed. `settings` are the other arguments: ranks with
+    different ones would start different collectives, and wait for each other until the group's timeout.
 
     Raises:
         TrimtabError: on every rank, if one of them cannot continue.
@@ -83,11 +86,20 @@ def agree_to_compress(
         raise
     if group is None:
         return []
-    answers = roll_call(group, "trimtab.compress", _READY)
+    own = f"{_READY}: {dict(codec=codec, overrides=overrides, **settings, wire_format=layout.WIRE_VERSION)}"
+    answers = roll_call(group, "trimtab.compress", own)
     for rank, answer in enumerate(answers):
         if answer.startswith(_REFUSED):
             raise TrimtabError(f"rank {rank} of the group refused: {answer.removeprefix(_REFUSED)}")
-    return [rank for rank, answer in enumerate(answers) if answer == DISABLED]
+    disabled = [rank for rank, answer in enumerate(answers) if answer == DISABLED]
+    differing = [rank for rank, answer in enumerate(answers) if answer not in (own, DISABLED)]
+    if differing and not disabled:
+        other = answers[differing[0]].removeprefix(f"{_READY}: ")
+        raise TrimtabError(
+            f"ranks {differing} of the group compress gradients with other settings than rank {group.rank()}: {other} "
+            f"instead of {own.removeprefix(f'{_READY}: ')}; give trimtab.compress the same arguments on every rank"
+        )
+    return disabled
 
 
 def _check_codecs(codec: object, overrides: Mapping[str, Codec | None]) -> None:

@@ -83,7 +83,7 @@ def _faults() -> list[Fault]:
         ends("out_of_memory", "a rank runs out of memory", "can't allocate memory", "rank"),
         survived("disk_full", "a rank's checkpoint finds no room"),
         survived("log_full", "the layer log's disk is full", jobs=("data",), at_start=True),
-        ends("other_codec", "a rank has another codec", "rank", "rank", jobs=DDP, at_start=True),
+        ends("other_codec", "a rank has another codec", "other settings", "rank", jobs=DDP, at_start=True),
         ends(
             "other_seed", "a rank has another seed", "other settings", "rank", jobs=("data",), at_start=True
         ),

@@ -10,6 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -244,7 +245,13 @@ class Grid(TensorParallel):
     ranks = 4
 
     def build(self) -> tuple[nn.Module, nn.Module]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        # Groups that torch makes for a mesh wait 30 minutes, whatever the timeout of the default group.
+        timeout = timedelta(seconds=self.spec["timeout_s"])
+        groups = [
+            dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+            for ranks in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+        ]
+        mesh = DeviceMesh.from_group(groups, "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
         model = trimtab.tensor_parallel(self.new_model(), mesh, kinds=KINDS, headroom=1.0, balance="auto")
         self.column = mesh["tp"].get_local_rank()
         ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
