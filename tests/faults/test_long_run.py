@@ -10,8 +10,7 @@ import pytest
 from tests.faults.long_run import on_rank
 from tests.support.requirements import requires
 
-from trimtab.bench.clusters import two_hosts
-from trimtab.bench.ranks import run_on_cluster
+from trimtab.bench.ranks import run_on_cluster, two_hosts
 
 pytestmark = requires(root=True, tools=["ip", "tc", "nsenter"])
 
