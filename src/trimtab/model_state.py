@@ -5,11 +5,9 @@ The key is no parameter, buffer or submodule, so that the module's own ``state_d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 _KEY = "_trimtab"
 

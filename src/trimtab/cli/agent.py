@@ -21,12 +21,10 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from trimtab.environment import ELASTIC, RESTART, RUN_FOLDER
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _FOLDER = "trimtab-run-"
 _PR_SET_PDEATHSIG = 1

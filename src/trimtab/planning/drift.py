@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trimtab.planning.plan import Plan
+from trimtab.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,15 @@ Assumptions:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from trimtab.cluster.profile import LOCAL
+from trimtab.cluster import Cluster
+from trimtab.cluster.profile import LOCAL, CodecTime
 from trimtab.wire_format import in_one_gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from trimtab.cluster import Cluster
-    from trimtab.cluster.profile import CodecTime
     from trimtab.predict.links import Fit
 
 Collective = Literal["all_reduce", "all_gather", "all_to_all"]

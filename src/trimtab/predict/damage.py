@@ -13,11 +13,8 @@ depend on the model and are measured by `trimtab.measure.damage.indicators`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 Damage = dict[str, dict[str, float]]
 """By operator name, as `trimtab.set_precision` takes it, and precision; 0 for the model's own."""

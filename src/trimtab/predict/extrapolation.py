@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.cluster.profile import Profile
+from trimtab.cluster.profile import Profile
 
 FAR = 2
 """Predictions are good up to this factor above the largest probed batch or below the smallest."""

@@ -5,15 +5,12 @@ How many messages and bytes an exchange takes is in `collectives`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import COLLECTIVES, Collective
 from trimtab.predict.linear_fit import two_rates
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 EFFICIENCY = 0.93
 """Fraction of a link's nominal rate that is available for data, when nothing was measured."""

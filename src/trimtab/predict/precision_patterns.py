@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 
 def settable(kind: str) -> tuple[str, ...]:

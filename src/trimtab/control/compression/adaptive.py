@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trimtab.codec import Block
 from trimtab.collectives import Piece
 from trimtab.control.background import FAILED, Background
-from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.optimizer_kind import OptimizerKind
 from trimtab.control.compression.statistics import Statistics
 from trimtab.doors.ddp import DdpCompression
 from trimtab.environment import logger
 from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
-from trimtab.planning.compression.family import ADAMW, FAMILIES
+from trimtab.planning.compression.family import ADAMW, FAMILIES, Family
 from trimtab.planning.compression.policies import POLICIES
 
 SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
@@ -82,6 +82,11 @@ class Adaptive:
     def delay(self) -> int:
         """Steps from a look to the switch."""
         return min(self.look // 2, MOST_DELAY)
+
+
+def family_codec(family: Family, bits: int) -> Block:
+    """The codec of a family of compression settings, as plans name it."""
+    return Block(bits=bits, block=family.block, stochastic=family.stochastic)
 
 
 @dataclass(frozen=True, kw_only=True)

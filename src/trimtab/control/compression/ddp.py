@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec
 from trimtab.collectives.groups import destroy_groups
-from trimtab.control.compression.adaptive import Adaptive, Controller
+from trimtab.control.compression.adaptive import Adaptive, Controller, family_codec
 from trimtab.control.compression.agreement import gather_choices, tensor_group
-from trimtab.control.compression.family_codec import family_codec
 from trimtab.control.compression.host_route import HostRoute, choose_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
+from trimtab.predict.operators.low_precision import DeviceKind
+from trimtab.workload import Operator, Saved, Workload
 from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.predict.operators.low_precision import DeviceKind
-    from trimtab.workload import Operator, Saved, Workload
 
 PASSES_ON = frozenset({"aten.add.Tensor", "aten.add_.Tensor", "aten.clone.default", "aten.sub.Tensor"})
 """Operators whose backward passes the gradient on without allocating a tensor."""

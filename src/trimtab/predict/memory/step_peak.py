@@ -6,19 +6,16 @@ gradients are allocated. The peak is where their sum is largest: often at the lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trimtab.predict.memory.allocations import StepMemory
+from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.replay.build import payloads
 from trimtab.wire_format import in_one_gather
+from trimtab.workload import Workload
 from trimtab.workload.tensor import BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.predict.operators.low_precision import DeviceKind
-    from trimtab.workload import Workload
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adam_fused"]
 

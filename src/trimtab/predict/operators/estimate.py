@@ -9,20 +9,16 @@ estimates.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from trimtab.cluster import Cluster, Device
 from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup
 from trimtab.cluster.profile import CodecTime, DeviceProfile, Line, OperatorTime, Profile
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.costs import OperatorKey
 from trimtab.predict.operators.low_precision import passes
 from trimtab.workload.operator import PRODUCTS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trimtab.cluster import Cluster, Device
 
 REACHED = 0.7
 """Fraction of a datasheet's rate that a large product reaches."""

@@ -13,15 +13,12 @@ Facts about the implementation, as plain arithmetic on shapes; tests compare the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 from trimtab.precision_names import HALVES
+from trimtab.workload import Operator, Tensor
 from trimtab.workload.tensor import BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trimtab.workload import Operator, Tensor
 
 DeviceKind = Literal["cpu", "cuda"]
 

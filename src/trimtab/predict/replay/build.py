@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from trimtab.cluster.profile import CodecTime
 from trimtab.predict.collectives import Placement, Route, Traffic, all_reduce, stages, tree_all_reduce
+from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.wire_format import MIN_NUMEL, encoded_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trimtab.cluster.profile import CodecTime
-    from trimtab.predict.links import JobLinks
-    from trimtab.workload import Workload
+from trimtab.workload import Workload
 
 
 def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:

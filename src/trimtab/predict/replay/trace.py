@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trimtab.predict.replay.inputs import RoleWork
-    from trimtab.predict.replay.timeline import Timeline
+from trimtab.predict.replay.inputs import RoleWork
+from trimtab.predict.replay.timeline import Timeline
 
 WIRE = 0
 """The process that represents the link; roles are numbered from 1."""
