@@ -54,8 +54,9 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parser.prog = "trimtab run"
     parser.description = (
         "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
-        "in fewer bits where that pays. The flags are torchrun's, plus --plan. With TRIMTAB_DISABLE=1 this is "
-        "plain torchrun."
+        "in fewer bits where that pays. The flags are torchrun's, plus --plan. With --max-restarts N ranks that are "
+        "lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made anew for those "
+        "that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
     )
     parser.add_argument(
         "--plan", help="What each rank does, from `trimtab plan`: precisions, bits and batch shares."
