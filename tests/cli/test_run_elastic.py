@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from tests.control.plans.plan_cases import net, plan_for, role
-
 from trimtab.planning.plan_file import save_plan
 
 SCRIPT = '''
