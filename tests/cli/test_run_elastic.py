@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.control.plans.plan_cases import net, plan_for, role
-from trimtab.planning.plan_file import save_plan
+
+from trimtab.planning.plan import save_plan
 
 SCRIPT = '''
 import os, signal, sys, time

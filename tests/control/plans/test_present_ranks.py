@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 from tests.control.plans.plan_cases import net, plan_for, role
 from tests.support.pool import Pool
-from trimtab.planning.plan_file import save_plan
 
 from trimtab import environment
 from trimtab.control.plans.active_plan import LaunchPlan, active_plan_for
 from trimtab.control.plans.present_ranks import PresentRanks
 from trimtab.errors import TrimtabError
+from trimtab.planning.plan import save_plan
 from trimtab.planning.replan import devices_of
 
 
