@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import fsum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.planning.planning import BETWEEN, FAST, SLOW, damages, planned, three, uneven
 from tests.planning.precision.exhaustive import exhaustive
 from tests.predict.profiles import profile, workload
 
-from trimtab.cluster import Host
+from trimtab.cluster import Host, Link
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan import load_plan, save_plan
@@ -105,6 +107,31 @@ def test_a_plan_is_no_worse_than_every_alternative() -> None:
         shares = planned(uneven(slower), 12, budget=0.0)
         assert free.predicted.step_s <= min(fixed.predicted.step_s, shares.predicted.step_s) * 1.001
         assert shares.predicted.step_s <= shares.predicted.plain_step_s
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    slower=st.sampled_from([1.0, 1.4, 3.0]),
+    counts=st.tuples(st.integers(1, 3), st.integers(1, 200)),
+    local=st.sampled_from([1, 4]),
+    gbit=st.sampled_from([0.1, 10.0, 100.0]),
+    batch=st.sampled_from(["free", "fixed"]),
+)
+def test_no_plan_is_predicted_slower_than_plain_ddp(
+    slower: float, counts: tuple[int, int], local: int, gbit: float, batch: Literal["free", "fixed"]
+) -> None:
+    given_cluster = replace(
+        uneven(slower),
+        links={"far": Link(gbit_per_s=gbit)},
+        hosts=(
+            Host(name="a", devices={FAST: local}, link="far", count=counts[0]),
+            Host(name="b", devices={SLOW: local}, link="far", count=counts[1]),
+        ),
+    )
+    plan = planned(given_cluster, 2 * given_cluster.world_size, batch=batch)
+    assert plan.predicted.step_s <= plan.predicted.plain_step_s
+    gains = any("times as fast" in reason for reason in plan.reasons)
+    assert gains or any("plain DDP's step takes" in reason for reason in plan.reasons)
 
 
 def test_three_classes_and_ranks_that_do_not_divide() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.predict.profiles import FAST, SLOW, cluster, workload
 
-from trimtab.cluster import Device, Host
+from trimtab.cluster import Device, Host, Link
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.what_if import (
@@ -49,6 +51,44 @@ def test_cost_counts_every_rank() -> None:
     assert given.cost_per_million == pytest.approx(1.5 / 3600 / given.samples_per_s * 1e6)
     unpriced = replace(cluster(), devices={**cluster().devices, SLOW: Device(kind="cpu", speed=0.5)})
     assert simulate(unpriced, workload()).cost_per_million is None
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    hosts=st.sampled_from([1, 3, 20, 125, 1250]),
+    local=st.sampled_from([1, 2, 8]),
+    gbit=st.sampled_from([0.1, 1.0, 10.0, 100.0]),
+    latency_us=st.sampled_from([1.0, 50.0]),
+)
+def test_advice_never_contradicts_the_table(hosts: int, local: int, gbit: float, latency_us: float) -> None:
+    many = replace(
+        cluster(),
+        links={"far": Link(gbit_per_s=gbit, latency_us=latency_us)},
+        hosts=(
+            Host(name="a", devices={FAST: local}, link="far", count=hosts),
+            Host(name="b", devices={SLOW: local}, link="far"),
+        ),
+    )
+    plain, fewer = what_ifs(many, workload(), even(many, 2), bits=4)
+    helps = fewer.timeline.step_s < plain.timeline.step_s
+    if plain.advice:
+        assert "in 4 bits a step would take" in plain.advice
+        assert ("would not help" in plain.advice) == (not helps)
+    if fewer.advice:
+        assert ("would not help" in fewer.advice) == helps
+    assert "fewer" not in plain.words()
+
+
+def test_a_thousand_ranks_gain_by_fewer_bits() -> None:
+    many = replace(
+        cluster(),
+        links={"far": Link(gbit_per_s=1.0, latency_us=50.0)},
+        hosts=(Host(name="a", devices={FAST: 8}, link="far", count=125),),
+    )
+    plain, fewer = what_ifs(many, workload(), even(many, 2), bits=4)
+    assert fewer.setting.route is not None
+    assert fewer.setting.route.inside == "shared_memory"
+    assert fewer.timeline.step_s < plain.timeline.step_s
 
 
 def test_a_rank_is_taken_from_the_right_host() -> None:

@@ -127,6 +127,18 @@ def hierarchy(
     """Two hosts of two ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
 
 
+@_measures("scale")
+def scale(
+    ranks: Annotated[str, typer.Option(help="World sizes, comma-separated.")] = "1000,10000",
+    classes: Annotated[int, typer.Option(min=1, help="Classes of devices.")] = 40,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT.")] = 96,
+    gbits: Annotated[str, typer.Option(help="Gbit/s of the links, comma-separated.")] = "10,100",
+    json: Json = False,
+) -> dict[str, Any]:
+    """Planning and simulating for up to ten thousand ranks: how long it takes, and what the plan gains."""
+    return {"ranks": _numbers(ranks, int), "gbits": _numbers(gbits, float)}
+
+
 @_measures("loss")
 def loss(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """What fewer bits do to the loss of a small GPT, compared with fp32 and a setting known to be harmful."""

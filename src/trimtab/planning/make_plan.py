@@ -13,6 +13,7 @@ from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.precision_names import OWN
+from trimtab.predict.replay.timeline import bottleneck
 from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
@@ -51,7 +52,7 @@ def make_plan(
     """
     search = PlanSearch(cluster, workload, damages, batch_size, progress=progress)
     plain = search.plain()
-    chosen = search.choose(batch, _bits_to_try(search, bits), budget)
+    chosen = search.choose(batch, _bits_to_try(search, bits), budget, plain)
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
     return Plan(
@@ -150,13 +151,22 @@ def _reasons(
     if estimated:
         reasons.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
     gain = plain.step_s / chosen.step_s
-    reasons.append(
-        f"a step is predicted to take {_ms(chosen.step_s)} instead of plain DDP's {_ms(plain.step_s)}: "
-        f"{gain:.3g} times as fast"
-        if gain >= 1.005
-        else "nothing makes a step faster than plain DDP here"
+    if gain >= 1.005:
+        return [
+            *reasons,
+            f"a step is predicted to take {_ms(chosen.step_s)} instead of plain DDP's {_ms(plain.step_s)}: "
+            f"{gain:.3g} times as fast",
+        ]
+    tried = "".join(
+        f"; in {count} bits it would take {_ms(seconds)}"
+        for count, seconds in search.tried.items()
+        if count is not None and count != chosen.bits
     )
-    return reasons
+    return [
+        *reasons,
+        "nothing makes a step faster than plain DDP here",
+        f"plain DDP's step takes {_ms(plain.step_s)}, most of it in {bottleneck(plain.replayed.timeline())}{tried}",
+    ]
 
 
 def _lowered_reasons(

@@ -44,6 +44,9 @@ SLOWER = 1.02
 AHEAD = 0.1
 """Lowered ranks should finish before the others by this fraction of their time."""
 
+FEW_CLASSES = 4
+"""Up to so many device classes every move of a sample between two of them is tried."""
+
 CLOSE = 1e-3
 """Step times that differ by a smaller fraction count as equal."""
 
@@ -111,6 +114,8 @@ class PlanSearch:
         self.alike = alike(workload)
         self.progress = progress
         self._done = 0
+        self.tried: dict[int | None, float] = {}
+        """Predicted step of the best candidate with each number of bits."""
         self._routes: dict[int, Route | None] = {}
 
     def tick(self) -> None:
@@ -191,15 +196,26 @@ class PlanSearch:
         """Shares and precisions of all ranks: the fastest step whose damage is within the budget."""
         self.tradeoffs.bits = bits
         self._refuse_too_large()
-        lowering = self._searched(bits, budget)
-        if not lowering.damage:
-            return lowering
         try:
             sharing = self._searched(bits, 0.0)
         except TrimtabError:  # memory leaves no choice but to lower
-            return self._relieved(lowering)
+            return self._relieved(self._searched(bits, budget))
+        if not budget or sharing.step_s < GAIN * self._bound_s(sharing):
+            return sharing
+        lowering = self._searched(bits, budget)
+        if not lowering.damage:
+            return min(sharing, lowering, key=lambda candidate: candidate.step_s)
         relieved = self._relieved(lowering)
         return sharing if sharing.step_s < GAIN * relieved.step_s else relieved
+
+    def _bound_s(self, candidate: JobCandidate) -> float:
+        """No lowering makes the step shorter: all ranks gain as much as the one that could gain most."""
+        parts = [1.0]
+        for role, device in candidate.job.devices.items():
+            menu = self.tradeoffs.menu(device, candidate.job.samples[role])
+            fastest = fsum(min(o.seconds for o in several) for several in menu.options.values())
+            parts.append((menu.base_s + fastest) / menu.own_s if menu.own_s else 1.0)
+        return candidate.replayed.bound_s(min(parts))
 
     def _refuse_too_large(self) -> None:
         """Refuse a batch that does not fit, however it is shared and lowered."""
@@ -242,19 +258,26 @@ class PlanSearch:
         """Move single samples between device classes as long as the replayed step becomes faster."""
         for _ in range(4):
             better: JobCandidate | None = None
-            for giver in self.counts:
-                for taker in self.counts:
-                    samples = _with_one_moved(best.job, giver, taker)
-                    shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
-                    if shared:
-                        candidate = self._realized(shared, beside, bits)
-                        if candidate.step_s < (better or best).step_s * (1 - CLOSE):
-                            better = candidate
+            for giver, taker in self._moves(best):
+                samples = _with_one_moved(best.job, giver, taker)
+                shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
+                if shared:
+                    candidate = self._realized(shared, beside, bits)
+                    if candidate.step_s < (better or best).step_s * (1 - CLOSE):
+                        better = candidate
             self.tick()
             if better is None:
                 return best
             best = better
         return best
+
+    def _moves(self, best: JobCandidate) -> list[tuple[str, str]]:
+        """Pairs of device classes between which a sample may move: of many classes only those that promise most."""
+        if len(self.counts) <= FEW_CLASSES:
+            return [(giver, taker) for giver in self.counts for taker in self.counts]
+        times = sorted(best.replayed.timeline().roles, key=lambda role: -role.compute_s)
+        devices = list(dict.fromkeys(best.job.devices[role.name] for role in times))
+        return [(giver, taker) for giver in devices[:2] for taker in devices[-2:]]
 
     def _realized(self, shared: Shared, beside: Mapping[str, float], bits: int | None) -> JobCandidate:
         job = layout(self.devices, shared.samples)
@@ -279,7 +302,13 @@ class PlanSearch:
         }
 
     def _relieved(self, candidate: JobCandidate) -> JobCandidate:
-        """The same with every operator raised again that need not be lowered."""
+        """The same with every operator raised again that need not be lowered.
+
+        With many device classes each has the least damage for its time already, and trying operator by operator would
+        take hours.
+        """
+        if len(self.counts) > FEW_CLASSES:
+            return candidate
         roles = {
             name: self._lowerable(device, candidate.job.samples[name], candidate.job.counts[name])
             for name, device in candidate.job.devices.items()
@@ -311,9 +340,16 @@ class PlanSearch:
         )
 
     def choose(
-        self, batch: Literal["fixed", "free"], bits: tuple[int | None, ...], budget: float
+        self,
+        batch: Literal["fixed", "free"],
+        bits: tuple[int | None, ...],
+        budget: float,
+        plain: JobCandidate,
     ) -> JobCandidate:
-        """The fastest candidate over these bits; fewer bits only where that gains. The first must be possible."""
+        """The fastest candidate over these bits; fewer bits only where that gains. The first must be possible.
+
+        Never slower than plain DDP, unless that does not fit or bits are given.
+        """
         best: JobCandidate | None = None
         for count in sorted(bits, key=lambda b: -(b or 32)):
             try:
@@ -324,7 +360,14 @@ class PlanSearch:
                 continue  # the codec needs memory; without it there was enough
             if best is None or best.step_s >= GAIN * candidate.step_s:
                 best = candidate
+            self.tried[count] = candidate.step_s
         assert best is not None
+        if (
+            best.step_s > plain.step_s
+            and None in bits
+            and all(self._fits(device, plain.job.samples[role]) for role, device in plain.job.devices.items())
+        ):
+            return plain  # the search is a heuristic; what is known to be better wins
         return best
 
     def bits_measured(self) -> tuple[int, ...]:

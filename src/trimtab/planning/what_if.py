@@ -21,8 +21,18 @@ from trimtab.predict.replay.inputs import RoleWork
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import Timeline, bottleneck
 from trimtab.predict.replayed_job import RoleSetting, by_roles
-from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, rank_counts
+from trimtab.predict.step import (
+    JobSetting,
+    RankSetting,
+    build_step,
+    predict_memory,
+    predict_step,
+    rank_counts,
+)
 from trimtab.workload import Workload
+
+EXCHANGE_MATTERS = 0.3
+"""Fraction of the step from which exposed communication and codec are worth an advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,9 @@ class Outcome:
     memory: dict[str, Memory]
     estimated: tuple[str, ...]
     """Device classes whose times come from datasheets."""
+
+    advice: str = ""
+    """What other bits would do, if that matters."""
 
     out_of_reach: str | None = None
     """A warning when batches are extrapolated far from those that were probed."""
@@ -80,7 +93,8 @@ class Outcome:
 
     def words(self) -> str:
         """The bottleneck, and what does not fit, in words."""
-        sentences = [f"{self.name}: {bottleneck(self.timeline)}"]
+        advice = f"; {self.advice}" if self.advice else ""
+        sentences = [f"{self.name}: {bottleneck(self.timeline)}{advice}"]
         for name, need in self.memory.items():
             have = self.cluster.devices[name].memory_gib
             if have is not None and need.reserved > have * 2**30:
@@ -104,14 +118,15 @@ def simulate(
     measured = Measured(workload, filled)
     if setting is None:
         setting = even(cluster, workload.batch_size)
-    if setting.bits is not None and setting.route is None:
-        setting = replace(setting, route=job_route(cluster, filled, workload, setting.bits))
+    setting = _routed(measured, cluster, setting)
     roles, buckets = build_step(measured, cluster, setting)
+    timeline = replay(roles, buckets)
     return Outcome(
         name=name,
         cluster=cluster,
         setting=setting,
-        timeline=replay(roles, buckets),
+        timeline=timeline,
+        advice=_advice(measured, cluster, setting, timeline),
         roles=roles,
         memory=predict_memory(measured, cluster, setting),
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
@@ -119,6 +134,33 @@ def simulate(
             filled, workload.model, [(n, setting.ranks[n].samples) for n in rank_counts(cluster)]
         ),
     )
+
+
+def _routed(measured: Measured, cluster: Cluster, setting: JobSetting) -> JobSetting:
+    """The setting with the route that its bits would take."""
+    if setting.bits is None or setting.route is not None:
+        return setting
+    return replace(setting, route=job_route(cluster, measured.profile, measured.workload, setting.bits))
+
+
+def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline: Timeline) -> str:
+    """What another number of bits would do, where the exchange of gradients matters; every measured one is tried."""
+    parts = timeline.breakdown()
+    if parts["wire"] + parts["codec"] < EXCHANGE_MATTERS * timeline.step_s:
+        return ""
+    known = [set(measured.device(name).codec) for name in rank_counts(cluster)]
+    steps = {}
+    for bits in (None, *sorted(map(int, set.intersection(*known)), reverse=True)):
+        if bits != setting.bits:
+            other = _routed(measured, cluster, replace(setting, bits=bits, route=None))
+            steps[bits] = predict_step(measured, cluster, other).step_s
+    if not steps:
+        return "use a faster link, or probe the codec to see what fewer bits would do"
+    best = min(steps, key=lambda bits: steps[bits])
+    how = "sent uncompressed" if best is None else f"in {best} bits"
+    if steps[best] < timeline.step_s:
+        return f"with gradients {how} a step would take {steps[best] * 1e3:.4g} ms"
+    return f"other bits would not help (with gradients {how} a step would take {steps[best] * 1e3:.4g} ms)"
 
 
 def _profile(cluster: Cluster) -> Profile:

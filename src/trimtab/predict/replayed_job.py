@@ -9,7 +9,6 @@ from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.precision_names import OWN
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import JobSetting, RankSetting, build_step
@@ -136,10 +135,9 @@ class ReplayedJob:
             cluster: with its profile, estimates included.
             ranks: roles in rank order, each with how many ranks in a row have it.
         """
-        workload = measured.operators.workload
         self.roles, self.bits = dict(roles), bits
         self.cluster, profile = by_roles(cluster, roles, ranks)
-        by_role = Measured(workload, profile)
+        by_role = measured.operators.on(profile)
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
         self._replayed, self._buckets = build_step(
             by_role, self.cluster, JobSetting(ranks=plain, bits=bits, route=route)
@@ -182,6 +180,15 @@ class ReplayedJob:
             self._dirty.clear()
             self._timeline = replay(self._now, self._buckets)
         return self._timeline
+
+    def bound_s(self, part: float) -> float:
+        """The step if every rank computed in this part of its time."""
+        self.timeline()
+        faster = [
+            replace(role, segments=tuple(replace(s, seconds=s.seconds * part) for s in role.segments))
+            for role in self._now
+        ]
+        return replay(faster, self._buckets).step_s
 
     def step_s(self) -> float:
         return self.timeline().step_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
     from trimtab.cluster import Cluster
     from trimtab.cluster.profile import CodecTime, Profile
+    from trimtab.predict.operators.cost_mapper import CostMapper
     from trimtab.predict.operators.measured import Measured
     from trimtab.predict.replay.timeline import Timeline
+    from trimtab.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ def build_step(
         roles.append(
             RoleWork(
                 name=name,
-                segments=segments(workload, mapper.forward_s, mapper.backward_s),
+                segments=_stream(workload, mapper),
                 optimizer_s=optimizer.seconds(elements),
                 ranks=count,
             )
@@ -105,6 +108,16 @@ def build_step(
         workload, placement, links, bits_of(workload, setting.bits), codecs, setting.route
     )
     return with_local(roles, local), buckets
+
+
+_streams: WeakKeyDictionary[CostMapper, tuple[ComputeSegment, ...]] = WeakKeyDictionary()
+
+
+def _stream(workload: Workload, mapper: CostMapper) -> tuple[ComputeSegment, ...]:
+    """The compute stream of a mapper of `Measured`, which never changes."""
+    if mapper not in _streams:
+        _streams[mapper] = segments(workload, mapper.forward_s, mapper.backward_s)
+    return _streams[mapper]
 
 
 def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) -> dict[str, Memory]:

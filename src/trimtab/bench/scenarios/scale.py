@@ -16,6 +16,7 @@ import trimtab
 from trimtab.bench.harness import Result
 from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.cluster.profile import PROFILE_VERSION, CodecTime, DeviceProfile, Line, OperatorTime, Profile
+from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.models.gpt import Gpt
 from trimtab.planning.make_plan import make_plan
@@ -50,6 +51,10 @@ def scale(
     progress: Callable[[int, int], None],
 ) -> Result:
     """Plan and simulate a GPT on clusters of so many ranks, once with links of each rate."""
+    if not ranks or not gbits or min(ranks) < 1 or min(gbits) <= 0:
+        raise TrimtabError(
+            "bench scale: give world sizes as 1000,10000 and rates of links in Gbit/s as 10,100"
+        )
     workload = model(layers)
     cases = [(count, gbit) for count in ranks for gbit in gbits]
     rows = []

@@ -46,8 +46,19 @@ class ProfileTradeoffs(Tradeoffs):
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
 
     def _menu(self, device: str, samples: int) -> RankMenu:
-        low, high = _around(samples)
+        low, high = self._around(device, samples)
         return self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
+
+    def _around(self, device: str, samples: int) -> tuple[int, int]:
+        """The sizes from whose menus that of `samples` follows; both are `samples` where it is looked up."""
+        model = self.measured.operators.workload.model
+        sizes = sorted(self.measured.operators.device(device).batches.get(model, ()))
+        if self.limits[device] is not None or len(sizes) < 2:
+            return _around(samples)  # memory is not linear in the samples
+        # Times are, between two measured sizes and beyond them; below the smallest no time is negative.
+        knots = [*range(1, sizes[0]), *sizes, 2 * sizes[-1]]
+        place = min(bisect_left(knots, samples), len(knots) - 1)
+        return (samples, samples) if knots[place] == samples else (knots[place - 1], knots[place])
 
     # Memory
 

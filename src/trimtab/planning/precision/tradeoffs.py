@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from trimtab.planning.precision.frontier import Frontier
-from trimtab.planning.precision.options import Chosen, Options, damage_of
+from trimtab.planning.precision.options import Chosen, Options, damage_of, own_only
 
 RESOLUTION = 1500
 """Points of each frontier."""
@@ -86,6 +86,8 @@ class Tradeoffs(ABC):
 
     def _best(self, device: str, samples: int, seconds: float) -> tuple[float, Chosen | None] | None:
         menu = self.menu(device, samples)
+        if self.limits[device] is None and seconds >= menu.own_s:
+            return 0.0, own_only(menu.options)
         place = self._frontier(device, samples).place(seconds - menu.base_s)
         if place is None:
             return None

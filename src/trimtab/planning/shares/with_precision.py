@@ -7,6 +7,7 @@ within the budget is found by bisection.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -174,9 +175,9 @@ def _measured(
     tradeoffs: RankTradeoffs, seconds: float, room: Mapping[str, float], samples: Mapping[str, list[int]]
 ) -> Shared | None:
     damage = fsum(
-        tradeoffs.damage(device, count, room[device])
+        ranks * tradeoffs.damage(device, count, room[device])
         for device, counts in samples.items()
-        for count in counts
+        for count, ranks in Counter(counts).items()
     )
     if damage == inf:
         return None

@@ -6,6 +6,7 @@ what it affects, and can be undone exactly.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
@@ -79,6 +80,13 @@ class CostMapper:
         times = [self._times(index) for index in range(len(workload.operators))]
         self.forward_s = [forward for forward, _ in times]
         self.backward_s = [backward for _, backward in times]
+
+    def copy(self) -> CostMapper:
+        """A mapper in the same precisions that can be changed by itself."""
+        other = copy(self)
+        other.graph, other._undoable = self.graph.copy(), []
+        other.forward_s, other.backward_s = list(self.forward_s), list(self.backward_s)
+        return other
 
     @property
     def total_s(self) -> float:

@@ -52,6 +52,14 @@ def key_of(operator: Operator, precision: str | None = None, dtype: str | None =
     Shapes: linear ``rows x inputs x outputs``; conv ``input, weight, stride, padding, dilation, groups``;
     attention and matmul the operands'; the others torch's name, the shapes of arguments and the rest of them.
     """
+    known = operator.__dict__.setdefault("_keys", {})  # an operator does not change, and is asked for often
+    if (precision, dtype) not in known:
+        known[precision, dtype] = _key_of(operator, precision, dtype)
+    key: OperatorKey = known[precision, dtype]
+    return key
+
+
+def _key_of(operator: Operator, precision: str | None, dtype: str | None) -> OperatorKey:
     arriving = dtype or operator.dtype
     leaving = operator.outputs[0].dtype if operator.outputs and operator.outputs[0].floating else arriving
     if dtype is not None and operator.setting is None:

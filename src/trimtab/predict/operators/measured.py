@@ -30,7 +30,13 @@ class Measured:
         self.workload, self.profile = workload, profile
         self._sized: dict[int, Workload] = {workload.batch_size: workload}
         self._keys: dict[tuple[int, str | None, int], OperatorKey] = {}
-        self._mappers: dict[object, CostMapper] = {}
+        self._mappers: dict[object, tuple[DeviceProfile, CostMapper]] = {}
+
+    def on(self, profile: Profile) -> Measured:
+        """The same model on another profile; what does not depend on the profile is shared."""
+        other = Measured(self.workload, profile)
+        other._sized, other._keys, other._mappers = self._sized, self._keys, self._mappers
+        return other
 
     def device(self, name: str) -> DeviceProfile:
         found = self.profile.devices.get(name)
@@ -63,13 +69,12 @@ class Measured:
             TrimtabError: naming the operator that was not measured.
         """
         chosen = matched(self.workload, precisions) if precisions else {}
-        key = (device, kind, samples, tuple(sorted(chosen.items())), naive)
+        key = (id(self.device(device)), kind, samples, tuple(sorted(chosen.items())), naive)
         if key not in self._mappers:
             costs = self.costs(device, samples, chosen)
-            self._mappers[key] = CostMapper(
-                self.at(samples), costs, kind=kind, precisions=chosen, naive=naive
-            )
-        return self._mappers[key]
+            mapper = CostMapper(self.at(samples), costs, kind=kind, precisions=chosen, naive=naive)
+            self._mappers[key] = self.device(device), mapper  # the profile stays alive, and with it its id
+        return self._mappers[key][1]
 
     def costs(self, device: str, samples: int, precisions: Mapping[str, str]) -> DeviceCosts:
         """Costs of every operator in its precision of `precisions` (by name), or in its own."""
@@ -79,10 +84,11 @@ class Measured:
             precision = None if operator.setting is None else precisions.get(operator.setting)
             key = str(self._key(operator.index, precision, samples))
             if key not in operators:
-                operators[key] = self._find(device, operator.index, precision, samples)
+                operators[key] = self.time_of(device, operator.index, precision, samples)
         return DeviceCosts(device=device, operators=operators, casts=profile.casts)
 
-    def _find(self, device: str, index: int, precision: str | None, samples: int) -> OperatorTime:
+    def time_of(self, device: str, index: int, precision: str | None, samples: int) -> OperatorTime:
+        """The time of one operator; raises TrimtabError if it was not measured."""
         profile = self.device(device)
         exact = profile.operators.get(str(self._key(index, precision, samples)))
         if exact is not None:

@@ -31,6 +31,7 @@ class MeasuredPrecisions:
 
     def __init__(self, operators: Measured) -> None:
         self.operators = operators
+        self._mappers: dict[tuple[str, int, str], CostMapper] = {}
         self._known: dict[tuple[str, int], tuple[DeviceCosts, dict[str, tuple[str, ...]]]] = {}
 
     def precisions(self, device: str, samples: int) -> dict[str, tuple[str, ...]]:
@@ -39,7 +40,11 @@ class MeasuredPrecisions:
 
     def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
         """A new mapper with nothing lowered, in which every measured precision can be set."""
-        return CostMapper(self.operators.at(samples), self._at(device, samples)[0], kind=kind)
+        key = (device, samples, kind)
+        if key not in self._mappers:
+            costs = self._at(device, samples)[0]
+            self._mappers[key] = CostMapper(self.operators.at(samples), costs, kind=kind)
+        return self._mappers[key].copy()
 
     def _at(self, device: str, samples: int) -> tuple[DeviceCosts, dict[str, tuple[str, ...]]]:
         key = (device, samples)
@@ -70,7 +75,8 @@ class MeasuredPrecisions:
 
     def _is_known(self, device: str, samples: int, name: str, precision: str) -> bool:
         try:
-            self.operators.costs(device, samples, {name: precision})
+            for index in self.operators.workload.settings[name]:
+                self.operators.time_of(device, index, precision, samples)
         except TrimtabError:
             return False
         return True

@@ -6,6 +6,7 @@ Adjustable operators compute in the precision that was set, dependent ones in th
 
 from __future__ import annotations
 
+from copy import copy
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +47,12 @@ class PrecisionGraph:
         self.leaving = [_leaves(operator) for operator in workload.operators]
         self.captured = list(self.leaving)
         self.arriving: list[tuple[str, ...]] = [self._arriving(operator) for operator in workload.operators]
+
+    def copy(self) -> PrecisionGraph:
+        other = copy(self)
+        other.precision, other.leaving = list(self.precision), list(self.leaving)
+        other.arriving = list(self.arriving)
+        return other
 
     def indices(self, operator: int | str) -> tuple[int, ...]:
         """All calls that are set together: given by one index, or by the name that `set_precision` takes."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+Runs = list[tuple[float, tuple[int, ...], str]]
+"""Stretches of a compute stream: seconds, the buckets that are complete at the end, and the phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,22 @@ class RoleWork:
 
     ranks: int = 1
 
+    @cached_property
+    def runs(self) -> Runs:
+        """See `compute_runs`."""
+        return compute_runs(self)
+
+    @cached_property
+    def ready_s(self) -> list[float]:
+        """When each bucket is complete, with the device to itself; and the end of the compute stream."""
+        ready = [0.0] * (1 + sum(len(buckets) for _, buckets, _ in self.runs))
+        now = 0.0
+        for seconds, buckets, _ in self.runs:
+            now += seconds
+            for bucket in buckets:
+                ready[bucket] = now
+        return [*ready[:-1], now]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
@@ -68,13 +89,13 @@ class BucketTransfers:
     transfers: tuple[Transfer, ...]
 
 
-def compute_runs(role: RoleWork) -> list[tuple[float, tuple[int, ...], str]]:
+def compute_runs(role: RoleWork) -> Runs:
     """The compute stream, split where a bucket becomes ready or the phase changes: (seconds, buckets, phase).
 
     The clocks of device and host advance together, so runs in which launching is the slower of the two last as
     long as the launching.
     """
-    runs: list[tuple[float, tuple[int, ...], str]] = []
+    runs: Runs = []
     host = device = since = 0.0
     phase = role.segments[0].phase if role.segments else "forward"
     for segment in role.segments:

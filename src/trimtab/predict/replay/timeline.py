@@ -104,12 +104,9 @@ def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
     compute = 1 - link - codec
     waits = [r.wait_s / total for r in timeline.roles]
     if link >= 0.4:
-        return (
-            f"the link: {link:.0%} of the step is exposed communication; send fewer bits, "
-            "or use a faster link"
-        )
+        return f"the link: {link:.0%} of the step is exposed communication"
     if codec >= 0.3:
-        return f"encoding and decoding: {codec:.0%} of the step; compress fewer parameters, or none"
+        return f"encoding, decoding and reducing inside hosts: {codec:.0%} of the step"
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
         return (
