@@ -52,6 +52,12 @@ def test_allreduce_takes_at_least_what_the_link_takes() -> None:
     assert all(row["over_floor"] > 0.9 for row in result["rows"])
 
 
+def test_scale() -> None:
+    result = bench("scale", "--ranks", "24", "--classes", "2", "--layers", "1", "--gbits", "10")
+    assert [(row["ranks"], row["classes"]) for row in result["rows"]] == [(24, 2)]
+    assert result["summary"]["predicted_over_ddp"] <= 1
+
+
 @requires(root=True, tools=["ip", "tc"])
 def test_hierarchy() -> None:
     result = bench("hierarchy", "--link", "10gbit", "--layers", "1", "--inside-mb", "1", "--repeats", "2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +24,15 @@ class Exchange:
     def gbit_per_s(self) -> float:
         """Rate at which the plain all-reduce processes the values."""
         return self.nbytes * 8 / self.plain_s / 1e9
+
+    def of(self, nbytes: int) -> Exchange:
+        """The same exchange of so many bytes; both ways take time in proportion."""
+        times = nbytes / self.nbytes
+        return replace(
+            self, nbytes=nbytes, plain_s=self.plain_s * times, compressed_s=self.compressed_s * times
+        )
+
+
+def wire_seconds(nbytes: int, gbit_per_s: float) -> float:
+    """Time of so many bytes on a link that processes values at this rate (`Exchange.gbit_per_s`)."""
+    return nbytes * 8 / (gbit_per_s * 1e9)

@@ -17,6 +17,7 @@ from trimtab.planning.compression.layer_options import (
     total_error,
 )
 from trimtab.planning.compression.policies import choose_bits
+from trimtab.predict.exchange import wire_seconds
 from trimtab.wire_format import encoded_bytes
 
 DRIFTED = 1.25
@@ -278,7 +279,7 @@ class BitPlanner:
     def _cost(self, layer: LayerStatistics, bits: int) -> float:
         nbytes = encoded_bytes(layer.numel, bits, self.settings.family.block)
         rate = self.settings.gbit_per_s
-        return nbytes * 8 / (rate * 1e9) if rate else float(nbytes)
+        return wire_seconds(nbytes, rate) if rate else float(nbytes)
 
 
 def _weight(family: Family, layer: LayerStatistics) -> float:

@@ -42,8 +42,8 @@ def decide(exchange: Exchange, gradient_bytes: int, before: bool | None = None) 
 
     `before` is what an earlier run of the same job decided; None if there was none.
     """
-    times = gradient_bytes / exchange.nbytes
-    plain_ms, compressed_ms = exchange.plain_s * times * 1e3, exchange.compressed_s * times * 1e3
+    job = exchange.of(gradient_bytes)
+    plain_ms, compressed_ms = job.plain_s * 1e3, job.compressed_s * 1e3
     gain = exchange.plain_s / exchange.compressed_s
     margin = {None: 0.0, True: KEEP_MARGIN, False: -KEEP_MARGIN}[before]
     clearly = exchange.compressed_s <= (MAX_TIME_RATIO + margin) * exchange.plain_s
@@ -68,7 +68,7 @@ def decide_family(
     candidates = [
         FamilyCandidate(
             family=name,
-            seconds=exchange.compressed_s * gradient_bytes / exchange.nbytes,
+            seconds=exchange.of(gradient_bytes).compressed_s,
             how=f"measured in {exchange.bits} bits",
         )
         for name, exchange in exchanges.items()
