@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +150,69 @@ def test_corners_of_relu_do_not_upset_it() -> None:
     )
     for name in found:
         assert 0.3 < found[name]["int8"] / truth[name]["int8"] < 3, name
+
+
+def test_a_large_model_is_recorded_in_several_passes_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
+    model[1].requires_grad_(False)
+    batches = [torch.randn(256, 16) for _ in range(2)]
+
+    def sources() -> Any:
+        passes.append(0)
+        with DryRun(model, batches, lambda y: y.square().sum(), 0) as dry_run:
+            return calibrate(dry_run, ("bf16", "int8"))
+
+    passes: list[int] = []
+    gradient = DryRun.gradient
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        passes[-1] += 1
+        return gradient(*arguments, **options)
+
+    monkeypatch.setattr(DryRun, "gradient", counted)
+    at_once = sources()
+    monkeypatch.setattr("trimtab.measure.damage.calibrate._least_limit", lambda _: 1.0)
+    in_parts = sources()
+    assert passes[0] == 2 * len(batches)
+    assert passes[1] > passes[0]
+    assert in_parts == at_once
+
+
+_PEAK = """
+import resource, sys, torch
+from torch import nn
+from trimtab.measure.damage.indicators import gradient_damage
+torch.set_num_threads(1)
+model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.GELU())), nn.Linear(32, 1))
+batches = [torch.randn(50_000, 32) for _ in range(2)]
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+optimizer = torch.optim.AdamW(model.parameters())
+model(batches[0][:8]).mean().backward()  # libraries allocate when they are first used
+optimizer.step()
+optimizer.zero_grad()
+before = peak()
+if sys.argv[1] == "step":
+    for batch in batches:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+else:
+    gradient_damage(model, batches, lambda y: y.mean(), precisions=("tf32", "bf16"))
+print(peak() - before)
+"""
+
+
+def test_the_peak_is_at_most_twice_that_of_a_training_step() -> None:
+    def peak(what: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _PEAK, what], capture_output=True, text=True, check=True, timeout=300
+        )
+        return int(done.stdout)
+
+    step, damage = peak("step"), peak("damage")
+    assert step > 60 << 10, "too small to tell"
+    assert damage <= 2 * step

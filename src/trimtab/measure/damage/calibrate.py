@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ NO_GRADIENT = "damage: the gradient of every batch is zero or not finite, so not
 MOVE = 3e-3
 """How far each parameter moves, relative to the root mean square of all matrices: about as far as rounding moves it.
 With much smaller steps the corners of ReLUs would weigh more than they do under rounding."""
+
+MOST_SMALL = 16 << 20
+"""Bytes of recorded calls that are never too many."""
 
 
 class Refresh:
@@ -93,28 +96,19 @@ def calibrate(dry_run: DryRun, precisions: Sequence[str], *, probes: int = 1) ->
     """Errors and gains of every operator that is called.
 
     For each batch it runs one pass at the current parameters and `probes` passes after small random steps, all
-    without autocast.
+    without autocast. A large model repeats them, with some of its operators each time: what is recorded of a few
+    operators takes less memory than the optimizer and the activations of a training step.
 
     Raises:
         TrimtabError: the gradient of no batch is finite.
     """
     parts: dict[Key, list[torch.Tensor]] = defaultdict(list)
     length = step_length(dry_run)
+    limit = _least_limit(dry_run)
     for batch in range(len(dry_run.batches)):
-        squared, before = _recorded(dry_run, batch, None)
-        if not 0 < squared < math.inf:
-            continue
-        # Divided by the gradient's size, by way of a power of two that changes no rounding.
-        scale = math.ldexp(1.0, -math.frexp(math.sqrt(squared))[1])
-        here = [as_matrices(call, scale) for call in before]
-        for probe in range(probes):
-            moved = random_step(dry_run, stream(dry_run.seed, batch, probe, 1), length)
-            other, after = _recorded(dry_run, batch, moved)
-            if not math.isfinite(other):
-                continue
-            there = [as_matrices(call, scale) for call in after]
-            for key, sums in _contributions(here, there, length, precisions).items():
-                parts[key].append(sums.double() / sums.new_tensor([squared * scale * scale, 1, 1]))
+        left: frozenset[str] | None = None
+        while left is None or left:
+            left, limit = _calibrate_some(dry_run, batch, left, limit, length, precisions, probes, parts)
     if not parts:
         raise TrimtabError(NO_GRADIENT)
     sources: Sources = {}
@@ -128,22 +122,84 @@ def calibrate(dry_run: DryRun, precisions: Sequence[str], *, probes: int = 1) ->
     return sources
 
 
+def _calibrate_some(
+    dry_run: DryRun,
+    batch: int,
+    only: frozenset[str] | None,
+    limit: float,
+    length: float,
+    precisions: Sequence[str],
+    probes: int,
+    parts: dict[Key, list[torch.Tensor]],
+) -> tuple[frozenset[str], float]:
+    """Add to `parts` what can be recorded within the limit; returns what is left of `only`, and a better limit."""
+    before = _recorded(dry_run, batch, None, only=only, limit=limit)
+    if not 0 < before.squared < math.inf:
+        return frozenset(), limit
+    # Divided by the gradient's size, by way of a power of two that changes no rounding.
+    scale = math.ldexp(1.0, -math.frexp(math.sqrt(before.squared))[1])
+    for probe in range(probes):
+        moved = random_step(dry_run, stream(dry_run.seed, batch, probe, 1), length)
+        after = _recorded(dry_run, batch, moved, only=before.recorded)
+        del moved
+        if math.isfinite(after.squared):
+            for key, sums in _contributions(before, after, scale, length, precisions):
+                parts[key].append(sums.double() / sums.new_tensor([before.squared * scale * scale, 1, 1]))
+    left = (frozenset(before.names) if only is None else only) - before.recorded
+    return left, _least_limit(dry_run) + before.total_bytes / 8
+
+
 def squared_norm(gradient: Mapping[str, torch.Tensor]) -> float:
     return sum(float(g.double().square().sum()) for g in gradient.values())
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward pass."""
+
+    squared: float
+    """The gradient's squared norm (NaN if the loss is)."""
+
+    calls: list[OperatorCall]
+    """Recorded calls that the gradient passed through."""
+
+    names: list[str]
+    """Of all calls."""
+
+    recorded: frozenset[str]
+    """Operators of which all calls were recorded."""
+
+    total_bytes: int
+    """Of all calls, if they were recorded."""
+
+
 def _recorded(
-    dry_run: DryRun, batch: int, moved: Mapping[str, torch.Tensor] | None
-) -> tuple[float, list[OperatorCall]]:
-    """The gradient's squared norm (NaN if the loss is), and the calls that it passed through."""
+    dry_run: DryRun,
+    batch: int,
+    moved: Mapping[str, torch.Tensor] | None,
+    *,
+    only: Collection[str] | None,
+    limit: float = math.inf,
+) -> _Pass:
     # Small differences matter here, so fp32 must be fp32.
     with (
-        Recorder(dry_run.model, every=True) as recorder,
+        Recorder(dry_run.model, every=True, only=only, limit=limit) as recorder,
         tf32_products(False),
         torch.autocast(dry_run.device.type, enabled=False),
     ):
         loss, gradient = dry_run.gradient(batch, moved=moved, leaves=recorder.leaves)
-    return squared_norm(gradient) + 0.0 * float(loss), recorder.finished
+    return _Pass(
+        squared_norm(gradient) + 0.0 * float(loss),
+        recorder.finished,
+        recorder.names,
+        frozenset(recorder.recorded),
+        recorder.total_bytes,
+    )
+
+
+def _least_limit(dry_run: DryRun) -> float:
+    """Bytes to record in one pass at least: of the size of an optimizer's state, and not worth a pass of their own."""
+    return max(MOST_SMALL, 2 * sum(p.numel() * p.element_size() for p in dry_run.parameters.values()))
 
 
 def _applicable(call: CallMatrices, precisions: Sequence[str]) -> list[str]:
@@ -151,34 +207,37 @@ def _applicable(call: CallMatrices, precisions: Sequence[str]) -> list[str]:
 
 
 def _contributions(
-    before: Sequence[CallMatrices], after: Sequence[CallMatrices], length: float, precisions: Sequence[str]
-) -> dict[Key, torch.Tensor]:
+    before: _Pass, after: _Pass, scale: float, length: float, precisions: Sequence[str]
+) -> Iterator[tuple[Key, torch.Tensor]]:
     """By source: squared error of the gradient, squared error of the source, and the source's squared norm."""
-    if [call.name for call in before] != [call.name for call in after]:
+    names = [call.name for call in before.calls]
+    if before.names != after.names or names != [call.name for call in after.calls]:
         raise TrimtabError(
             "damage: the model makes other calls when its weights move a little: its control flow depends on values. "
             "Use indicator='measured'"
         )
-    call_responses = [responses(a, b, length) for a, b in zip(before, after, strict=True)]
-    shared: dict[tuple[str, str], torch.Tensor] = {}
-    for call, own_responses in zip(before, call_responses, strict=True):
-        for source in own_responses.keys() & {"w", "b"}:
-            own = shared.get((call.name, source), torch.zeros_like(own_responses[source]))
-            shared[call.name, source] = own + own_responses[source]
-    totals: dict[Key, torch.Tensor] = {}
-    for call, own_responses in zip(before, call_responses, strict=True):
-        for precision in _applicable(call, precisions):
-            for source, rounded, error in errors(call, precision):
-                key = call.name, precision, source
-                # A weight is rounded the same way in every call: one error, to which all calls respond.
-                response = shared.get((call.name, source))
-                if response is not None and key in totals:
-                    continue
-                response = own_responses[source] if response is None else response
-                hurt = (error * response.square()).sum()
-                sums = torch.stack([hurt, error.sum(), call.tensors[rounded].square().sum()])
-                totals[key] = totals[key] + sums if key in totals else sums
-    return totals
+    for name in dict.fromkeys(names):
+        # One operator after the other: its matrices are many times what was recorded of it.
+        calls = [as_matrices(call, scale) for call in before.calls if call.name == name]
+        moved = [as_matrices(call, scale) for call in after.calls if call.name == name]
+        call_responses = [responses(a, b, length) for a, b in zip(calls, moved, strict=True)]
+        del moved
+        # A weight is rounded the same way in every call: one error, to which all calls respond.
+        for source in ("w", "b"):
+            own = [response[source] for response in call_responses if source in response]
+            if own:
+                call_responses[0][source] = torch.stack(own).sum(0) if len(own) > 1 else own[0]
+        totals: dict[Key, torch.Tensor] = {}
+        for call, response in zip(calls, call_responses, strict=True):
+            for precision in _applicable(call, precisions):
+                for source, rounded, error in errors(call, precision):
+                    key = name, precision, source
+                    if source in ("w", "b") and key in totals:
+                        continue
+                    hurt = (error * response[source].square()).sum()
+                    sums = torch.stack([hurt, error.sum(), call.tensors[rounded].square().sum()])
+                    totals[key] = totals[key] + sums if key in totals else sums
+        yield from totals.items()
 
 
 def random_step(dry_run: DryRun, seed: int, length: float) -> dict[str, torch.Tensor]:

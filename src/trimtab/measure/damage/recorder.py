@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,19 +42,39 @@ class OperatorCall:
 
 
 class Recorder:
-    """Inside `with`, every operator call of the model's forward passes is recorded in `calls`.
+    """Inside `with`, operator calls of the model's forward passes are recorded in `calls`.
 
     Args:
         every: also compute gradients that training does not need, such as that of the first layer's input. Pass
             `leaves`, the graph's leaves for them, to autograd.
+        only: names of the operators to record; by default all of them.
+        limit: bytes that are recorded at most, or else one operator. A large model is recorded in several passes.
     """
 
-    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: bool = False,
+        only: Collection[str] | None = None,
+        limit: float = math.inf,
+    ) -> None:
         self.calls: list[OperatorCall] = []
+        self.names: list[str] = []
+        """Of all calls, recorded or not."""
+
+        self.total_bytes = 0
+        """Of all calls, recorded or not: their values and gradients."""
+
+        self.recorded: set[str] = set()
+        """Names of the operators of which all calls were recorded."""
+
+        self._only, self._limit = only, limit
+        self._recorded_bytes = 0
         self.leaves: list[torch.Tensor] = []
         self._model = model
         self._every = every
-        self._names: list[str] = []
+        self._modules: list[str] = []
         self._inside: list[tuple[torch.Tensor, bool]] = []
         self._running = False
         self._stack = ExitStack()
@@ -85,7 +106,7 @@ class Recorder:
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A product of activations inside a module that has a name."""
-        if not (self._names and self._names[-1] and torch.is_grad_enabled()):
+        if not (self._modules and self._modules[-1] and torch.is_grad_enabled()):
             return func(*args, **kwargs)
         operands: list[tuple[torch.Tensor, bool]] = []
 
@@ -99,19 +120,19 @@ class Recorder:
             *(enter(i, value) for i, value in enumerate(args)),
             **{key: enter(key, value) for key, value in kwargs.items()},
         )
-        return self._add(self._names[-1] + ATTENTION, "attention", None, operands, result)
+        return self._add(self._modules[-1] + ATTENTION, "attention", None, operands, result)
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running = self._running or module is self._model
-        self._names.append(name)
+        self._modules.append(name)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        self._names.pop()
+        self._modules.pop()
         self._running = self._running and module is not self._model
 
     def _enter_operator(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._running = self._running or module is self._model
-        self._names.append("")
+        self._modules.append("")
         key = next((k for k in ("input", "x") if k in kwargs), None)
         x = args[0] if args else kwargs.get(key)
         if not isinstance(x, torch.Tensor) or not torch.is_grad_enabled():
@@ -123,7 +144,7 @@ class Recorder:
     def _leave_operator(
         self, name: str, kind: OperatorKind, module: nn.Module, args: Any, kwargs: Any, result: Any
     ) -> Any:
-        self._names.pop()
+        self._modules.pop()
         if self._inside:
             entered = self._inside.pop()
             if isinstance(result, torch.Tensor):
@@ -158,6 +179,8 @@ class Recorder:
             if not (self._every and torch.is_grad_enabled()):
                 return result
             result = self._leaf(result)  # nothing before it is trained, but its errors still reach what is
+        if self._running and not self._records(name, [*(alias for alias, _ in operands), result]):
+            return result if result.grad_fn is not None else result.clone()
         # The model continues with a copy: an in-place operation (a ReLU) would lose the original's gradient.
         onward = result.clone()
         if not self._running:
@@ -180,6 +203,19 @@ class Recorder:
             if alias.requires_grad:
                 alias.register_hook(partial(_keep_operand, call, place))
         return onward
+
+    def _records(self, name: str, tensors: list[torch.Tensor]) -> bool:
+        """Whether this call is recorded: all calls of an operator are, or none."""
+        size = sum(2 * tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.names.append(name)
+        self.total_bytes += size
+        if name not in self.recorded:
+            full = self._recorded_bytes and self._recorded_bytes + size > self._limit
+            if full or (self._only is not None and name not in self._only):
+                return False
+            self.recorded.add(name)
+        self._recorded_bytes += size
+        return True
 
 
 class _Products(TorchFunctionMode):
