@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+import torch
 from tests.emulate.machines import jobs_of, traces
 from tests.support.requirements import requires
 
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.emulate import Emulation
-from trimtab.emulate.mps import PROCESSES, check_products
+from trimtab.emulate.mps import PROCESSES
+from trimtab.measure.products import wrong_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +32,59 @@ CARDS = Cluster(
 )
 
 
+_NOTHING = "print('trained')"
+
+_DDP = """
+import torch
+from torch import distributed, nn
+from trimtab.measure.products import is_part_of_gpu, refuse_wrong_products
+assert is_part_of_gpu()
+refuse_wrong_products(torch.device("cuda"))
+distributed.init_process_group("nccl")
+ddp = nn.parallel.DistributedDataParallel(nn.Linear(512, 512).cuda())
+import trimtab
+trimtab.compress(ddp)
+ddp(torch.ones(4, 512, device="cuda")).sum().backward()
+print("trained")
+distributed.destroy_process_group()
+"""
+
+
 def test_a_whole_gpu_multiplies_rightly() -> None:
-    check_products()
+    assert wrong_product(torch.device("cuda")) is None
+
+
+@requires(tools=["nvidia-cuda-mps-control"])
+def test_a_part_that_multiplies_wrongly_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70/30 of an H200: 92 and 38 of its 132 multiprocessors."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("which parts are wrong is known of GPUs with 132 multiprocessors")
+    monkeypatch.setattr("trimtab.emulate.mps.PARTS", (92 / 132, 38 / 132))
+    (tmp_path / "script.py").write_text(_NOTHING)
+    cards = Cluster(
+        version=1,
+        devices={"fast": Device(kind="cuda", speed=1.0), "slow": Device(kind="cuda", speed=38 / 92)},
+        hosts=(Host(name="a", devices={"fast": 1, "slow": 1}),),
+    )
+    with Emulation(cards) as emulation:
+        outcome = emulation.run([str(tmp_path / "script.py")], capture=True, timeout=100)
+    assert outcome.failure is not None
+    message = str(outcome.failure)
+    assert "computes wrong products" in message
+    assert "multiprocessors" in message
+    assert "rank 0 has GPU" in message or "rank 1 has GPU" in message
+    assert "trained" not in outcome.stdout
+
+
+@requires(tools=["nvidia-cuda-mps-control"])
+def test_right_parts_pass_in_every_door(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_DDP)
+    with Emulation(CARDS) as emulation:
+        outcome = emulation.run([str(tmp_path / "script.py")], capture=True, timeout=100)
+    assert outcome.failure is None
+    assert "trained" in outcome.stdout
 
 
 _SCRIPT = """

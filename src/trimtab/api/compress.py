@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
@@ -16,6 +17,7 @@ from trimtab.control.compression.agreement import DISABLED, agree_to_compress, c
 from trimtab.control.compression.ddp import compress_ddp, require_compressible
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import compress_fsdp, is_fsdp
+from trimtab.measure.products import refuse_wrong_products
 from trimtab.wire_format import MIN_NUMEL
 
 
@@ -51,6 +53,7 @@ def compress(
     sharded, group = is_fsdp(model), compression_group(model)
 
     def check() -> None:
+        refuse_wrong_products(next((p.device for p in model.parameters()), torch.device("cpu")))
         if not sharded:
             require_compressible(model, weight_bits)
 

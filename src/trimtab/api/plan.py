@@ -19,6 +19,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.damage.indicators import gradient_damage as damage_of
 from trimtab.measure.fingerprint import fingerprint
+from trimtab.measure.products import refuse_wrong_products
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
 from trimtab.planning.make_plan import Bits, make_plan
@@ -98,6 +99,7 @@ def plan(
         measured.costs(name, batch_size // target.world_size, {})
     half = DTYPES[autocast] if autocast is not None else None  # unknown names were rejected above
     device = next((p.device for p in trained.parameters()), torch.device("cpu"))
+    refuse_wrong_products(device)
     with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
         damages = damage_of(trained, batches, loss, precisions=offered, indicator=indicator)
     progress(1, 12)

@@ -144,10 +144,7 @@ def main() -> None:
     device = description["spec"].get("device", "cpu")
     torch.set_num_threads(1)
     if device == "cuda":
-        from trimtab.emulate.mps import check_products
-
         torch.cuda.set_device(0)
-        check_products()
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
 

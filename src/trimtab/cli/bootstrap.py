@@ -37,12 +37,14 @@ def wrap_ddp() -> None:
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan
+    from trimtab.measure.products import refuse_wrong_products
 
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
+        refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
         if not apply_launch_plan(self):
             try:
                 compress(self)

@@ -23,7 +23,7 @@ PARTS = tuple(count / 132 for count in (132, 128, 124, 120, 66, 64, 62, 34, 32, 
 """The parts of a GPU that a rank may have.
 
 On other parts of an H200 (132 multiprocessors) cuBLAS silently skips tiles of bf16 products; fp32 training went wrong
-there too. `check_products` detects this.
+there too. `trimtab.measure.products` detects this, and every rank checks it before its script runs.
 """
 
 
@@ -107,36 +107,6 @@ def _parts(speeds: Sequence[float], placed: Sequence[int]) -> list[float]:
             speeds_used,
         )
     return best[2]
-
-
-def check_products() -> None:
-    """Raise if this process's part of the GPU computes wrong products."""
-    import torch
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    generator = torch.Generator(device).manual_seed(0)
-    for rows, inner, columns in ((512, 768, 2304), (2048, 768, 768), (8192, 768, 3072), (512, 4096, 4096)):
-        a, b = (
-            torch.randint(-2, 3, shape, generator=generator, device=device).float()
-            for shape in ((rows, inner), (inner, columns))
-        )
-        # With small integers the sums are exact in every dtype; the check compares the sum of each column.
-        total = a.double().sum(0) @ b.double()
-        for dtype in (torch.bfloat16, torch.float32):
-            for left, right, expected in (
-                (a, b, total),
-                (b.t(), a.t(), (b.double().sum(1) @ a.double().t())),
-            ):
-                product = (left.to(dtype).contiguous() @ right.to(dtype).contiguous()).double()
-                if not torch.allclose(
-                    product.sum(0), expected, rtol=0.05, atol=float(expected.abs().max()) * 0.05
-                ):
-                    count = torch.cuda.get_device_properties(device).multi_processor_count
-                    raise TrimtabError(
-                        f"emulate: on this part of the GPU ({count} multiprocessors) the product of "
-                        f"{tuple(left.shape)} and {tuple(right.shape)} in {dtype} is wrong; "
-                        "choose other speeds (docs/emulate.md)"
-                    )
 
 
 def visible_gpus() -> list[tuple[str, float]]:

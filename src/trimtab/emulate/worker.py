@@ -27,6 +27,7 @@ from trimtab.emulate.rank_output import STREAMS, pipe_path
 from trimtab.emulate.throttling.cgroups import cpus, set_quota
 from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import speed_left
+from trimtab.errors import TrimtabError
 
 
 def main() -> None:
@@ -34,6 +35,8 @@ def main() -> None:
     _redirect_output(run, rank)
     settings, state = RankSettings.load(run, rank), RankState.open(state_path(run, rank))
     _throttle = _apply_limits(settings, state, state_path(run, rank))
+    if settings.kind == "cuda":
+        _check_gpu(run, rank)
     status = 0
     try:
         _run_script(sys.argv[1:])
@@ -47,6 +50,19 @@ def main() -> None:
         trace = _without_ours(error.__traceback__)
         _report_failure(run, rank, status, "".join(traceback.format_exception(type(error), error, trace)))
     _leave(status)
+
+
+def _check_gpu(run: Path, rank: int) -> None:
+    """End this rank if its part of the GPU computes wrong products."""
+    import torch
+
+    from trimtab.measure.products import refuse_wrong_products
+
+    try:
+        refuse_wrong_products(torch.device("cuda"))
+    except TrimtabError as error:
+        _report_failure(run, rank, 2, f"emulate: {error}")
+        _leave(2)
 
 
 def _leave(status: int) -> None:
