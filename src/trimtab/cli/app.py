@@ -10,6 +10,7 @@ import typer
 import trimtab
 from trimtab.cli.bench import bench
 from trimtab.cli.demo import demo
+from trimtab.cli.doctor import doctor
 from trimtab.cli.emulate import emulate
 from trimtab.cli.plan import plan
 from trimtab.cli.probe import probe
@@ -35,7 +36,7 @@ _FORWARD_ARGUMENTS = {
 }
 app.command(context_settings=_FORWARD_ARGUMENTS)(run)
 app.command(context_settings={"allow_extra_args": True})(emulate)
-for command in (probe, plan, simulate, demo):
+for command in (probe, plan, simulate, demo, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
