@@ -196,6 +196,17 @@ def test_samples_go_where_there_is_memory() -> None:
     assert plan.predicted.damage == 0
 
 
+def test_a_batch_that_did_not_fit_when_probed_is_not_planned() -> None:
+    even = uneven(1.0)
+    assert planned(even, 32, budget=0.0).shares == (16, 16)
+    assert even.profile is not None
+    slow = replace(even.profile.devices[SLOW], too_large={workload().model: 12})
+    known = replace(even, profile=replace(even.profile, devices={**even.profile.devices, SLOW: slow}))
+    plan = planned(known, 32, budget=0.0)
+    assert max(plan.shares[1:]) < 12
+    assert sum(plan.shares) == 32
+
+
 # Bits
 
 

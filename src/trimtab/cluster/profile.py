@@ -84,6 +84,9 @@ class DeviceProfile:
     batches: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """By model: the batch sizes at which its operators were measured."""
 
+    too_large: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """By model: the smallest batch for which there was not enough memory; absent if all fit."""
+
     optimiser: Line | None = None
     """Time of the optimizer, by number of parameter elements."""
 
@@ -131,6 +134,11 @@ def check_profile(profile: Profile, *, trimtab: str, torch: str | None = None) -
             )
 
 
+def smallest(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+    """By key, the smaller value of the two."""
+    return {key: min(ours.get(key, n), theirs.get(key, n)) for key, n in {**ours, **theirs}.items()}
+
+
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     """One profile from several hosts' measurements. Later ones replace earlier ones of the same thing, but an
     estimate never replaces a measurement."""
@@ -167,6 +175,7 @@ def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProf
         casts={**ours.casts, **theirs.casts},
         codec={**ours.codec, **theirs.codec},
         batches={m: tuple(sorted({*sizes, *theirs.batches.get(m, ())})) for m, sizes in batches.items()},
+        too_large=smallest(ours.too_large, theirs.too_large),
         optimiser=theirs.optimiser or ours.optimiser,
         launch_s=theirs.launch_s or ours.launch_s,
         estimated_from=ours.estimated_from,

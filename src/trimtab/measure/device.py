@@ -6,6 +6,7 @@ and on when the time is up.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import time
@@ -19,12 +20,13 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.cluster.profile import DeviceProfile
-from trimtab.environment import EMULATION
+from trimtab.environment import EMULATION, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
 from trimtab.measure.operators import StepTrainer, Timed, with_steps
+from trimtab.measure.out_of_memory import OutOfMemoryOnRanksError
 from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
@@ -119,6 +121,14 @@ def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:
     return sizes[place if rank % 2 == 0 else -1 - place]
 
 
+def smaller_batches(sizes: Sequence[int], too_large: int) -> tuple[int, ...]:
+    """The sizes below one that did not fit, and halves of the smallest until there are two; empty after one sample."""
+    kept = sorted(size for size in sizes if size < too_large)
+    while len(kept) < 2 and (half := min([*kept, too_large]) // 2):
+        kept.insert(0, half)
+    return tuple(kept)
+
+
 class DeviceProbe:
     """Measures in units, which are cached; what all ranks have cached is not measured again.
 
@@ -137,15 +147,54 @@ class DeviceProbe:
                 raise TrimtabError(f"{called(device)} does not offer {name}; it offers {', '.join(offered)}")
         self._mark = workload_fingerprint(self.workload)
         self._start = 0.0
+        self._too_large: int | None = None
         self._done, self._total = 0, 0
         self._progress: Callable[[int, int], None] = lambda done, total: None
 
     def run(self, progress: Callable[[int, int], None]) -> tuple[DeviceProfile, list[str]]:
         """This rank's profile, and the names of units without enough time. Collective.
 
-        A unit of steps with too few rounds is in the profile, and also among those names.
+        A unit of steps with too few rounds is in the profile, and also among those names. If a batch does not fit
+        on some rank, all ranks measure smaller ones instead.
         """
         self._progress = progress
+        while True:
+            try:
+                profile, left = self._run()
+                break
+            except OutOfMemoryOnRanksError as error:
+                samples = error.samples
+            # The error is gone by now, and the tensors of the failed step with it.
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._step_down(samples)
+        if self._too_large is not None:
+            profile = replace(profile, too_large={**profile.too_large, self.workload.model: self._too_large})
+        return profile, left
+
+    def _step_down(self, samples: dict[int, int]) -> None:
+        """Continue with smaller batches, on all ranks, after these did not fit on some."""
+        rank, too_large = min(samples.items(), key=lambda item: item[1])
+        self._too_large = samples.get(dist.get_rank(), self._too_large)
+        batches = smaller_batches(self._task.batches, too_large)
+        ranks = f"rank {rank}" if len(samples) == 1 else f"ranks {', '.join(map(str, samples))}"
+        if not batches:
+            raise TrimtabError(
+                f"probe: {ranks} ran out of memory with a batch of one sample; use a smaller model, a device with more "
+                "memory, or fewer ranks per device"
+            )
+        if dist.get_rank() == 0:
+            logger().warning(
+                "probe: %s ran out of memory with a batch of %d; measuring %s instead%s",
+                ranks,
+                too_large,
+                ", ".join(map(str, batches)),
+                "" if len(batches) > 1 else ": times of larger batches cannot be predicted from one size",
+            )
+        self._task = replace(self._task, batches=batches)
+
+    def _run(self) -> tuple[DeviceProfile, list[str]]:
         cells = self._cells()
         units = self._units()
         counts = [self._cached_rounds(cell) for cell in cells]
@@ -162,8 +211,9 @@ class DeviceProbe:
         # If one rank lacks something, all of them measure it.
         counts = [min(column) for column in zip(*(own for _, own, _ in by_rank), strict=True)]
         missing = list(dict.fromkeys(name for _, _, names in by_rank for name in names))
+        self._done = 0
         self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in counts if count < ROUNDS)
-        self._start = time.perf_counter()
+        self._start = self._start or time.perf_counter()
         left = self._others(units, missing)
         return self._steps(cells, counts, left)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.cluster.profile import PROFILE_VERSION, CollectiveTime, DeviceProfile, Profile
+from trimtab.cluster.profile import PROFILE_VERSION, CollectiveTime, DeviceProfile, Profile, smallest
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.device import DeviceProbe, Task, called
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
@@ -68,7 +68,8 @@ def probe_job(
     dist.all_gather_object(everyone, own)
     devices: dict[str, DeviceProfile] = {}
     for name, device_profile in zip(names, everyone, strict=True):
-        devices.setdefault(name, device_profile)
+        first = devices.setdefault(name, device_profile)
+        devices[name] = replace(first, too_large=smallest(first.too_large, device_profile.too_large))
     profile = Profile(
         version=PROFILE_VERSION, trimtab=trimtab.__version__, torch=torch.__version__, devices=devices
     )

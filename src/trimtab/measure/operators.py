@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
+from trimtab.measure.out_of_memory import MemoryAgreement
 from trimtab.measure.timing import meet
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
@@ -231,11 +232,16 @@ class StepTrainer:
         self._ddp = DistributedDataParallel(model)
         without_communication(self._ddp)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        self._memory = MemoryAgreement(device)
         self._workload, self._device = workload, device
         self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
 
     def timed(self, samples: int, precisions: Mapping[str, str]) -> StepTimes:
-        """One step with this many samples, with some operators, by name, in lower precision."""
+        """One step with this many samples, with some operators, by name, in lower precision.
+
+        Raises:
+            OutOfMemoryOnRanksError: on every rank, if one has no memory for its step; the trainer is of no use then.
+        """
         step = self._step(samples, precisions, whole=False)
         if self._device.type == "cpu":
             return step  # reading a clock costs next to nothing
@@ -247,8 +253,9 @@ class StepTrainer:
         self._optimizer.zero_grad()
 
     def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
-        set_operators(self._ddp, precisions)
-        batch = self._batch_of(samples)
+        with self._memory.attempt(samples):
+            set_operators(self._ddp, precisions)
+            batch = self._batch_of(samples)
 
         def loss() -> torch.Tensor:
             kind = self._autocast
@@ -257,6 +264,7 @@ class StepTrainer:
 
         def ready() -> None:
             # After the last average all ranks start their update together.
+            self._memory.check()
             meet(self._device)
             host_ahead(self._device)
 
@@ -266,7 +274,8 @@ class StepTrainer:
 
         clock = StepClock(self._ddp.module, self._workload, self._device)
         meet(self._device)
-        return clock.step(loss, update, ready=ready, whole=whole)
+        with self._memory.attempt(samples):
+            return clock.step(loss, update, ready=ready, whole=whole)
 
 
 def operator_times(

@@ -20,6 +20,8 @@ from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
 from trimtab.measure.job import probe_job
+from trimtab.measure.out_of_memory import allocations_fail_on_time, is_out_of_memory
+from trimtab.measure.products import refuse_wrong_products
 from trimtab.measure.timing import meet, seconds_per_call
 from trimtab.models.data import filled
 from trimtab.models.spec import NAMES, load_model
@@ -89,7 +91,16 @@ def probe(
             autocast=autocast,
             seconds=seconds,
         )
-        return _measure(task, on, fresh, progress)
+        refuse_wrong_products(on)
+        with allocations_fail_on_time(on):
+            return _measure(task, on, fresh, progress)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrimtabError(
+            f"probe: rank {dist.get_rank()} ran out of memory, and not only in a step; use a smaller model, "
+            "smaller batches (--batch), or fewer ranks per device"
+        ) from None
     finally:
         if inside or made:
             dist.destroy_process_group()

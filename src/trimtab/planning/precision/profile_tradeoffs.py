@@ -44,6 +44,12 @@ class ProfileTradeoffs(Tradeoffs):
         }
         super().__init__(limits)
         self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
+        for name in rank_counts(cluster):
+            # A batch that did not fit when it was probed tells how much memory there is at most.
+            samples = measured.operators.device(name).too_large.get(measured.operators.workload.model)
+            if samples is not None:
+                below, limit = self.peak(name, samples, {}) - 1, self.limits[name]
+                self.limits[name] = below if limit is None else min(limit, below)
 
     def _menu(self, device: str, samples: int) -> RankMenu:
         low, high = self._around(device, samples)
