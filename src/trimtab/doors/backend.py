@@ -26,7 +26,6 @@ from trimtab.errors import TrimtabError
 
 Judge = Callable[[Block, Sequence[dist.ProcessGroup], torch.device, int], tuple[bool, str]]
 
-
 NAME = "trimtab"
 MIN_NUMEL = 1 << 16
 """Smaller all-reduces (losses, norms, metrics, batch statistics) are exact."""

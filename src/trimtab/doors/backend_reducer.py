@@ -18,7 +18,6 @@ from trimtab.doors.ddp import stage_groups
 
 Key = tuple[tuple[int, ...], torch.dtype]
 
-
 MOST_IDLE = 64
 """Reductions kept for reuse by buffers of the same sizes: more than a large model has buckets."""
 

@@ -41,7 +41,6 @@ from trimtab.wire_format import MIN_NUMEL
 
 Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
 
-
 STATE_VERSION = 2
 
 

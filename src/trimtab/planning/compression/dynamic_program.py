@@ -13,7 +13,6 @@ from trimtab.planning.compression.layer_options import LayerOptions, most_exact,
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-
 BINS = 10_000
 """Steps into which the dynamic program divides the budget of squared error."""
 

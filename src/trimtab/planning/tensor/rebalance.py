@@ -18,7 +18,6 @@ from trimtab.predict.migration import MigrationCost
 
 Mode = Literal["home", "own", "lease"]
 
-
 _FINENESS = 1024
 """Resolution of shares: multiples of 1 / this."""
 
