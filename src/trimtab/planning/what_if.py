@@ -106,16 +106,23 @@ class Outcome:
 
 
 def simulate(
-    cluster: Cluster, workload: Workload, setting: JobSetting | None = None, *, name: str = "as given"
+    cluster: Cluster,
+    workload: Workload,
+    setting: JobSetting | None = None,
+    *,
+    name: str = "as given",
+    like: Measured | None = None,
 ) -> Outcome:
     """Predict one job. Without a setting every rank takes the workload's batch, with nothing lowered or compressed.
+
+    `like` is the same model on another cluster, whose lookups are shared.
 
     Raises:
         TrimtabError: the cluster has no profile, or an operator, link or codec was not measured.
     """
     profile = _profile(cluster)
     filled = with_estimates(cluster, profile)
-    measured = Measured(workload, filled)
+    measured = Measured(workload, filled) if like is None else like.on(filled)
     if setting is None:
         setting = even(cluster, workload.batch_size)
     setting = _routed(measured, cluster, setting)
@@ -298,4 +305,5 @@ def what_ifs(
         cases.append((f"links {link_factor:g} times as fast", faster_links(cluster, link_factor), setting))
     if bits is not None:
         cases.append((f"gradients in {bits} bits", cluster, replace(setting, bits=bits)))
-    return [simulate(one, workload, how, name=name) for name, one, how in cases]
+    like = Measured(workload, _profile(cluster))
+    return [simulate(one, workload, how, name=name, like=like) for name, one, how in cases]
