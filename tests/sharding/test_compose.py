@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import adaptive_of
 from trimtab.errors import TrimtabError
 from trimtab.sharding import assignment_for, clip_grad_norm_, move
 from trimtab.sharding.unit_block import sharded_model
@@ -70,10 +71,15 @@ def train_compressed(codec: Block | trimtab.Adaptive) -> list[Any]:
         optimizer.step()
         losses.append(float(loss.detach()))
         assert step >= 0
-    state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    state: dict[str, Any] = {name: value.clone() for name, value in ddp.module.state_dict().items()}
     spread = {tensor.name for _, tensor in sharded_model(ddp, "").tensors()}
+    controller = adaptive_of(ddp)
+    state["chosen bits"] = None if controller is None else [change.bits for change in controller.history]
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, state)
+    chosen = [each.pop("chosen bits") for each in every]
+    assert chosen[1:] == chosen[:-1]
+    del state["chosen bits"]
     for name in state:
         assert torch.equal(every[0][name], every[2][name]), f"{name}: the copies on the data axis differ"
         if name not in spread:

@@ -57,8 +57,8 @@ def chaos(
         if emulation is None:
             faults = [fault for fault in faults if not fault.links]
         oracles = {job: _run(job, [], emulation, None, 0) for job in _jobs_of(faults)}
-        for job, verdict in oracles.items():
-            logger().debug("chaos: %s without faults: %s", job, verdict.adjustments)
+        for verdict in oracles.values():
+            _tell(0, verdict)
         known = {job: verdict.parameters for job, verdict in oracles.items()}
         canary = _run("data", [CANARY], emulation, known.get("data"), seed)
         end, deck = time.monotonic() + BUDGET_S, _Deck(faults, generator)
