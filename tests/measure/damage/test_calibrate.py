@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from typing import Any
@@ -209,7 +210,13 @@ print(peak() - before)
 def test_the_peak_is_at_most_twice_that_of_a_training_step() -> None:
     def peak(what: str) -> int:
         done = subprocess.run(
-            [sys.executable, "-c", _PEAK, what], capture_output=True, text=True, check=True, timeout=300
+            [sys.executable, "-c", _PEAK, what],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=110,
+            # Tensors of this size come from the system and go back to it, so that the heap's gaps do not count.
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
         )
         return int(done.stdout)
 
