@@ -15,7 +15,7 @@ from statistics import fmean, median, median_low
 from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.shares import water_fill
 
-_SIGMAS = 3.0
+_SIGMAS = 3.5
 """A gain is above the noise by this many standard deviations."""
 
 _REMEMBERED = 32
@@ -151,9 +151,11 @@ def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
             changes.append([log(b / a / together) ** 2 for a, b in zip(before, after, strict=True)])
     if not changes:  # until something is known, only the first window counts
         return 0.0 if sum(map(len, runs)) <= 1 else inf
+    changes = changes[-_REMEMBERED:]
+    kept = len(changes) - len(changes) // 8  # the largest few may be changes of speed
+    squares = max(fmean(sorted(own)[:kept]) for own in zip(*changes, strict=True))
     # The common part is not independent of the ranks' own: with few ranks it takes away more of their scatter.
     ranks = len(changes[0])
-    squares = max(fmean(own) for own in zip(*changes[-_REMEMBERED:], strict=True))
     return sqrt(squares / 2 * ranks / max(ranks - 1, 1))
 
 
