@@ -12,6 +12,7 @@ from tests.control.plans.plan_cases import net, plan_for
 from trimtab.bench.harness import AA
 from trimtab.bench.losses import judged
 from trimtab.bench.scenarios.hybrid import loss as hybrid_loss
+from trimtab.bench.scenarios.hybrid import plan as hybrid_plan
 from trimtab.bench.scenarios.hybrid.hybrid import _allocator, figures
 from trimtab.bench.scenarios.hybrid.loss import CANARY, runs
 from trimtab.bench.scenarios.hybrid.plan import make_task
@@ -34,7 +35,10 @@ SPEC: dict[str, Any] = {
 
 
 def measured(changes: dict[str, Any]) -> dict[str, Any]:
-    return on_rank({**SPEC, **changes}, lambda done, total: None)
+    """With bf16 to choose from, also on CPUs where it is too slow to be probed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid_plan, "usual_precisions", lambda *_: ("bf16",))
+        return on_rank({**SPEC, **changes}, lambda done, total: None)
 
 
 def lost(spec: dict[str, Any]) -> dict[str, list[float]]:
