@@ -64,12 +64,19 @@ def test_a_rank_of_another_version_is_named(tmp_path: Path) -> None:
     init.write_text(
         init.read_text().replace(f'__version__ = "{trimtab.__version__}"', '__version__ = "9.9.9"')
     )
-    (tmp_path / "rank.sh").write_text(
-        f'[ "$RANK" = 1 ] && export PYTHONPATH={other.parent}\nexec {sys.executable} -m trimtab.cli doctor --json\n'
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    # An editable install has a finder of its own, which comes before sys.path.\n"
+        "    sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
+        f"    sys.path.insert(0, {str(other.parent)!r})\n"
+        "from trimtab.cli import main\n"
+        "sys.argv = ['trimtab', 'doctor', '--json']\n"
+        "main()\n"
     )
     done = command(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--no-python", "sh", str(tmp_path / "rank.sh")),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     )
     assert done.returncode == 1
     tree = json.loads(done.stdout)

@@ -125,7 +125,9 @@ def parse(words: list[str], block: CodeBlock) -> None:
         command = command.commands[words.pop(0)]
     if words == ["--help"] or words == ["--version"]:
         return
-    command.make_context(command.name, words)  # raises for an option that does not exist
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)  # commands for a GPU are parsed here too
+        command.make_context(command.name, words)  # raises for an option that does not exist
     for word in words:
         if word.startswith("examples/"):
             assert (ROOT / word).exists(), f"{block.place}: there is no {word}"

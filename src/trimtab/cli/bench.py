@@ -23,7 +23,7 @@ bench = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Link = Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")]
 Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the warm-up.")]
-Steps = Annotated[int, typer.Option(min=10, help="Training steps of each run.")]
+Steps = Annotated[int, typer.Option(min=4, help="Training steps of each run.")]
 Seeds = Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")]
 
 _BENCHES: dict[str, Callable[[], None]] = {}

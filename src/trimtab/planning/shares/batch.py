@@ -152,7 +152,7 @@ def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
     if not changes:  # until something is known, only the first window counts
         return 0.0 if sum(map(len, runs)) <= 1 else inf
     changes = changes[-_REMEMBERED:]
-    kept = len(changes) - len(changes) // 8  # the largest few may be changes of speed
+    kept = max(1, len(changes) - max(2, len(changes) // 8))  # the largest few may be changes of speed
     squares = max(fmean(sorted(own)[:kept]) for own in zip(*changes, strict=True))
     # The common part is not independent of the ranks' own: with few ranks it takes away more of their scatter.
     ranks = len(changes[0])
