@@ -108,10 +108,10 @@ def test_adaptive() -> None:
         (("tp", "--speed", "2"), "'2' is not a list of speeds above 0 and up to 1"),
         (("loss", "--seeds", "1"), "Invalid value for '--seeds'"),
         (("ddp", "--model", "nonsense"), "choose gpt25m, gpt2, vit"),
-        (("ddp", "--device", "cuda"), "a device of kind cuda needs an NVIDIA GPU"),
+        (("ddp", "--device", "cuda"), "--device cuda: torch finds no CUDA device here"),
         (("straggler", "--only", "nonsense"), "no setting 'nonsense'"),
         (("hybrid", "--only", "nonsense"), "no part 'nonsense' of this bench; choose 1.0/0.75"),
-        (("hybrid", "--device", "tpu"), "no device 'tpu'"),
+        (("hybrid", "--device", "tpu"), "--device 'tpu' is unknown; use cpu or cuda"),
         (("hybrid", "--only", "loss"), "name a cluster too"),
     ],
 )
