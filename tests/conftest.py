@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,10 @@ else:
     # No deadline: shared machines stall. On CI the same examples every time, so that a change is judged by itself.
     settings.register_profile("trimtab", max_examples=50, deadline=None, derandomize="CI" in os.environ)
     settings.load_profile("trimtab")
+
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and processes under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from trimtab.emulate import Emulation
 
 pytestmark = [requires(root=True, tools=["ip", "tc", "nsenter"]), pytest.mark.timeout(300)]
 
-SHORT = ["kill_rank", "cut_3s", "nan", "log_full", "other_seed"]
+SHORT = ["kill_rank", "cut_3s", "nan"]
 LONG_STOP = replace(FAULTS["stop"], name="stop", does="a rank stops for 20 s", seconds=20.0, timeout_s=60.0)
 
 
@@ -63,6 +63,7 @@ def test_a_job_goes_on_or_ends_and_resumes(cluster: Cluster, name: str) -> None:
     check(cluster.run("data", [FAULTS[name]]))
 
 
+@pytest.mark.soak
 def test_several_faults_in_one_job_with_moving_units(cluster: Cluster) -> None:
     check(cluster.run("tensor", [FAULTS["kill_rank"], FAULTS["nan"], FAULTS["terminate"]]))
 

@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.shares import water_fill
 
 _SIGMAS = 3.5
-"""A gain is above the noise by this many standard deviations."""
+"""The slowest rank is slower than the mean by more than noise if by this many standard deviations."""
 
 _REMEMBERED = 32
 """Windows over which the noise is known."""
@@ -117,8 +117,9 @@ def rebalance(
     t = fixed + per_sample * n the ratio of two ranks' times comes closer to 1 each time and never
     crosses it, so nothing oscillates and the fixed part need not be known.
 
-    A gain counts if it is above the noise of what it was computed from: n windows together scatter √n times less
-    than one. So on a noisy machine shares follow large changes soon, small ones after many windows, and settle.
+    A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
+    So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
+    is not compared with the noise: of a rank whose time is mostly fixed, it is a small part of what will be gained.
 
     Args:
         windows: for each window since the shares last changed, each rank's own seconds of a step, without
@@ -131,7 +132,9 @@ def rebalance(
     while count <= len(windows):
         needed = rule.urgent if count < rule.dwell else rule.gain
         new, gain = _better(shares, windows[-count:], most, least)
-        if gain >= max(needed, 1 + _SIGMAS * noise * sqrt(2 / count)):
+        typical = [median(times) for times in zip(*windows[-count:], strict=True)]
+        imbalance = max(typical) / fmean(typical)
+        if gain >= needed and imbalance >= 1 + _SIGMAS * noise * sqrt(2 / count):
             return new
         count = max(rule.dwell, 2 * count)
     return None
