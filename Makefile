@@ -25,9 +25,9 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 	$(BIN)/trimtab demo
 
-# Tests that look at times, or run long jobs of several ranks, have the machine to themselves.
-ALONE := tests/api/test_loader.py tests/api/test_loader_throttled.py tests/bench tests/cli/test_bench.py \
-         tests/control tests/doors/test_ddp_restart.py tests/emulate tests/faults tests/measure tests/test_import.py
+# Tests that look at times have the machine to themselves.
+ALONE := tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py tests/emulate/test_speed.py tests/faults \
+         tests/test_import.py
 
 test: $(STAMP)  ## the test suite; ARGS='-k codec' for a part
 ifdef ARGS

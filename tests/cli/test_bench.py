@@ -88,6 +88,7 @@ def test_loss() -> None:
     }
 
 
+@pytest.mark.soak
 def test_adaptive() -> None:
     result = bench("adaptive", "--steps", "4", "--seeds", "2")
     rows = {(row["optimiser"], row["method"]): row for row in result["rows"]}

@@ -233,6 +233,7 @@ def test_the_others_go_on_without_a_node_that_was_killed_and_with_a_new_plan(fol
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak
 def test_a_node_that_joins_takes_part(folder: Path) -> None:
     with nodes(folder, 2, "8", "one-file") as job:
         first = job.join()

@@ -56,6 +56,7 @@ def test_digits_learns_alone() -> None:
     assert results["accuracy"] > 0.8  # one in ten by chance
 
 
+@pytest.mark.soak
 def test_gpt_learns_and_resumes_under_torchrun(tmp_path: Path) -> None:
     saved = tmp_path / "half.pt"
     half = train("gpt.py", HALF["gpt.py"], f"--checkpoint={saved}", ranks=2)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trimtab.precision_names import PrecisionName
 
-STEPS, LAST = 120, 30
+STEPS, LAST = 90, 30
 SEEDS = (0, 1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # On a CPU fp16 takes a hundred times as long.

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @requires(root=True, tools=["ip", "tc", "nsenter"])
+@pytest.mark.soak
 def test_the_summary_counts_what_struck_and_the_canary_is_flagged() -> None:
     seen: list[tuple[int, int]] = []
     result = chaos(

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 
+import pytest
 from tests.support.requirements import requires
 
 from trimtab.bench.harness import AA
 from trimtab.bench.scenarios.fsdp import BOTH, CANARIES, KEPT, METHODS
 
 
+@pytest.mark.soak
 @requires(root=True, tools=["ip", "tc"])
 def test_fsdp() -> None:
     """Two hosts, so that the bytes each rank sends can be told apart."""

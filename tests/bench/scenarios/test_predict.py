@@ -135,6 +135,7 @@ def test_predictions_are_means_over_the_probed_steps_of_the_same_round(
     assert [row["measured_ms"] for row in rows] == pytest.approx([2000, 3000])
 
 
+@pytest.mark.soak
 def test_jobs_end_to_end() -> None:
     plans = [HeldOutPlan((1, 1), "half", 4), HeldOutPlan((1, 1), "none", None)]
     rows = predict_jobs("cpu", ["conv"], "none", plans, 1)
