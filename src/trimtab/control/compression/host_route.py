@@ -12,9 +12,6 @@ from trimtab.collectives import Hierarchy, Method, find_hosts
 from trimtab.control.compression.agreement import gather_choices
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.host_links import measure_host_links
-from trimtab.planning.compression.route import choose_route, has_choice
-from trimtab.predict.collectives import Placement
 from trimtab.wire_format import encoded_bytes
 
 
@@ -42,6 +39,11 @@ def choose_host_route(
     Args:
         tensor_group: the ranks that must choose alike although their groups differ.
     """
+    # Here, because they bring pydantic: importing `trimtab.compress` is to cost little more than importing torch.
+    from trimtab.measure.host_links import measure_host_links
+    from trimtab.planning.compression.route import choose_route, has_choice
+    from trimtab.predict.collectives import Placement
+
     hosts = find_hosts(group, device)
     placement = Placement.of(len(ranks) for ranks in hosts.ranks)
     reason = hosts.flat_reason() or ""
