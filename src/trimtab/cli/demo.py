@@ -10,7 +10,7 @@ TENSOR_SPEED = 0.5
 
 
 def demo() -> None:
-    """All of it, in about two minutes, on the machine at hand."""
+    """All of it, in two to three minutes, on the machine at hand."""
     _data_parallel()
     _tensor_parallel()
     print("Every figure was measured in this run. For more: trimtab bench --help, and docs/.")
