@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trimtab.api.explain import explain as explain
     from trimtab.api.explain import observe_loss as observe_loss
     from trimtab.api.loader import loader as loader
+    from trimtab.api.mesh import mesh as mesh
     from trimtab.api.plan import plan as plan
     from trimtab.api.set_precision import set_precision as set_precision
     from trimtab.api.tensor_parallel import tensor_parallel as tensor_parallel
@@ -35,6 +36,7 @@ _MODULES = {
     "explain": "trimtab.api.explain",
     "load_state_dict": "trimtab.api.checkpoint",
     "loader": "trimtab.api.loader",
+    "mesh": "trimtab.api.mesh",
     "observe_loss": "trimtab.api.explain",
     "plan": "trimtab.api.plan",
     "set_precision": "trimtab.api.set_precision",

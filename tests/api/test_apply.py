@@ -154,7 +154,7 @@ def test_refused_with_the_difference_shown(case: str) -> None:
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"version": 1}')
+    (tmp_path / "plan.json").write_text('{"version": 2}')
     with pytest.raises(TrimtabError, match=r"plan\.json"):
         apply(net(), tmp_path / "plan.json")
     with pytest.raises(TrimtabError, match="cannot be read"):
@@ -183,7 +183,7 @@ def refused_together(broken: int, what: str, folder: str) -> tuple[str, dict[str
 
 @pytest.mark.parametrize("what", ["hash", "file", "model"])
 def test_one_rank_with_another_plan_stops_all(ranks: Pool, tmp_path: Path, what: str) -> None:
-    (tmp_path / "plan.json").write_text('{"version": 1, "ranks"')
+    (tmp_path / "plan.json").write_text('{"version": 2, "ranks"')
     found = ranks(4, refused_together, 2, what, str(tmp_path), timeout=30)
     assert all(not set_ for _, set_ in found)
     for rank, (said, _) in enumerate(found):

@@ -20,6 +20,7 @@ from trimtab.planning.plan import (
     parse_plan,
     save_plan,
 )
+from trimtab.predict.collectives import Route
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +63,24 @@ def test_a_plan_is_read_back_as_written(tmp_path: Path, bits: Any) -> None:
     assert read.shares == (5, 3)
 
 
+def test_a_plan_of_everything_is_read_back_as_written(tmp_path: Path) -> None:
+    half = Role(device="fast", samples=4, precisions={}, compute_s=0.5, peak_bytes=1000, tensor_share=0.5)
+    written = plan(
+        roles={"half": half},
+        ranks=(("half", 4),),
+        tensor_groups=((0, 3), (1, 2)),
+        wrapper="fsdp",
+        accumulate=2,
+        layer_bits={"head.weight": 2, "embed.weight": None},
+        route=Route(method="halving", inside="shared_memory"),
+        bucket_cap_mb=4.0,
+    )
+    save_plan(written, tmp_path / "p.json")
+    assert load_plan(tmp_path / "p.json") == written
+    assert written.tensor_size == 2
+    assert written.batch_size == 8, "ranks of a tensor group have the same samples"
+
+
 def tree(**changes: Any) -> dict[str, Any]:
     import dataclasses
 
@@ -78,7 +97,15 @@ def tree(**changes: Any) -> dict[str, Any]:
         ('{"version": 1, "version": 1}', "key 'version' appears twice"),
         ("[]", r"holds \[\], not a plan"),
         ("{}", "version: missing"),
-        (json.dumps(tree(version=2)), "version mismatch: found 2, expected 1; make the plan again"),
+        (json.dumps(tree(version=1)), "version mismatch: found 1, expected 2; make the plan again"),
+        (json.dumps(tree(wrapper="fsdp1")), "wrapper: should be 'ddp' or 'fsdp'"),
+        (json.dumps(tree(route={"method": "star"})), "route.method"),
+        (json.dumps(tree(route={"way": "ring"})), "route.way: unknown key"),
+        (json.dumps(tree(tensor_groups=[[0]])), "every rank from 0 to 1 must be in one group"),
+        (json.dumps(tree(tensor_groups=[[0, 1, 1]])), "every rank from 0 to 1 must be in one group"),
+        (json.dumps(tree(tensor_groups=[[0, 1]])), r"ranks \[0, 1\] must have the same samples"),
+        (json.dumps(tree(layer_bits={"w": 9})), "layer_bits.w"),
+        (json.dumps(tree(accumulate=0)), "accumulate.*greater than or equal to 1"),
         (json.dumps(tree(shares=[1])), "shares: unknown key"),
         (json.dumps({k: v for k, v in tree().items() if k != "bits"}), "bits: missing"),
         (json.dumps(tree(bits=9)), "bits.*less than or equal to 8"),
@@ -132,6 +159,14 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(
 def test_words_and_predictions_do_not_change_the_hash() -> None:
     base = plan()
     assert replace(base, reasons=("other",)).hash == base.hash
-    assert replace(base, bits=4).hash != base.hash
+    for change in (
+        {"bits": 4},
+        {"layer_bits": {"w": 2}},
+        {"route": Route(method="ring")},
+        {"wrapper": "fsdp"},
+        {"accumulate": 2},
+        {"bucket_cap_mb": 4.0},
+    ):
+        assert replace(base, **change).hash != base.hash, change
     roles = {**base.roles, "slow": replace(base.roles["slow"], samples=2)}
     assert replace(base, roles=roles).hash != base.hash

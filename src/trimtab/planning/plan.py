@@ -14,10 +14,12 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
+from trimtab.predict.collectives import Route
 from trimtab.strict_files import STRICT, FileFormat, replace_file
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
+Bits = Annotated[int, Field(ge=1, le=8)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -48,7 +50,7 @@ class Role:
     """Its torch device type; a rank whose model is elsewhere refuses the plan. None when unknown."""
 
     samples: Count
-    """Samples of every step for each such rank."""
+    """Samples of every step for each such rank, over all micro-batches. Ranks of a tensor group have the same ones."""
 
     precisions: dict[str, str]
     """By operator name; operators that are missing keep the model's precision."""
@@ -62,6 +64,9 @@ class Role:
 
     memory_bytes: Annotated[int, Field(ge=0)] | None = None
     """Memory of its device; None for no limit."""
+
+    tensor_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of every block's units that each such rank holds; 1 without tensor groups."""
 
     fixed_s: NotNegative = 0.0
     """The part of `compute_s` that does not depend on samples."""
@@ -105,7 +110,7 @@ class Plan:
     batch: Literal["fixed", "free"]
     """Equal shares, or shares that follow speed."""
 
-    bits: Annotated[int, Field(ge=1, le=8)] | Literal["adaptive"] | None
+    bits: Bits | Literal["adaptive"] | None
     """Bits of gradients; None sends them uncompressed."""
 
     roles: Annotated[dict[str, Role], Field(min_length=1)]
@@ -116,6 +121,24 @@ class Plan:
     budget: NotNegative = 0.0
     """The damage allowed, with free shares."""
 
+    wrapper: Literal["ddp", "fsdp"] = "ddp"
+    """What the script wraps the model in: DDP, or FSDP2 where a whole copy does not fit a rank."""
+
+    tensor_groups: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)] = ()
+    """Ranks that hold one copy of the model together, by tensor parallelism; empty if every rank holds a copy."""
+
+    accumulate: Count = 1
+    """Micro-batches of a step."""
+
+    layer_bits: dict[str, Bits | None] = Field(default_factory=dict)
+    """By parameter, where other bits are used than `bits`; None sends it uncompressed."""
+
+    route: Route | None = None
+    """How compressed buckets are reduced; None leaves it to `trimtab.compress`."""
+
+    bucket_cap_mb: Positive | None = None
+    """The `bucket_cap_mb` that the script should pass to DDP; None for its default."""
+
     reasons: tuple[str, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
@@ -123,6 +146,16 @@ class Plan:
         unknown = sorted({name for name, _ in self.ranks} - self.roles.keys())
         if unknown:
             raise ValueError(f"ranks: no role {unknown[0]!r}; there are {', '.join(self.roles)}")
+        grouped = sorted(rank for group in self.tensor_groups for rank in group)
+        if grouped and grouped != list(range(self.world_size)):
+            raise ValueError(
+                f"tensor_groups: every rank from 0 to {self.world_size - 1} must be in one group"
+            )
+        if len({len(group) for group in self.tensor_groups}) > 1:
+            raise ValueError("tensor_groups: all groups must have the same number of ranks")
+        for group in self.tensor_groups:
+            if len({self.roles[self.role_of(rank)].samples for rank in group}) > 1:
+                raise ValueError(f"tensor_groups: ranks {list(group)} must have the same samples")
         return self
 
     @property
@@ -132,7 +165,14 @@ class Plan:
     @property
     def batch_size(self) -> int:
         """Samples of a step on all ranks together."""
+        if self.tensor_groups:
+            return sum(self.roles[self.role_of(group[0])].samples for group in self.tensor_groups)
         return sum(self.roles[name].samples * count for name, count in self.ranks)
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return len(self.tensor_groups[0]) if self.tensor_groups else 1
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -146,8 +186,16 @@ class Plan:
             "version": self.version,
             "model": self.model,
             "bits": self.bits,
+            "layer_bits": self.layer_bits,
+            "route": self.route,
+            "wrapper": self.wrapper,
+            "tensor_groups": self.tensor_groups,
+            "accumulate": self.accumulate,
+            "bucket_cap_mb": self.bucket_cap_mb,
             "ranks": self.ranks,
-            "roles": {name: (role.samples, role.precisions) for name, role in self.roles.items()},
+            "roles": {
+                name: (role.samples, role.precisions, role.tensor_share) for name, role in self.roles.items()
+            },
         }
         return sha256(json.dumps(agreed, sort_keys=True, default=asdict).encode()).hexdigest()[:16]
 

@@ -38,8 +38,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import LOCAL, CodecTime
+from trimtab.strict_files import STRICT
 from trimtab.wire_format import in_one_gather
 
 if TYPE_CHECKING:
@@ -223,7 +226,7 @@ class Work:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Route:
     """How ranks reduce a compressed bucket."""
 
