@@ -188,8 +188,16 @@ def straggler(
 
 
 @_measures("predictor", "predict.predict")
-def predict(device: Device = "cpu", rounds: Repeats = 7, json: Json = False) -> None:
-    """Predicted step times of plans compared with measured ones: three models on two unequal ranks."""
+def predict(
+    device: Device = "cpu",
+    rounds: Repeats = 7,
+    only: Annotated[
+        str, typer.Option(help="Kinds of plans, comma-separated, such as ddp; all when absent.")
+    ] = "",
+    json: Json = False,
+) -> dict[str, Any]:
+    """Predicted step times of plans that were not measured before, compared with measured ones, by kind of plan."""
+    return {"only": [name for name in only.split(",") if name]}
 
 
 @_measures("hybrid", "hybrid.hybrid")

@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from trimtab.bench.scenarios.predict import ranks
-from trimtab.bench.scenarios.predict.predict import (
-    LINKS,
-    MODELS,
-    PLANS,
-    HeldOutPlan,
-    _row,
-    predict_jobs,
-    regret,
-    summary,
-)
+from trimtab.bench.scenarios.predict.ddp import LINKS, MODELS, PLANS, HeldOutPlan, predict_jobs
+from trimtab.bench.scenarios.predict.predict import KINDS, predict, regret, summary
+from trimtab.bench.scenarios.predict.rows import row as row_of
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +42,7 @@ def test_a_round_is_compared_with_itself() -> None:
         "again": [1.0, 1.0, 3.0, 3.0],
         "bottleneck": "the link",
     }
-    row = _row(HeldOutPlan((4, 4), "half", 4), rounds)
+    row = row_of(HeldOutPlan((4, 4), "half", 4), rounds)
     assert row["error"] == pytest.approx(0.1)
     assert row["naive_error"] == pytest.approx(-0.5)
     assert row["repeat_error"] == 0
@@ -68,7 +62,8 @@ def test_regret_is_what_the_choice_costs() -> None:
 def test_errors_count_without_their_sign() -> None:
     rows = [
         {
-            "model": m,
+            "kind": k,
+            "model": "a",
             "link": "x",
             "error": e,
             "naive_error": 0.3,
@@ -76,20 +71,37 @@ def test_errors_count_without_their_sign() -> None:
             "predicted_ms": 1.0,
             "measured_ms": 1.0,
         }
-        for m, e in (("a", 0.1), ("b", -0.2))
+        for k, e in (("ddp", 0.1), ("route", -0.2))
     ]
     figures = summary(rows)
     assert figures["mean_error"] == pytest.approx(0.15)
     assert figures["max_error"] == pytest.approx(0.2)
     assert figures["repeat_error"] == pytest.approx(0.02)
     assert figures["regret"] == 0
+    assert figures["mean_error (ddp)"] == figures["max_error (ddp)"] == pytest.approx(0.1)
+    assert figures["mean_error (route)"] == pytest.approx(0.2)
+
+
+def test_kinds_of_plans_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"predicted": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
+    one = {"model": "a", "link": "x", **row_of("a plan", seconds)}
+    monkeypatch.setitem(KINDS, "ddp", lambda device, rounds, progress: [{**one, "rounds": rounds}])
+    monkeypatch.setitem(KINDS, "elsewhere", lambda device, rounds, progress: [])
+    result = predict("cpu", 3, ["ddp"], lambda done, total: None)
+    assert [(row["kind"], row["rounds"]) for row in result.rows] == [("ddp", 3)]
+    with pytest.raises(TrimtabError, match="no kind 'ring'"):
+        predict("cpu", 3, ["ring"], lambda done, total: None)
+    with pytest.raises(TrimtabError, match="--device cuda"):
+        predict("cuda", 3, ["elsewhere"], lambda done, total: None)
 
 
 def test_a_memory_error_has_its_sign() -> None:
     rounds = {"predicted": [1.0], "naive": [1.0], "measured": [1.0], "again": [1.0], "bottleneck": ""}
-    row = _row(HeldOutPlan((4, 4), "half", 4), {**rounds, "memory": [1.02, 0.9]})
+    row = row_of(HeldOutPlan((4, 4), "half", 4), {**rounds, "memory": [1.02, 0.9]})
     assert row["memory_error"] == pytest.approx(-0.1)
-    rows = [{"model": "a", "link": "x", **row, "memory_error": error} for error in (-0.1, 0.05)]
+    rows = [
+        {"kind": "ddp", "model": "a", "link": "x", **row, "memory_error": error} for error in (-0.1, 0.05)
+    ]
     assert summary(rows)["memory_error"] == pytest.approx(0.1)
 
 
@@ -129,7 +141,7 @@ def test_predictions_are_means_over_the_probed_steps_of_the_same_round(
     assert done == [1, 2, 3]
     assert of_plans[0]["predicted"] == pytest.approx([2.4, 2.4, 9.6])
     assert of_plans[0]["measured"] == of_plans[0]["again"] == [2.0, 2.0, 8.0]
-    rows = [_row(plan, of_plan) for plan, of_plan in zip(PLANS["none"], of_plans, strict=False)]
+    rows = [row_of(plan, of_plan) for plan, of_plan in zip(PLANS["none"], of_plans, strict=False)]
     assert [row["error"] for row in rows] == pytest.approx([0.2, 0.2])
     assert [row["naive_error"] for row in rows] == pytest.approx([-0.5, -0.5])
     assert [row["measured_ms"] for row in rows] == pytest.approx([2000, 3000])
