@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trimtab.predict.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
+    reduce_scatter,
     stages,
     tree_all_reduce,
 )
@@ -47,8 +49,15 @@ def test_a_host_with_several_ranks_sends_what_all_of_them_send_to_others() -> No
     assert all_to_all(3000, unequal).nbytes == (3000, 3000)
 
 
+def test_reduce_scatter_is_half_an_all_reduce_on_a_ring_and_a_whole_one_in_gloo() -> None:
+    four = Placement.of((1, 1, 1, 1))
+    around = reduce_scatter(1000, four, ring=True)
+    assert (around.waits, *around.nbytes) == (3, 750)
+    assert reduce_scatter(1000, four, ring=False) == all_reduce(1000, four)
+
+
 def test_one_rank_sends_nothing() -> None:
-    for collective in (all_reduce, all_gather, all_to_all):
+    for collective in (all_reduce, all_gather, all_to_all, partial(reduce_scatter, ring=True)):
         alone = collective(1000, Placement.of((1,)))
         assert (alone.messages, *alone.nbytes) == (0, 0)
 
@@ -124,8 +133,11 @@ def test_hosts_send_what_the_formulas_say(ranks: tuple[int, ...]) -> None:
         outcome = emulation.run([script], capture=True, timeout=200)
     assert outcome.failure is None
     rows = json.loads(outcome.stdout)
-    assert len(rows) == 6 * (1 + (ranks == (2, 2)))
     placement = Placement.on(cluster)
+    if ranks == (2, 2):  # Gloo reduce-scatters by an all-reduce
+        sent = max(max(both) for both in rows.pop()["passed"].values())
+        assert 0.97 <= sent / reduce_scatter(4 * NUMEL, placement, ring=False).nbytes[0] <= 1.06
+    assert len(rows) == 6 * (1 + (ranks == (2, 2)))
     of_host = [next(i for i, one in enumerate(placement.classes) if one.ranks == own) for own in ranks]
     payload = encoded_bytes(NUMEL, BITS, BLOCK)
     for row in rows:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trimtab._compat import reduce_scatter_single
 from trimtab.codec import Block
-from trimtab.collectives import Hierarchy, Method, Piece, find_hosts, finish, reduction_for
+from trimtab.collectives import Hierarchy, Method, Piece, Reduction, find_hosts, finish, reduction_for
 
 NUMEL, BITS, BLOCK = 1 << 19, 8, 1024
 CPU = torch.device("cpu")
@@ -31,6 +34,27 @@ def through_interface() -> list[int]:
                 total + int(figures.split()[place]) for total, place in zip(totals, (0, 8), strict=True)
             ]
     return totals
+
+
+def _reduce(reduction: Reduction, flat: torch.Tensor) -> None:
+    finish(reduction.steps(flat, step=0, scale=1.0))
+
+
+def counts(run: Callable[[], object], posted: list[int]) -> dict[str, Any]:
+    """What every host receives and sends in a call, and the most that a rank posts."""
+    run()  # opens the connections
+    dist.barrier()
+    posted[0], before = 0, through_interface()
+    dist.barrier()
+    run()
+    dist.barrier()
+    passed = [now - then for now, then in zip(through_interface(), before, strict=True)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (int(os.environ["GROUP_RANK"]), passed, posted[0]))
+    return {
+        "passed": {str(host): both for host, both, _ in everyone},
+        "posted": max(count for _, _, count in everyone),
+    }
 
 
 def main() -> None:
@@ -63,23 +87,12 @@ def main() -> None:
                 hierarchy=level,
                 method=method,
             )
-            finish(reduction.steps(flat, step=0, scale=1.0))  # opens the connections
-            dist.barrier()
-            posted[0], before = 0, through_interface()
-            dist.barrier()
-            finish(reduction.steps(flat, step=1, scale=1.0))
-            dist.barrier()
-            passed = [now - then for now, then in zip(through_interface(), before, strict=True)]
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (int(os.environ["GROUP_RANK"]), passed, posted[0]))
-            rows.append(
-                {
-                    "method": method,
-                    "two_levels": level is not None,
-                    "passed": {str(host): both for host, both, _ in everyone},
-                    "posted": max(count for _, _, count in everyone),
-                }
-            )
+            reduce = partial(_reduce, reduction, flat)
+            rows.append({"method": method, "two_levels": level is not None, **counts(reduce, posted)})
+    values, own = torch.zeros(NUMEL), torch.zeros(NUMEL // dist.get_world_size())
+    if len(own) * dist.get_world_size() == NUMEL:
+        scatter = partial(reduce_scatter_single, own, values, group, dist.ReduceOp.SUM)
+        rows.append({"method": "reduce_scatter", "two_levels": False, **counts(scatter, posted)})
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.barrier()

@@ -11,6 +11,8 @@ Notation: W ranks on H hosts; a host has L ranks, and hosts may differ; n bytes 
 | all-reduce, ring             | 2 (W - 1)              |                   | 2 n (W - 1) / W                       |
 | all-reduce, tree (NCCL)      | 2 log2 H + 2 (L - 1)   |                   | 2 n                                   |
 | all-gather of n per rank     | W - 1                  |                   | n (W - 1)                             |
+| reduce-scatter (NCCL)        | W - 1                  |                   | n (W - 1) / W                         |
+| reduce-scatter (Gloo)        | 2 (W - 1)              |                   | 2 n (W - 1) / W                       |
 | all-to-all of n per rank     | 1                      | W - 2             | L n (W - L) / (W - 1)                 |
 | up a binomial tree           | log2 W                 |                   | n log2 H (the root's), or less        |
 | down (a broadcast)           | log2 W                 |                   | L n log2 H (the root's), or less      |
@@ -20,7 +22,8 @@ Notation: W ranks on H hosts; a host has L ranks, and hosts may differ; n bytes 
 
 Assumptions:
 - Gloo all-reduces and all-gathers around a ring in rank order, which crosses a host's interface once each way. NCCL
-  all-reduces by the faster of ring and tree. Both send an all-to-all's messages directly and all at once.
+  all-reduces by the faster of ring and tree. Both send an all-to-all's messages directly and all at once. Gloo
+  reduce-scatters by an all-reduce, and each rank keeps its part; NCCL goes once around the ring.
 - A message that is sent together with others costs `POSTED` of one that is waited for: the work of sending it,
   without the wire's latency.
 - An interface sends and receives at the same time, so the larger of the two counts. Ranks of one host share it.
@@ -35,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -182,6 +185,14 @@ def all_gather(nbytes: float, placement: Placement) -> Traffic:
     """Of `nbytes` from each rank."""
     others = placement.world - 1
     return Traffic(collective="all_gather", waits=others, nbytes=_equal(placement, others * nbytes))
+
+
+def reduce_scatter(nbytes: float, placement: Placement, *, ring: bool) -> Traffic:
+    """Of `nbytes` on every rank: once around a `ring`, as NCCL does, or by an all-reduce, as Gloo does."""
+    reduced = all_reduce(nbytes, placement)
+    if not ring:
+        return reduced
+    return replace(reduced, waits=reduced.waits // 2, nbytes=tuple(sent / 2 for sent in reduced.nbytes))
 
 
 def all_to_all(nbytes: float, placement: Placement) -> Traffic:

@@ -46,6 +46,24 @@ def test_a_bucket_waits_for_the_one_before_it() -> None:
     assert done.step_s == pytest.approx(2 + 2 + 1 + 0.5)
 
 
+def test_a_segment_waits_for_the_bucket_it_needs() -> None:
+    stream = (
+        ComputeSegment(name="launch", seconds=0.0, phase="forward", buckets=(0,)),
+        ComputeSegment(name="beside", seconds=1.0, phase="forward"),
+        ComputeSegment(name="after", seconds=2.0, phase="forward", waits=(0,)),
+        ComputeSegment(name="last", seconds=1.0, phase="backward", buckets=(1,)),
+    )
+    roles = [RoleWork(name="a", segments=stream), RoleWork(name="b", segments=stream)]
+    done = replay(roles, buckets(1.5, 0.25))
+    assert done.step_s == pytest.approx(1.5 + 2 + 1 + 0.25)
+    assert [time.wait_s for time in done.roles] == pytest.approx([0.75, 0.75])
+    assert sum(done.breakdown().values()) == pytest.approx(done.step_s)
+    # What has arrived already is not waited for, and many roles wait as few do.
+    assert replay(roles, buckets(0.5, 0.25)).step_s == pytest.approx(4.25)
+    many = [RoleWork(name=str(index), segments=stream) for index in range(9)]
+    assert replay(many, buckets(1.5, 0.25)).step_s == pytest.approx(done.step_s)
+
+
 def test_a_bucket_starts_when_the_last_rank_is_ready() -> None:
     fast, slow = role("fast"), role("slow", forward=3.0)
     done = replay([fast, slow], buckets(0.5, 0.5))

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-Runs = list[tuple[float, tuple[int, ...], str]]
-"""Stretches of a compute stream: seconds, the buckets that are complete at the end, and the phase."""
+Runs = list[tuple[float, tuple[int, ...], str, tuple[int, ...]]]
+"""Stretches of a compute stream: seconds, the buckets that are complete at the end, the phase, and the buckets that
+must have arrived before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,9 @@ class ComputeSegment:
 
     buckets: tuple[int, ...] = ()
     """Gradient buckets that are complete when this ends."""
+
+    waits: tuple[int, ...] = ()
+    """Buckets that must have arrived before this starts, such as the gathered weights of FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +62,9 @@ class RoleWork:
     @cached_property
     def ready_s(self) -> list[float]:
         """When each bucket is complete, with the device to itself; and the end of the compute stream."""
-        ready = [0.0] * (1 + sum(len(buckets) for _, buckets, _ in self.runs))
+        ready = [0.0] * (1 + sum(len(buckets) for _, buckets, _, _ in self.runs))
         now = 0.0
-        for seconds, buckets, _ in self.runs:
+        for seconds, buckets, _, _ in self.runs:
             now += seconds
             for bucket in buckets:
                 ready[bucket] = now
@@ -90,7 +94,7 @@ class BucketTransfers:
 
 
 def compute_runs(role: RoleWork) -> Runs:
-    """The compute stream, split where a bucket becomes ready or the phase changes: (seconds, buckets, phase).
+    """The compute stream, split where a bucket becomes ready or is waited for, or the phase changes.
 
     The clocks of device and host advance together, so runs in which launching is the slower of the two last as
     long as the launching.
@@ -98,18 +102,19 @@ def compute_runs(role: RoleWork) -> Runs:
     runs: Runs = []
     host = device = since = 0.0
     phase = role.segments[0].phase if role.segments else "forward"
+    waits: tuple[int, ...] = ()
     for segment in role.segments:
-        if segment.phase != phase:
-            if device > since:
-                runs.append((device - since, (), phase))
-            phase, since = segment.phase, device
+        if segment.phase != phase or segment.waits:
+            if device > since or waits:
+                runs.append((device - since, (), phase, waits))
+            phase, since, waits = segment.phase, device, segment.waits
         host += segment.launch_s
         device = max(device, host) + segment.seconds
         if segment.buckets:
-            runs.append((device - since, segment.buckets, phase))
-            since = device
-    if device > since:
-        runs.append((device - since, (), phase))
+            runs.append((device - since, segment.buckets, phase, waits))
+            since, waits = device, ()
+    if device > since or waits:
+        runs.append((device - since, (), phase, waits))
     return runs
 
 

@@ -70,10 +70,11 @@ def replay(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> Tim
 
     Every bucket must be completed by a segment of every role, exactly once. Of more than `FEW_ROLES` only those are
     simulated that no other one is slower than in everything: nobody waits for the others, whose own times are
-    estimated from the slower one's. Their buckets are joined to at most `MOST_BUCKETS`.
+    estimated from the slower one's. Their buckets are joined to at most `MOST_BUCKETS`. Where ranks also wait in the
+    middle of a step, all roles and buckets are simulated.
     """
     check_inputs(roles, buckets)
-    if len(roles) <= FEW_ROLES:
+    if len(roles) <= FEW_ROLES or any(run[3] for run in roles[0].runs):
         return _Replay(roles, buckets).run()
     slower = _dominating(roles, buckets)
     kept = [index for index, by in enumerate(slower) if by == index]
@@ -132,7 +133,7 @@ def _joined(buckets: Sequence[BucketTransfers]) -> BucketTransfers:
 def _joined_runs(runs: Runs, of: Mapping[int, int], left: list[int]) -> Runs:
     joined: Runs = []
     waiting = 0.0
-    for place, (seconds, buckets, phase) in enumerate(runs):
+    for place, (seconds, buckets, phase, _) in enumerate(runs):
         waiting += seconds
         complete = []
         for bucket in buckets:
@@ -140,7 +141,7 @@ def _joined_runs(runs: Runs, of: Mapping[int, int], left: list[int]) -> Runs:
             if not left[of[bucket]]:
                 complete.append(of[bucket])
         if complete or place + 1 == len(runs) or runs[place + 1][2] != phase:
-            joined.append((waiting, tuple(complete), phase))
+            joined.append((waiting, tuple(complete), phase, ()))
             waiting = 0.0
     return joined
 
@@ -209,7 +210,9 @@ class _Replay:
         self.next_transfer, behind_transfer = _queues([len(bucket.transfers) for bucket in buckets])
         self.local_needs = [[[1 + after for after in bucket] for bucket in behind_local] for _ in roles]
         self.transfer_needs = [[len(roles) + after for after in bucket] for bucket in behind_transfer]
-        self.unfinished = [len(buckets)] * len(roles)
+        self.missing = [set(range(len(buckets))) for _ in roles]
+        self.stalled: list[int] = []
+        """Roles whose next stretch waits for a bucket."""
         self.computed = [0.0] * len(roles)
         self.waited_from = [0.0] * len(roles)
         self.waited = [0.0] * len(roles)
@@ -287,16 +290,20 @@ class _Replay:
         index = self.at[role]
         runs = self.runs[role]
         if index < len(runs):
-            seconds, _, phase = runs[index]
+            seconds, _, phase, waits = runs[index]
+            if self.missing[role].intersection(waits):
+                self.waited_from[role] = self.now
+                self.stalled.append(role)
+                return
             task = _Task("compute", role, index, 0, seconds, 1.0, phase, phase)
             self._start(task, cause)
         elif index == len(runs):
             self.waited_from[role] = self.now
-            if self.unfinished[role] == 0:
+            if not self.missing[role]:
                 self._optimize(role, cause)
 
     def _optimize(self, role: int, cause: int | None) -> None:
-        self.waited[role] = self.now - self.waited_from[role]
+        self.waited[role] += self.now - self.waited_from[role]
         task = _Task(
             "compute",
             role,
@@ -380,8 +387,12 @@ class _Replay:
         if stage < len(self.buckets[bucket].transfers):
             self._transfer_may_start(bucket, stage, index)
         else:
-            self.unfinished[role] -= 1
-            if self.unfinished[role] == 0 and self.at[role] == len(self.runs[role]):
+            self.missing[role].discard(bucket)
+            if role in self.stalled:
+                self.stalled.remove(role)
+                self.waited[role] += self.now - self.waited_from[role]
+                self._next_run(role, index)
+            elif not self.missing[role] and self.at[role] == len(self.runs[role]):
                 self._optimize(role, index)
 
     def _transfer_may_start(self, bucket: int, stage: int, cause: int) -> None:

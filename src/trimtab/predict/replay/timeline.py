@@ -46,7 +46,7 @@ class RoleTime:
     """The same with the device to itself."""
 
     wait_s: float
-    """From its last gradient to the last reduced bucket."""
+    """From its last gradient to the last reduced bucket, and for buckets that it needs before that."""
 
     end_s: float
 
