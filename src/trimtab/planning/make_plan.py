@@ -1,4 +1,4 @@
-"""Makes a `Plan` from a cluster's profile, a workload and damages, with the reasons in words."""
+"""Makes a `Plan` from a cluster's profile, a workload and damages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
-from trimtab.planning.plan_search import BUDGET, GAIN, JobCandidate, PlanSearch
+from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
+from trimtab.planning.reasons import Adjustment, reasons_of
 from trimtab.precision_names import OWN
-from trimtab.predict.replay.timeline import bottleneck
 from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
@@ -55,6 +55,7 @@ def make_plan(
     chosen = search.choose(batch, _bits_to_try(search, bits), budget, plain)
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
+    adjustments: list[Adjustment] = []
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
@@ -64,10 +65,15 @@ def make_plan(
         roles=_roles(search, chosen),
         ranks=chosen.job.ranks,
         predicted=Predicted(
-            step_s=chosen.step_s, plain_step_s=plain.step_s, damage=damage, uniform_damage=uniform
+            step_s=chosen.step_s,
+            plain_step_s=plain.step_s,
+            damage=damage,
+            uniform_damage=uniform,
+            alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
+            without={one.name: one.without_s for one in adjustments if one.without_s is not None},
         ),
         budget=budget if batch == "free" else 0.0,
-        reasons=tuple(_reasons(search, plain, chosen, batch, bits, damage, budget)),
+        reasons=tuple(reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)),
     )
 
 
@@ -118,104 +124,3 @@ def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:
             choices=choices_of(menu.options, picked),
         )
     return roles
-
-
-def _reasons(
-    search: PlanSearch,
-    plain: JobCandidate,
-    chosen: JobCandidate,
-    batch: str,
-    bits: Bits,
-    damage: float,
-    budget: float,
-) -> list[str]:
-    reasons: list[str] = []
-    waits = {role.name: role for role in plain.replayed.timeline().roles}
-    own = {name: time.own_s for name, time in waits.items()}
-    slow, fast = max(own, key=lambda n: own[n]), min(own, key=lambda n: own[n])
-    if own[slow] > 1.02 * own[fast]:
-        reasons.append(
-            f"with even shares {slow} computes {_ms(own[slow])} a step and {fast} {_ms(own[fast])}, so "
-            f"that {fast} waits"
-        )
-    else:
-        reasons.append("with even shares all ranks compute for about the same time")
-    job = chosen.job
-    counts = job.counts
-    if batch == "free":
-        shares = ", ".join(f"{job.samples[n]} for each of {counts[n]} {n}" for n in job.devices)
-        reasons.append(f"shares follow speed, which does not change the result: {shares}")
-    reasons += _lowered_reasons(search, chosen, batch, damage, budget)
-    reasons += _bits_reasons(search, chosen, bits)
-    estimated = [d for d in search.counts if search.profile.devices[d].estimated]
-    if estimated:
-        reasons.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
-    gain = plain.step_s / chosen.step_s
-    if gain >= 1.005:
-        return [
-            *reasons,
-            f"a step is predicted to take {_ms(chosen.step_s)} instead of plain DDP's {_ms(plain.step_s)}: "
-            f"{gain:.3g} times as fast",
-        ]
-    tried = "".join(
-        f"; in {count} bits it would take {_ms(seconds)}"
-        for count, seconds in search.tried.items()
-        if count is not None and count != chosen.bits
-    )
-    return [
-        *reasons,
-        "nothing makes a step faster than plain DDP here",
-        f"plain DDP's step takes {_ms(plain.step_s)}, most of it in {bottleneck(plain.replayed.timeline())}{tried}",
-    ]
-
-
-def _lowered_reasons(
-    search: PlanSearch, candidate: JobCandidate, batch: str, damage: float, budget: float
-) -> list[str]:
-    lower = {name: lowered(chosen) for name, chosen in candidate.chosen.items()}
-    if any(lower.values()):
-        words = "; ".join(
-            f"{name} lowers {len(own)} of {len(candidate.chosen[name])} operators "
-            f"({', '.join(sorted(set(own.values())))})"
-            for name, own in lower.items()
-            if own
-        )
-        allowed = f" of {budget:.3g} allowed" if batch == "free" else ""
-        reasons = [f"{words}: damage {damage:.3g}{allowed}"]
-        for name, own in lower.items():
-            device = candidate.job.devices[name]
-            if own and not search.tradeoffs.fits(device, candidate.job.samples[name], {}):
-                reasons.append(f"{name} would not fit its memory with nothing lowered")
-        return reasons
-    if len(_unprobed(search, candidate)) == len(search.counts):
-        return ["nothing is lowered: no lower precision was probed; see `trimtab probe --precision`"]
-    if batch == "free" and not budget:
-        return ["nothing is lowered: no damage is allowed"]
-    if batch == "free":
-        return [f"nothing is lowered: that would gain less than {GAIN - 1:.0%} beyond the shares"]
-    return [f"nothing is lowered: no rank is slow, or lowering it would gain less than {GAIN - 1:.0%}"]
-
-
-def _unprobed(search: PlanSearch, candidate: JobCandidate) -> list[str]:
-    """Device classes on which no operator can be lowered."""
-    return [
-        device
-        for device in search.counts
-        if not search.tradeoffs.menu(device, candidate.job.samples[candidate.job.of(device)[0]]).options
-    ]
-
-
-def _bits_reasons(search: PlanSearch, candidate: JobCandidate, bits: Bits) -> list[str]:
-    if bits == "adaptive":
-        return [f"bits adapt to the gradients during training; predicted with {candidate.bits}"]
-    if bits != "auto" or len(search.devices) == 1:
-        return []
-    if candidate.bits is not None:
-        return [f"gradients are sent in {candidate.bits} bits, which makes the step fastest"]
-    if not search.bits_measured():
-        return ["gradients are sent uncompressed: the codec was not measured on every device class"]
-    return [f"gradients are sent uncompressed: fewer bits would gain less than {GAIN - 1:.0%}"]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -95,6 +95,17 @@ class Predicted:
     uniform_damage: NotNegative
     """Damage with the slow ranks entirely at their fastest precisions, as a user would set them by hand."""
 
+    alone: dict[str, NotNegative] = Field(default_factory=dict)
+    """By adjustment ("shares", "precision", "bits", ...): the step with this one alone, at best."""
+
+    without: dict[str, NotNegative] = Field(default_factory=dict)
+    """By adjustment, or some ranks: the step without it, all else as planned."""
+
+    tradeoff: Annotated[
+        tuple[Annotated[tuple[NotNegative, NotNegative], Field(strict=False)], ...], Field(strict=False)
+    ] = ()
+    """(step, damage) of other damage budgets, from no damage to the fastest step; the plan's own is among them."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Plan:

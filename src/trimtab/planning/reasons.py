@@ -1,0 +1,144 @@
+"""Why a plan is as it is, in words with numbers: what each adjustment is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.planning.plan_search import GAIN, JobCandidate, PlanSearch
+from trimtab.planning.precision.options import lowered
+from trimtab.predict.replay.timeline import bottleneck
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """Something that a plan does, and what it is worth. Whatever adds to a plan appends one of these in `make_plan`."""
+
+    name: str
+    """Key of `Predicted.alone` and `Predicted.without`: "shares", "precision", "bits", "wrapper", ..."""
+
+    words: str
+    """What the plan does, as a clause: "gradients are sent in 4 bits"."""
+
+    without_s: float | None = None
+    """Predicted step with all else as planned; None if that job would not fit or does not exist."""
+
+    alone_s: float | None = None
+    """Predicted step of the best job that differs from plain DDP in this alone; plain DDP's if it gains nothing."""
+
+    def reason(self, step_s: float) -> str:
+        """In words, for a plan whose step takes so long."""
+        if self.without_s is None:
+            return self.words
+        return f"{self.words}; without it the step {compared(self.without_s, step_s)}"
+
+
+def compared(other_s: float, step_s: float) -> str:
+    """Another step time relative to the plan's: "is 38 % longer"."""
+    percent = round(100 * (other_s / step_s - 1))
+    if not percent:
+        return "is as long"
+    return f"is {abs(percent)} % {'longer' if percent > 0 else 'shorter'}"
+
+
+def reasons_of(
+    search: PlanSearch,
+    plain: JobCandidate,
+    chosen: JobCandidate,
+    adjustments: Sequence[Adjustment],
+    batch: str,
+    bits: int | str | None,
+    damage: float,
+    budget: float,
+) -> list[str]:
+    reasons: list[str] = []
+    waits = {role.name: role for role in plain.replayed.timeline().roles}
+    own = {name: time.own_s for name, time in waits.items()}
+    slow, fast = max(own, key=lambda n: own[n]), min(own, key=lambda n: own[n])
+    if own[slow] > 1.02 * own[fast]:
+        reasons.append(
+            f"with even shares {slow} computes {_ms(own[slow])} a step and {fast} {_ms(own[fast])}, so "
+            f"that {fast} waits"
+        )
+    else:
+        reasons.append("with even shares all ranks compute for about the same time")
+    job = chosen.job
+    counts = job.counts
+    if batch == "free":
+        shares = ", ".join(f"{job.samples[n]} for each of {counts[n]} {n}" for n in job.devices)
+        reasons.append(f"shares follow speed, which does not change the result: {shares}")
+    reasons += _lowered_reasons(search, chosen, batch, damage, budget)
+    reasons += _bits_reasons(search, chosen, bits)
+    reasons += [words for one in adjustments if (words := one.reason(chosen.step_s))]
+    estimated = [d for d in search.counts if search.profile.devices[d].estimated]
+    if estimated:
+        reasons.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
+    gain = plain.step_s / chosen.step_s
+    if gain >= 1.005:
+        return [
+            *reasons,
+            f"a step is predicted to take {_ms(chosen.step_s)} instead of plain DDP's {_ms(plain.step_s)}: "
+            f"{gain:.3g} times as fast",
+        ]
+    tried = "".join(
+        f"; in {count} bits it would take {_ms(seconds)}"
+        for count, seconds in search.tried.items()
+        if count is not None and count != chosen.bits
+    )
+    return [
+        *reasons,
+        "nothing makes a step faster than plain DDP here",
+        f"plain DDP's step takes {_ms(plain.step_s)}, most of it in {bottleneck(plain.replayed.timeline())}{tried}",
+    ]
+
+
+def _lowered_reasons(
+    search: PlanSearch, candidate: JobCandidate, batch: str, damage: float, budget: float
+) -> list[str]:
+    lower = {name: lowered(chosen) for name, chosen in candidate.chosen.items()}
+    if any(lower.values()):
+        words = "; ".join(
+            f"{name} lowers {len(own)} of {len(candidate.chosen[name])} operators "
+            f"({', '.join(sorted(set(own.values())))})"
+            for name, own in lower.items()
+            if own
+        )
+        allowed = f" of {budget:.3g} allowed" if batch == "free" else ""
+        reasons = [f"{words}: damage {damage:.3g}{allowed}"]
+        for name, own in lower.items():
+            device = candidate.job.devices[name]
+            if own and not search.tradeoffs.fits(device, candidate.job.samples[name], {}):
+                reasons.append(f"{name} would not fit its memory with nothing lowered")
+        return reasons
+    if len(_unprobed(search, candidate)) == len(search.counts):
+        return ["nothing is lowered: no lower precision was probed; see `trimtab probe --precision`"]
+    if batch == "free" and not budget:
+        return ["nothing is lowered: no damage is allowed"]
+    if batch == "free":
+        return [f"nothing is lowered: that would gain less than {GAIN - 1:.0%} beyond the shares"]
+    return [f"nothing is lowered: no rank is slow, or lowering it would gain less than {GAIN - 1:.0%}"]
+
+
+def _unprobed(search: PlanSearch, candidate: JobCandidate) -> list[str]:
+    """Device classes on which no operator can be lowered."""
+    return [
+        device
+        for device in search.counts
+        if not search.tradeoffs.menu(device, candidate.job.samples[candidate.job.of(device)[0]]).options
+    ]
+
+
+def _bits_reasons(search: PlanSearch, candidate: JobCandidate, bits: int | str | None) -> list[str]:
+    if bits == "adaptive":
+        return [f"bits adapt to the gradients during training; predicted with {candidate.bits}"]
+    if bits != "auto" or len(search.devices) == 1:
+        return []
+    if candidate.bits is not None:
+        return [f"gradients are sent in {candidate.bits} bits, which makes the step fastest"]
+    if not search.bits_measured():
+        return ["gradients are sent uncompressed: the codec was not measured on every device class"]
+    return [f"gradients are sent uncompressed: fewer bits would gain less than {GAIN - 1:.0%}"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
