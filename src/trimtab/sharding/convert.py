@@ -75,6 +75,11 @@ def convert(
     return sharded
 
 
+def unit_count(found_block: FoundBlock) -> int:
+    """Number of units of a block."""
+    return _sizes(found_block)[0]
+
+
 def _sizes(found_block: FoundBlock) -> tuple[int, int, dict[str, tuple[int, ...]]]:
     """Number of units, heads in one unit (0: an MLP), and for each projection the entries of one unit in each part."""
     parent, kind = found_block.parent, found_block.kind

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.unit_kinds import ATTENTIONS, MLPS, OWN_GPT, Attention, Mlp, UnitKind
+from trimtab.sharding.unit_kinds import ATTENTIONS, MLPS, OWN_GPTS, Attention, Mlp, UnitKind
 
 _ELEMENTWISE = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Hardswish,
@@ -44,7 +44,8 @@ def find_blocks(
         kinds = list(_kinds_of(module, extra))
         for kind in kinds:
             name = path if len(kinds) == 1 else f"{path}.{type(kind).__name__.lower()}"
-            declared = isinstance(module, tuple(extra))
+            # Names that others may use as well say little.
+            declared = isinstance(module, tuple(extra)) or kind is OWN_GPTS[1]
             blocks.append(
                 FoundBlock(name=name or "model", parent=module, path=path, kind=kind, declared=declared)
             )
@@ -87,10 +88,8 @@ def _kinds_of(
                 yield each
             return
     named = next((ATTENTIONS[c.__name__] for c in type(module).__mro__ if c.__name__ in ATTENTIONS), None)
-    attention = named or (
-        OWN_GPT
-        if _has(module, OWN_GPT) and isinstance(getattr(module, OWN_GPT.head_dim, None), int)
-        else None
+    attention = named or next(
+        (a for a in OWN_GPTS if _has(module, a) and isinstance(getattr(module, a.head_dim, None), int)), None
     )
     if attention is not None:
         _require(module, attention)

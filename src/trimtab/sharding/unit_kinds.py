@@ -63,8 +63,11 @@ ATTENTIONS: dict[str, Attention] = {
 }
 """Attention modules known to work with any number of heads, by the name of their class or of a base class."""
 
-OWN_GPT = Attention(qkv="qkv", out="projection", head_dim="head_width")
-"""The attention of the project's own GPT: any module with these three names."""
+OWN_GPTS = (
+    Attention(qkv="qkv", out="projection", head_dim="head_width"),
+    Attention(qkv="qkv", out="out"),
+)
+"""The attention of the project's own GPTs (of the examples, of the benches): any module with these three names."""
 
 MLPS: tuple[Mlp, ...] = (
     Mlp(ins=("gate_proj", "up_proj"), out="down_proj"),

@@ -3,7 +3,7 @@
 from trimtab.workload.file import load_workload, save_workload
 from trimtab.workload.operator import OUTSIDE, Category, Kind, Operator, Saved
 from trimtab.workload.tensor import Tensor
-from trimtab.workload.workload import SCHEMA_VERSION, Bucket, Parameter, RepeatedBlock, Workload
+from trimtab.workload.workload import SCHEMA_VERSION, Bucket, Parameter, RepeatedBlock, UnitSpan, Workload
 
 __all__ = [
     "OUTSIDE",
@@ -16,6 +16,7 @@ __all__ = [
     "RepeatedBlock",
     "Saved",
     "Tensor",
+    "UnitSpan",
     "Workload",
     "load_workload",
     "save_workload",

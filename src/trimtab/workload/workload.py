@@ -63,6 +63,24 @@ class RepeatedBlock:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class UnitSpan:
+    """A block whose units tensor parallelism can divide: the hidden units of an MLP, the heads of an attention."""
+
+    name: str
+    """As `trimtab.tensor_parallel` calls it."""
+
+    units: Annotated[int, Field(ge=1)]
+    into: tuple[int, ...]
+    """The operators that project the block's input to its units."""
+
+    inside: tuple[int, ...]
+    """The operators between the projections."""
+
+    out: int
+    """The operator that projects back; its results are summed over the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Workload:
     """One training step of a model on one rank."""
 
@@ -87,6 +105,9 @@ class Workload:
     """DDP's `bucket_cap_mb`; None for its default, where the first bucket is small."""
 
     blocks: tuple[RepeatedBlock, ...] = ()
+    units: tuple[UnitSpan, ...] = ()
+    """What tensor parallelism can divide, in forward order; empty if the model has nothing that it knows."""
+
     buffer_bytes: int = 0
     autocast: str | None = None
     """The half type of autocast during capture, if it was on."""
@@ -116,6 +137,9 @@ class Workload:
                 raise ValueError(f"buckets: there is no parameter {unknown[0]!r}")
             if not OUTSIDE <= bucket.ready < count:
                 raise ValueError(f"buckets: ready after operator {bucket.ready} of {count}")
+        for span in self.units:
+            if not all(0 <= i < count for i in (*span.into, *span.inside, span.out)) or not span.into:
+                raise ValueError(f"units: {span.name} has operators that do not exist")
         return self
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trimtab.measure.capture.call import DTYPES, Call, Meta
+from trimtab.measure.capture.units import unit_spans
 from trimtab.workload.blocks import repeated_blocks
 from trimtab.workload.buckets import ddp_buckets
 from trimtab.workload.operator import OUTSIDE, Operator, Saved
@@ -62,6 +63,7 @@ def assemble(
         buckets=ddp_buckets(parameters, operators, bucket_cap_mb),
         bucket_cap_mb=bucket_cap_mb,
         blocks=repeated_blocks(operators),
+        units=unit_spans(model, operators),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
         autocast=autocast,
         resizable=resizable,

@@ -58,12 +58,13 @@ def segments(
 def plain_buckets(workload: Workload, placement: Placement, links: JobLinks) -> tuple[BucketTransfers, ...]:
     """Buckets that the backend all-reduces."""
     return tuple(
-        BucketTransfers(name=f"bucket {i}", transfers=(_plain(bucket.nbytes, placement, links),))
+        BucketTransfers(name=f"bucket {i}", transfers=(plain_transfer(bucket.nbytes, placement, links),))
         for i, bucket in enumerate(workload.buckets)
     )
 
 
-def _plain(nbytes: int, placement: Placement, links: JobLinks) -> Transfer:
+def plain_transfer(nbytes: int, placement: Placement, links: JobLinks) -> Transfer:
+    """An all-reduce by the backend, on the faster of its ways."""
     ways = [all_reduce(nbytes, placement)]
     if links.trees:
         ways.append(tree_all_reduce(nbytes, placement))

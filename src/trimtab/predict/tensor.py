@@ -1,0 +1,372 @@
+"""Time and memory of a step of a tensor-parallel job, with any shares of the units, and of data x tensor jobs.
+
+The ranks of a tensor group hold one copy of the model together: each computes its units of every block and all of
+what is replicated. They meet twice in each block: after its last projection in forward, to sum its output, and after
+its first ones in backward, to sum the gradient of its input. Both are all-reduces of one activation (samples x
+sequence x width in its own type), and nothing overlaps with them: between two meetings the slowest rank sets the pace.
+With several groups, the ranks in the same place of each exchange the gradients of their shard as DDP does, while
+backward goes on.
+
+Assumptions:
+- An operator of a block takes time in proportion to the rank's units (`share_time`); all else is computed by
+  everyone. A rank's optimizer takes time in proportion to the parameters it holds.
+- Nothing is lowered: what a block is made of cannot be set to another precision once it is sharded.
+- Where tensor groups and DDP use the same links, an all-reduce of activations and a bucket that are sent at the same
+  time get half of the rate each.
+- The buckets are those of the rank with the most parameters; ranks of one host send theirs through one interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import fsum
+
+from trimtab.cluster import Cluster, Host
+from trimtab.cluster.profile import LOCAL
+from trimtab.errors import TrimtabError
+from trimtab.predict.collectives import Placement
+from trimtab.predict.links import SHARED_MEMORY, JobLinks
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.replay.build import bits_of, compressed_buckets, plain_buckets, plain_transfer
+from trimtab.predict.replayed_job import needed_bytes
+from trimtab.predict.share_time import ShareTime
+from trimtab.predict.step import codec_time, job_links
+from trimtab.workload import Workload
+from trimtab.workload.units import sharded, shares_of
+
+Counts = Mapping[str, int]
+"""Units of a rank, by block."""
+
+FLOWING = 0.5
+"""Rate of an all-reduce of activations while a bucket is sent over the same links, and of the bucket."""
+
+_DONE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSetting:
+    """What the ranks of a tensor-parallel job do."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks that hold one copy of the model together."""
+
+    counts: tuple[Counts, ...]
+    """Units of each place in a group: the same in all groups, because DDP reduces what is in the same place."""
+
+    samples: tuple[int, ...]
+    """Samples of a step, by group."""
+
+    bits: int | None = None
+    """Bits of the gradients that groups exchange; None for the backend's own all-reduce."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorStep:
+    """The predicted step."""
+
+    step_s: float
+    compute_s: tuple[tuple[float, ...], ...]
+    """Of each rank of each group, without waiting: forward, backward and optimizer."""
+
+    all_reduce_s: float
+    """What the slowest group spends in all-reduces of activations."""
+
+    exchange_s: float
+    """What the exchange of gradients adds to the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A part of a group's stream: computing, waiting for a message, or sending."""
+
+    kind: str
+    seconds: float
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One copy of the model on its ranks."""
+
+    stream: tuple[_Stretch, ...]
+    compute_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+
+    @cached_property
+    def all_reduce_s(self) -> float:
+        return fsum(part.seconds for part in self.stream if part.kind != "compute")
+
+
+class TensorJob:
+    """Predicts the steps of one model on one cluster."""
+
+    def __init__(self, measured: Measured, cluster: Cluster) -> None:
+        """`cluster` has its profile, estimates included."""
+        assert cluster.profile is not None
+        if not measured.workload.units:
+            raise TrimtabError(
+                f"{measured.workload.model}: no blocks are known that tensor parallelism could divide"
+            )
+        self.measured, self.cluster = measured, cluster
+        self.ranks = list(cluster.ranks())
+        self._links = {name: host.link for name, host in cluster.machines()}
+        self._sharded: dict[tuple[tuple[str, int], ...], Workload] = {}
+        self._groups: dict[object, _Group] = {}
+        self._between: dict[object, tuple[Placement, JobLinks]] = {}
+
+    def step(self, setting: TensorSetting) -> TensorStep:
+        """Predict one step.
+
+        Raises:
+            TrimtabError: naming the operator, codec or link that was not measured.
+        """
+        largest = max(setting.counts, key=lambda own: _elements(self._of(own)))
+        workload = self._of(largest)
+        exchanging = len(setting.groups) > 1
+        kinds: dict[object, _Group] = {}
+        of_group = []
+        for ranks, samples in zip(setting.groups, setting.samples, strict=True):
+            key = self._kind(ranks, samples)
+            kinds[key] = self._group(ranks, samples, setting.counts, workload if exchanging else None)
+            of_group.append(kinds[key])
+        groups = list(kinds.values())
+        buckets, drag, contended = self._exchange(setting, workload) if exchanging else ([], 0.0, False)
+        ends, exchanged = _run([group.stream for group in groups], buckets, drag, contended)
+        step_s = max(
+            max(end, exchanged) + max(group.optimizer_s) for end, group in zip(ends, groups, strict=True)
+        )
+        alone = max(end + max(group.optimizer_s) for end, group in zip(ends, groups, strict=True))
+        return TensorStep(
+            step_s=step_s,
+            compute_s=tuple(
+                tuple(a + b for a, b in zip(group.compute_s, group.optimizer_s, strict=True))
+                for group in of_group
+            ),
+            all_reduce_s=max(group.all_reduce_s for group in groups),
+            exchange_s=step_s - alone,
+        )
+
+    def share_times(self, devices: Sequence[str], samples: int) -> tuple[ShareTime, ...]:
+        """For each device, its time as a function of its share of all units."""
+        times = []
+        for device in devices:
+            mapper = self.measured.mapper(device, self.cluster.devices[device].kind, samples)
+            inside = shares_of(
+                self.measured.workload, {s.name: s.units for s in self.measured.workload.units}
+            )
+            own = [f + b for f, b in zip(mapper.forward_s, mapper.backward_s, strict=True)]
+            units = fsum(own[index] for index in inside)
+            none = self._of({s.name: 0 for s in self.measured.workload.units})
+            update = [self._optimizer_s(device, _elements(w)) for w in (self.measured.workload, none)]
+            times.append(ShareTime(fsum(own) - units + update[1], units + update[0] - update[1]))
+        return tuple(times)
+
+    def memory(self, device: str, counts: Counts, samples: int, groups: int, bits: int | None = None) -> int:
+        """Bytes that a rank needs."""
+        workload = self._of(counts).at_batch(samples)
+        return needed_bytes(workload, {}, self.cluster.devices[device].kind, groups, bits)
+
+    def _of(self, counts: Counts) -> Workload:
+        key = tuple(counts.items())
+        if key not in self._sharded:
+            self._sharded[key] = sharded(self.measured.workload, counts)
+        return self._sharded[key]
+
+    def _optimizer_s(self, device: str, elements: int) -> float:
+        line = self.measured.device(device).optimiser
+        if line is None:
+            raise TrimtabError(
+                f"the optimizer step was not measured on device class {device!r}; run `trimtab probe` there"
+            )
+        return line.seconds(elements)
+
+    def _kind(self, ranks: Sequence[int], samples: int) -> object:
+        """Groups with the same are alike."""
+        hosts: dict[str, int] = {}
+        members = [self.ranks[rank] for rank in ranks]
+        return samples, tuple(
+            (rank.device, hosts.setdefault(rank.host, len(hosts)), self._links[rank.host]) for rank in members
+        )
+
+    def _group(
+        self, ranks: Sequence[int], samples: int, counts: Sequence[Counts], reduced: Workload | None
+    ) -> _Group:
+        """The stream of a group; `reduced` is the workload whose buckets it fills."""
+        key = self._kind(ranks, samples), tuple(tuple(own.items()) for own in counts), reduced is not None
+        if key not in self._groups:
+            self._groups[key] = self._built(ranks, samples, counts, reduced)
+        return self._groups[key]
+
+    def _built(
+        self, ranks: Sequence[int], samples: int, counts: Sequence[Counts], reduced: Workload | None
+    ) -> _Group:
+        whole = self.measured.at(samples)
+        passes = []
+        for rank, own in zip(ranks, counts, strict=True):
+            device = self.ranks[rank].device
+            mapper = self.measured.mapper(device, self.cluster.devices[device].kind, samples)
+            part = shares_of(whole, own)
+            passes.append(
+                tuple(
+                    [ShareTime(0.0, seconds).seconds(part.get(i, 1.0)) for i, seconds in enumerate(times)]
+                    for times in (mapper.forward_s, mapper.backward_s)
+                )
+            )
+        ready: dict[int, tuple[int, ...]] = {}
+        for index, bucket in enumerate(reduced.buckets if reduced is not None else ()):
+            ready[max(bucket.ready, 0)] = (*ready.get(max(bucket.ready, 0), ()), index)
+        placement, links = self._links_of(ranks)
+        forward = {s.out: whole.operators[s.out].outputs[0].nbytes for s in whole.units}
+        backward = {min(s.into): whole.operators[min(s.into)].input_tensors[0].nbytes for s in whole.units}
+        count = len(whole.operators)
+        stream: list[_Stretch] = []
+        for order, which, meetings, filled in (
+            (range(count), 0, forward, {}),
+            (range(count - 1, -1, -1), 1, backward, ready),
+        ):
+            since: list[int] = []
+            for index in order:
+                since.append(index)
+                if index in meetings or index == order[-1]:
+                    stream += _slowest([own[which] for own in passes], since, filled)
+                    since = []
+                if index in meetings and len(ranks) > 1:
+                    sent = plain_transfer(meetings[index], placement, links)
+                    stream += [_Stretch("latency", sent.latency_s), _Stretch("flow", sent.seconds)]
+        return _Group(
+            stream=tuple(stream),
+            compute_s=tuple(fsum(forward_s) + fsum(backward_s) for forward_s, backward_s in passes),
+            optimizer_s=tuple(
+                self._optimizer_s(self.ranks[rank].device, _elements(self._of(own)))
+                for rank, own in zip(ranks, counts, strict=True)
+            ),
+        )
+
+    def _exchange(
+        self, setting: TensorSetting, workload: Workload
+    ) -> tuple[list[tuple[float, float]], float, bool]:
+        """Latency and flow of each bucket, the part of a device that it uses, and whether groups use the same links."""
+        place = max(range(len(setting.counts)), key=lambda i: _elements(self._of(setting.counts[i])))
+        peers = [group[place] for group in setting.groups]
+        placement, links = self._links_of(peers)
+        first = setting.groups[0]
+        beside = [i for i, rank in enumerate(first) if self.ranks[rank].host == self.ranks[first[place]].host]
+        together = sum(_elements(self._of(setting.counts[i])) for i in beside) / _elements(workload)
+        if placement.hosts == 1:
+            together = 1.0
+        if setting.bits is None:
+            buckets = plain_buckets(workload, placement, links)
+            local: Sequence[tuple[float, ...]] = [(0.0,)] * len(buckets)
+        else:
+            profile = self.measured.profile
+            codecs = [codec_time(profile, self.ranks[rank].device, setting.bits) for rank in peers]
+            slowest = max(codecs, key=lambda codec: codec.encode.a)
+            bits = bits_of(workload, setting.bits)
+            buckets, (local,) = compressed_buckets(workload, placement, links, bits, [slowest])
+        times = [
+            (
+                fsum(t.latency_s for t in bucket.transfers) + fsum(own),
+                fsum(t.seconds for t in bucket.transfers) * together,
+            )
+            for bucket, own in zip(buckets, local, strict=True)
+        ]
+        drag = max((max(t.drag, default=0.0) for b in buckets for t in b.transfers), default=0.0)
+        spread = any(len({self.ranks[rank].host for rank in group}) > 1 for group in setting.groups)
+        return times, drag, spread or placement.hosts == 1
+
+    def _links_of(self, ranks: Sequence[int]) -> tuple[Placement, JobLinks]:
+        alike: dict[tuple[tuple[tuple[str, int], ...], str | None], int] = {}
+        by_host: dict[str, dict[str, int]] = {}
+        for rank in ranks:
+            own = by_host.setdefault(self.ranks[rank].host, {})
+            own[self.ranks[rank].device] = own.get(self.ranks[rank].device, 0) + 1
+        for host, devices in by_host.items():
+            kind = tuple(sorted(devices.items())), self._links[host]
+            alike[kind] = alike.get(kind, 0) + 1
+        key = tuple(alike.items())
+        if key not in self._between:
+            profile = self.measured.profile
+            hosts = tuple(
+                Host(name=f"h{i}", devices=dict(devices), link=link, count=count)
+                for i, ((devices, link), count) in enumerate(alike.items())
+            )
+            part = replace(self.cluster, hosts=hosts)
+            placement = Placement.on(part)
+            inside = placement.hosts == 1 and len(self._links) > 1 and not profile.links.get(LOCAL)
+            links = JobLinks.uniform(SHARED_MEMORY) if inside else job_links(part, profile)
+            self._between[key] = placement, links
+        return self._between[key]
+
+
+def _elements(workload: Workload) -> int:
+    return sum(p.tensor.numel for p in workload.parameters if p.trainable)
+
+
+def _slowest(
+    passes: Sequence[Sequence[float]], indices: Sequence[int], ready: Mapping[int, tuple[int, ...]]
+) -> list[_Stretch]:
+    """The operators up to a meeting on the rank that takes longest for them, divided where a bucket is complete."""
+    own = max(passes, key=lambda times: fsum(times[i] for i in indices))
+    stretches, seconds = [], 0.0
+    for index in indices:
+        seconds += own[index]
+        if index in ready:
+            stretches.append(_Stretch("compute", seconds, ready[index]))
+            seconds = 0.0
+    return [*stretches, _Stretch("compute", seconds)] if seconds else stretches
+
+
+def _run(
+    streams: Sequence[Sequence[_Stretch]],
+    buckets: Sequence[tuple[float, float]],
+    drag: float,
+    contended: bool,
+) -> tuple[list[float], float]:
+    """When each stream ends, and when the last bucket has been reduced."""
+    now, exchanged = 0.0, 0.0
+    at = [0] * len(streams)
+    left = [stream[0].seconds for stream in streams]
+    ends: list[float | None] = [None] * len(streams)
+    ready = [0] * len(buckets)
+    bucket, waiting, flowing = 0, 0.0, 0.0
+    started = False
+    while True:
+        if not started and bucket < len(buckets) and ready[bucket] == len(streams):
+            started, (waiting, flowing) = True, buckets[bucket]
+        sending = started and waiting <= _DONE
+        active = [i for i, end in enumerate(ends) if end is None]
+        rates = {}
+        for i in active:
+            kind = streams[i][at[i]].kind
+            slowed = (
+                max(0.5, 1 - drag) if kind == "compute" else FLOWING if contended and kind == "flow" else 1.0
+            )
+            rates[i] = slowed if sending else 1.0
+        meets = contended and any(streams[i][at[i]].kind == "flow" for i in active)
+        rate = FLOWING if sending and meets else 1.0
+        waits = [left[i] / rates[i] for i in active]
+        if started:
+            waits.append((flowing if sending else waiting) / rate)
+        if not waits:
+            return [end or 0.0 for end in ends], exchanged
+        passed = min(waits)
+        now += passed
+        if started:
+            if sending:
+                flowing -= passed * rate
+            else:
+                waiting -= passed
+            if flowing <= _DONE and waiting <= _DONE:
+                started, bucket, exchanged = False, bucket + 1, now
+        for i in active:
+            left[i] -= passed * rates[i]
+            while ends[i] is None and left[i] <= _DONE:
+                for index in streams[i][at[i]].buckets:
+                    ready[index] += 1
+                at[i] += 1
+                if at[i] == len(streams[i]):
+                    ends[i] = now
+                else:
+                    left[i] = streams[i][at[i]].seconds
