@@ -191,8 +191,8 @@ def test_files_that_are_not_there_or_not_clusters(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"ends in \.yaml, \.yml or \.json"):
         load_cluster(tmp_path / "cluster.txt")
     large = tmp_path / "large.yaml"
-    large.write_bytes(b"#" * (5 << 20))
-    with pytest.raises(TrimtabError, match="larger than 4 MiB"):
+    large.write_bytes(b"#" * (33 << 20))
+    with pytest.raises(TrimtabError, match="larger than 32 MiB"):
         load_cluster(large)
     (tmp_path / "d.yaml").mkdir()
     with pytest.raises(TrimtabError, match="cannot be read: Is a directory"):

@@ -26,7 +26,7 @@ def test_a_cluster_with_its_profile_is_read_back_equal(tmp_path: Path, suffix: s
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (("version",), 2, "profile: version mismatch: found 2, expected 1.*trimtab probe"),
+        (("version",), 1, "profile: version mismatch: found 1, expected 2.*trimtab probe"),
         (("devices", FAST, "optimiser", "a"), -1.0, "profile.devices.fast.optimiser.a"),
         (("devices", FAST, "surprise"), 1, "profile.devices.fast.surprise: unknown key"),
         (("links", "lan", "all_reduce", "per_byte_s"), "fast", "per_byte_s"),

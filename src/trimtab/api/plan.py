@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 import trimtab
 from trimtab.cluster import Cluster, Profile, load_cluster
-from trimtab.cluster.profile import check_profile
+from trimtab.cluster.profile import ProbedModel, check_profile
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.damage.indicators import gradient_damage as damage_of
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.products import refuse_wrong_products
-from trimtab.models.data import filled
-from trimtab.models.spec import NAMES, load_model
+from trimtab.models.data import calibration
+from trimtab.models.spec import load_model
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import PRECISIONS
+from trimtab.predict.damage import Damage
 from trimtab.predict.extrapolation import out_of_reach
-from trimtab.predict.operators.estimate import with_estimates
+from trimtab.predict.operators.estimate import measured_kinds, with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import probed
 from trimtab.predict.step import rank_counts
+from trimtab.workload import Workload
 
 RANKING = ("depth", "curvature", "random")
 """Indicators that only rank operators."""
-
-BATCHES = 2
-"""Batches for calibrating the indicator of a model given by name."""
 
 
 def plan(
@@ -58,7 +58,9 @@ def plan(
     """Decide what every rank of a job does: samples, precisions of operators, bits of gradients.
 
     Args:
-        model: as it will be trained, on a device; or a name, as for `trimtab probe --model`.
+        model: as it will be trained, on a device; or a name, as for `trimtab probe --model`. A model that was probed
+            under this name is planned from the cluster's profile: neither its code nor its device is needed, but
+            without its code precisions are planned only if the profile has their damages (`trimtab probe --damage`).
         cluster: a cluster with its profile, or the file that `trimtab probe` wrote.
         batch_size: the global batch: samples per step, over all ranks. The plan divides exactly these.
         batches: two or so, each as the model is called with it; the effect of lower precision on the gradient is
@@ -90,24 +92,42 @@ def plan(
             "cannot be compared with the allowed damage; use variance or measured, or --batch fixed"
         )
     offered = _precisions(target, profile, precisions)
-    kinds: set[Literal["cpu", "cuda"]] = {target.devices[name].kind for name in rank_counts(target)}
-    here = torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
-    trained, batches, loss = _job(model, batches, loss, here)
-    workload = capture_workload(trained, batches[0], loss=loss, autocast=autocast, device=min(kinds))
+    kinds = measured_kinds(target, profile)
+    stored = _stored(model, profile, kinds)
+    workload = None if stored is None else stored.workload(kinds, autocast)
+    damages: Damage = {}
+    if isinstance(model, str) and not batches and stored is not None and stored.indicator == indicator:
+        damages = {
+            name: {precision: value for precision, value in by.items() if precision in offered}
+            for name, by in stored.damages.items()
+        }
+    job: _Job | None = None
+    if workload is None or not damages:
+        job = _job(model, batches, loss, kinds, optional=workload is not None)
+    if workload is None or stored is None:
+        assert job is not None
+        own = fingerprint(job.model)
+        workload = capture_workload(
+            job.model, job.batches[0], loss=job.loss, autocast=autocast, device=min(kinds)
+        )
+    else:
+        own = stored.fingerprint
+        if job is not None and fingerprint(job.model) != own:
+            raise TrimtabError(
+                f"plan: {model} is another model than the one that was probed under this name; run `trimtab probe "
+                f"--model {model}` again"
+            )
     measured = Measured(workload, profile)
     for name in rank_counts(target):  # report what was not measured before the long work
         measured.costs(name, batch_size // target.world_size, {})
-    half = DTYPES[autocast] if autocast is not None else None  # unknown names were rejected above
-    device = next((p.device for p in trained.parameters()), torch.device("cpu"))
-    refuse_wrong_products(device)
-    with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
-        damages = damage_of(trained, batches, loss, precisions=offered, indicator=indicator)
+    if job is not None and not damages:
+        damages = _measured_damages(job, workload, offered, indicator)
     progress(1, 12)
     made = make_plan(
         target,
         workload,
-        {name: by for name, by in damages.items() if name in workload.settings},
-        model=fingerprint(trained),
+        damages,
+        model=own,
         trimtab=trimtab.__version__,
         batch_size=batch_size,
         batch=batch,
@@ -118,29 +138,64 @@ def plan(
     samples = [(role.device, role.samples) for role in made.roles.values()]
     if (warning := out_of_reach(profile, workload.model, samples)) is not None:
         logger().warning("plan: %s", warning)
+    if workload.caveat is not None:
+        made = replace(made, reasons=(*made.reasons, workload.caveat))
     return made
+
+
+class _Job(NamedTuple):
+    """A model that can be run here."""
+
+    model: nn.Module
+    batches: list[Any]
+    loss: Callable[[Any], torch.Tensor] | None
+
+
+def _stored(model: nn.Module | str, profile: Profile, kinds: Collection[str]) -> ProbedModel | None:
+    """What the profile holds of a model; of one that is given in Python only if it cannot be captured here."""
+    if isinstance(model, str):
+        return profile.models.get(model)
+    if "cuda" not in kinds or torch.cuda.is_available():
+        return None
+    own = fingerprint(model)
+    return next((probed for probed in profile.models.values() if probed.fingerprint == own), None)
 
 
 def _job(
     model: nn.Module | str,
     batches: Sequence[Any] | None,
     loss: Callable[[Any], torch.Tensor] | None,
-    device: torch.device,
-) -> tuple[nn.Module, list[Any], Callable[[Any], torch.Tensor] | None]:
-    """The model, the batches for its calibration, and its loss."""
+    kinds: Collection[str],
+    *,
+    optional: bool,
+) -> _Job | None:
+    """The model, the batches for its calibration, and its loss; None if it is optional and its code is not here."""
     if isinstance(model, nn.Module):
         if not batches:
             raise TrimtabError(
                 "plan: the effect of lower precision is measured on data: pass batches=, two or so, each as the "
                 "model is called with it"
             )
-        return model, list(batches), loss
+        return _Job(model, list(batches), loss)
     torch.manual_seed(0)
-    spec = load_model(model, device)
-    calibration = list(batches) if batches else [spec.batch]
-    if model in NAMES and not batches:
-        calibration = [filled(spec, step) for step in range(BATCHES)]
-    return spec.model, calibration, loss or spec.loss
+    try:
+        spec = load_model(
+            model, torch.device("cuda" if kinds == {"cuda"} and torch.cuda.is_available() else "cpu")
+        )
+    except TrimtabError:
+        if optional:
+            return None
+        raise
+    return _Job(spec.model, list(batches) if batches else calibration(spec), loss or spec.loss)
+
+
+def _measured_damages(job: _Job, workload: Workload, precisions: Sequence[str], indicator: str) -> Damage:
+    half = None if workload.autocast is None else DTYPES[workload.autocast]
+    device = next((p.device for p in job.model.parameters()), torch.device("cpu"))
+    refuse_wrong_products(device)
+    with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
+        damages = damage_of(job.model, job.batches, job.loss, precisions=precisions, indicator=indicator)
+    return {name: by for name, by in damages.items() if name in workload.settings}
 
 
 def _profile(cluster: Cluster) -> Profile:

@@ -19,7 +19,9 @@ def plan(
         Path, typer.Option(help="Cluster file with its profile, as written by `trimtab probe`.")
     ],
     batch_size: Annotated[int, typer.Option(min=1, help="Global batch: samples per step, over all ranks.")],
-    model: Annotated[str, typer.Option(help="As for `trimtab probe`.")] = "gpt",
+    model: Annotated[
+        str | None, typer.Option(help="As for `trimtab probe`; by default the only one that was probed.")
+    ] = None,
     batch: Annotated[
         str,
         typer.Option(
@@ -49,7 +51,7 @@ def plan(
     """
     from trimtab.api.plan import plan as make_plan
     from trimtab.cli.terminal import print_table, progress_bar
-    from trimtab.cluster import load_cluster
+    from trimtab.cluster import load_cluster, model_name
     from trimtab.planning.plan import save_plan
 
     if out.suffix.lower() != ".json":
@@ -60,6 +62,7 @@ def plan(
     chosen_bits = parse_bits(bits)
     loaded_cluster = load_cluster(cluster)
     try:
+        model = model_name(loaded_cluster, model)
         with progress_bar("planning") as progress:
             made = make_plan(
                 model,

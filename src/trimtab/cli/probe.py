@@ -33,6 +33,13 @@ def probe(
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Start no measurement after this time.")] = 120.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached measurements.")] = False,
+    damage: Annotated[
+        bool,
+        typer.Option(
+            "--damage",
+            help="Also measure what lower precision does to the gradient: needed to plan it without the model's code.",
+        ),
+    ] = False,
     merge: Annotated[
         list[Path] | None, typer.Option(help="Measure nothing; merge these probed files. Repeatable.")
     ] = None,
@@ -63,6 +70,7 @@ def probe(
                 autocast=autocast,
                 seconds=seconds,
                 fresh=fresh,
+                damage=damage,
                 progress=progress if is_first_rank else lambda _done, _total: None,
             )
         if not is_first_rank:

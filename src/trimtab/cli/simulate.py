@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 import trimtab
+from trimtab.cluster import Cluster
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import Plan
 from trimtab.planning.what_if import Outcome
+from trimtab.workload import Workload
 
 SHOWN = (
     "what",
@@ -31,7 +33,9 @@ def simulate(
     cluster: Annotated[
         Path, typer.Option(help="Cluster file with its profile, as written by `trimtab probe`.")
     ],
-    model: Annotated[str, typer.Option(help="As for `trimtab probe`.")] = "gpt",
+    model: Annotated[
+        str | None, typer.Option(help="As for `trimtab probe`; by default the only one that was probed.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="What each rank does, from `trimtab plan`.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank that the plan does not cover.")] = 4,
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
@@ -45,7 +49,9 @@ def simulate(
     ] = None,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Build the model and run it once; for models that depend on values."),
+        typer.Option(
+            "--real", help="For a model that was not probed: build it and run it, not only its outline."
+        ),
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the step's trace for ui.perfetto.dev.")] = None,
     as_json: Annotated[
@@ -57,27 +63,33 @@ def simulate(
     Example: [bold]trimtab simulate --cluster cluster.json --model gpt2 --add 2xT4 --link-factor 10 --bits 4[/bold]
     """
     from trimtab.cli.terminal import print_table
-    from trimtab.cluster import check_profile, load_cluster
-    from trimtab.measure.capture.capture import workload_of
+    from trimtab.cluster import check_profile, load_cluster, model_name
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
     base = load_cluster(cluster)
-    kinds = {device.kind for device in base.devices.values()}
-    workload = workload_of(model, samples=batch, autocast=autocast, device=min(kinds), real=real)
     try:
         if base.profile is not None:
             check_profile(base.profile, trimtab=trimtab.__version__)
+        model = model_name(base, model)
+        workload = _workload(base, model, batch, autocast, real)
         if plan is None:
             setting = even(base, batch)
         else:
-            base, setting = planned(_plan_for(plan, model), base)
+            base, setting = planned(_plan_for(plan, base, model), base)
         outcomes = what_ifs(
-            base, workload, setting, remove=remove or [], add=add or [], link_factor=link_factor, bits=bits
+            base,
+            workload,
+            setting,
+            remove=remove or [],
+            add=add or [],
+            link_factor=link_factor,
+            bits=bits,
+            samples=batch,
         )
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
-    for warning in dict.fromkeys(outcome.out_of_reach for outcome in outcomes):
+    for warning in dict.fromkeys((*(outcome.out_of_reach for outcome in outcomes), workload.caveat)):
         if warning is not None:
             logger().warning("%s: %s", cluster, warning)
     if trace is not None:
@@ -92,7 +104,22 @@ def simulate(
         print(outcome.words())
 
 
-def _plan_for(path: Path, model: str) -> Plan:
+def _workload(cluster: Cluster, model: str, samples: int, autocast: str | None, real: bool) -> Workload:
+    """As it was probed, or else captured from the model's code."""
+    from trimtab.measure.capture.capture import workload_of
+    from trimtab.predict.operators.estimate import measured_kinds, with_estimates
+
+    kinds = {device.kind for device in cluster.devices.values()}
+    if cluster.profile is not None:
+        kinds = measured_kinds(cluster, with_estimates(cluster, cluster.profile))
+        stored = cluster.profile.models.get(model)
+        workload = None if stored is None else stored.workload(kinds, autocast)
+        if workload is not None:
+            return workload
+    return workload_of(model, samples=samples, autocast=autocast, device=min(kinds), real=real)
+
+
+def _plan_for(path: Path, cluster: Cluster, model: str) -> Plan:
     """The plan of a file; refused if it was made for another model."""
     import torch
 
@@ -101,7 +128,8 @@ def _plan_for(path: Path, model: str) -> Plan:
     from trimtab.planning.plan import load_plan
 
     plan = load_plan(path)
-    own = fingerprint(load_model(model, torch.device("meta")).model)
+    stored = None if cluster.profile is None else cluster.profile.models.get(model)
+    own = fingerprint(load_model(model, torch.device("meta")).model) if stored is None else stored.fingerprint
     if plan.model != own:
         raise TrimtabError(
             f"{path} was made for another model (fingerprint {plan.model}) than {model} ({own}); make a new one with "

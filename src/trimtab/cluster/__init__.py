@@ -1,6 +1,6 @@
 """The hardware of a job: hosts, devices, links, and what was measured on them."""
 
-from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank
+from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank, model_name
 from trimtab.cluster.file import load_cluster, parse_cluster, save_cluster
 from trimtab.cluster.profile import Profile, check_profile, merge_profiles
 
@@ -15,6 +15,7 @@ __all__ = [
     "check_profile",
     "load_cluster",
     "merge_profiles",
+    "model_name",
     "parse_cluster",
     "save_cluster",
 ]

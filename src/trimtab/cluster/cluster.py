@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.cluster.profile import Profile
+from trimtab.errors import TrimtabError
 from trimtab.strict_files import STRICT
 
 SCHEMA_VERSION = 1
@@ -133,6 +134,21 @@ class Cluster:
                 for _ in range(count):
                     yield Rank(rank=rank, host=name, local_rank=local, device=device)
                     rank, local = rank + 1, local + 1
+
+
+def model_name(cluster: Cluster, name: str | None) -> str:
+    """The name of a model, by default that of the only one that was probed.
+
+    Raises:
+        TrimtabError: without a name, several models or none were probed.
+    """
+    if name is not None:
+        return name
+    names = [] if cluster.profile is None else list(cluster.profile.models)
+    if len(names) != 1:
+        probed = f"models {', '.join(names)} were" if names else "no model was"
+        raise TrimtabError(f"{probed} probed: say which one is meant with --model")
+    return names[0]
 
 
 def _machine_names(host: Host) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
@@ -12,12 +13,17 @@ from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster
 from trimtab.errors import TrimtabError
 from trimtab.strict_files import FileFormat, Form, replace_file
 
+MAX_BYTES = 32 << 20
+"""A profile of a model with hundreds of unlike layers on dozens of device classes takes a few MiB."""
+
+WIDTH = 150
+
 _FORMAT = FileFormat(
     adapter=TypeAdapter(Cluster),
     noun="a cluster",
     version=SCHEMA_VERSION,
     remedy="see docs/cluster-files.md",
-    max_bytes=4 << 20,
+    max_bytes=MAX_BYTES,
 )
 
 
@@ -38,9 +44,23 @@ def parse_cluster(text: str, *, source: str, form: Form = "yaml") -> Cluster:
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `load_cluster` reads back as an equal cluster."""
     form = form_of(Path(path))
-    tree = _FORMAT.adapter.dump_python(cluster, mode="json", exclude_none=True)
-    text = json.dumps(tree, indent=2) + "\n" if form == "json" else yaml.safe_dump(tree, sort_keys=False)
-    replace_file(path, text)
+    tree = _FORMAT.adapter.dump_python(cluster, mode="json", exclude_defaults=True)
+    if form == "json":
+        replace_file(path, _pretty(tree) + "\n")
+    else:
+        replace_file(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=WIDTH))
+
+
+def _pretty(tree: Any, indent: str = "") -> str:
+    """JSON in which everything that fits on a line is on one."""
+    line = json.dumps(tree)
+    if len(indent) + len(line) <= WIDTH or not isinstance(tree, (dict, list)):
+        return line
+    inner = indent + "  "
+    if isinstance(tree, dict):
+        parts = [f"{inner}{json.dumps(key)}: {_pretty(value, inner)}" for key, value in tree.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + _pretty(value, inner) for value in tree) + f"\n{indent}]"
 
 
 def form_of(path: Path) -> Form:

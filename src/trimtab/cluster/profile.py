@@ -1,4 +1,4 @@
-"""Measurements of a cluster's devices and links: part of the cluster file.
+"""Measurements of a cluster's devices and links, and the models they were made with: part of the cluster file.
 
 Times are in seconds. A profile belongs to one version of trimtab and torch, because their operators differ
 between versions; a profile from another version is refused.
@@ -6,16 +6,18 @@ between versions; a profile from another version is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
 from trimtab.strict_files import STRICT
+from trimtab.workload import StoredWorkload, Workload
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 LOCAL = "local"
 """In place of a link class: the link between ranks of one host."""
@@ -102,6 +104,33 @@ class DeviceProfile:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProbedModel:
+    """A model whose operators were measured: all that planning needs of it."""
+
+    fingerprint: str
+    """As in plans."""
+
+    workloads: dict[Literal["cpu", "cuda"], StoredWorkload]
+    """By kind of device: kernels differ between them."""
+
+    indicator: str | None = None
+    """How `damages` were estimated; None if they were not."""
+
+    damages: dict[str, dict[str, Annotated[float, Field(ge=0)]]] = Field(default_factory=dict)
+    """By operator and precision, for a rank that computes the whole batch."""
+
+    def workload(self, kinds: Collection[str], autocast: str | None = None) -> Workload | None:
+        """The workload on a kind of device; None if it was not captured there, or with another autocast than this.
+
+        Without `autocast` it may be any.
+        """
+        stored = next((self.workloads[kind] for kind in sorted(self.workloads) if kind in kinds), None)
+        if stored is None or autocast not in (None, stored.autocast):
+            return None
+        return stored.workload
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Profile:
     """Measurements of a cluster."""
 
@@ -113,6 +142,9 @@ class Profile:
 
     links: dict[str, dict[str, CollectiveTime]] = Field(default_factory=dict)
     """By link class (`LOCAL` inside a host), then by collective: all_reduce, all_gather, all_to_all."""
+
+    models: dict[str, ProbedModel] = Field(default_factory=dict)
+    """By the name that `trimtab probe --model` was called with."""
 
     @model_validator(mode="after")
     def _is_of_this_form(self) -> Profile:
@@ -147,6 +179,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     devices: dict[str, DeviceProfile] = {}
     links: dict[str, dict[str, CollectiveTime]] = {}
+    models: dict[str, ProbedModel] = {}
     for profile in profiles:
         check_profile(profile, trimtab=first.trimtab, torch=first.torch)
         for name, theirs in profile.devices.items():
@@ -157,9 +190,26 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
                 devices[name] = _merged(ours, theirs, name)
         for name, collectives in profile.links.items():
             links[name] = {**links.get(name, {}), **collectives}
+        for name, model in profile.models.items():
+            models[name] = _merged_model(models.get(name, model), model, name)
     return Profile(
-        version=PROFILE_VERSION, trimtab=first.trimtab, torch=first.torch, devices=devices, links=links
+        version=PROFILE_VERSION,
+        trimtab=first.trimtab,
+        torch=first.torch,
+        devices=devices,
+        links=links,
+        models=models,
     )
+
+
+def _merged_model(ours: ProbedModel, theirs: ProbedModel, name: str) -> ProbedModel:
+    if ours.fingerprint != theirs.fingerprint:
+        raise TrimtabError(
+            f"model {name!r} differs between the profiles (fingerprints {ours.fingerprint} and {theirs.fingerprint}); "
+            "probe the same model on every host"
+        )
+    newest = theirs if theirs.indicator is not None else ours
+    return replace(newest, workloads={**ours.workloads, **theirs.workloads})
 
 
 def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProfile:

@@ -6,7 +6,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,22 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link, Profile, load_cluster
-from trimtab.cluster.profile import LOCAL, check_profile, merge_profiles
+from trimtab.cluster.profile import LOCAL, ProbedModel, check_profile, merge_profiles
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
+from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.job import probe_job
 from trimtab.measure.out_of_memory import allocations_fail_on_time, is_out_of_memory
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.measure.timing import meet, seconds_per_call
-from trimtab.models.data import filled
+from trimtab.models.data import calibration, filled
 from trimtab.models.spec import NAMES, load_model
+from trimtab.precision.products import DTYPES
 from trimtab.predict.collectives import Placement
+from trimtab.predict.damage import Damage
+from trimtab.workload import StoredWorkload, Workload
 
 ALIKE = 0.15
 """Devices with the same name whose speeds differ by less than this fraction are one class."""
@@ -35,6 +42,9 @@ LINK = "link"
 
 BATCHES = (2, 4, 6)
 """Default samples per rank; `trimtab plan` warns if its job needs to extrapolate far."""
+
+INDICATOR = "variance"
+"""How probing estimates damages: in the units of the damage that a plan allows."""
 
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
@@ -49,6 +59,7 @@ def probe(
     autocast: str | None = None,
     seconds: float = 120.0,
     fresh: bool = False,
+    damage: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Cluster:
     """Measure the devices of this job and the link between them.
@@ -66,6 +77,8 @@ def probe(
         seconds: no new measurement of a device starts after this time on any rank; a warning lists what is missing,
             and the next run continues there.
         fresh: ignore cached measurements.
+        damage: also measure what each of the precisions does to the gradient, so that they can be planned where
+            neither the model's code nor its data is.
     """
     on = torch.device(device)
     if len(set(batches)) < 2:
@@ -93,7 +106,7 @@ def probe(
         )
         refuse_wrong_products(on)
         with allocations_fail_on_time(on):
-            return _measure(task, on, fresh, progress)
+            return _measure(task, on, fresh, damage, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -106,7 +119,9 @@ def probe(
             dist.destroy_process_group()
 
 
-def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[int, int], None]) -> Cluster:
+def _measure(
+    task: Task, device: torch.device, fresh: bool, damage: bool, progress: Callable[[int, int], None]
+) -> Cluster:
     world = dist.get_world_size()
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
@@ -128,13 +143,43 @@ def _measure(task: Task, device: torch.device, fresh: bool, progress: Callable[[
             probed.left[0],
             ", or run the same command again to continue" if cache.keep else "",
         )
+    model = ProbedModel(
+        fingerprint=fingerprint(task.spec.model),
+        workloads={device.type: StoredWorkload.of(probed.workload)},  # type: ignore[dict-item]  # cpu or cuda
+        indicator=INDICATOR if damage else None,
+        damages=_damages(task, device, probed.workload) if damage else {},
+    )
     return Cluster(
         version=1,
         devices=classes,
         links=_link(probed.profile) if several else {},
         hosts=_hosts(hosts, of_rank, LINK if several else None),
-        profile=probed.profile,
+        profile=replace(probed.profile, models={task.spec.name: model}),
     )
+
+
+def _damages(task: Task, device: torch.device, workload: Workload) -> Damage:
+    """The damage of every precision that was probed, measured by rank 0 for all. Collective."""
+    measured: list[Any] = [None]
+    if dist.get_rank() == 0:
+        dtype = DTYPES[task.autocast] if task.autocast else None
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            damages = gradient_damage(
+                task.spec.model,
+                calibration(task.spec),
+                task.spec.loss_of,
+                precisions=task.precisions,
+                indicator=INDICATOR,
+            )
+        # A precision whose range is exceeded is never chosen, like one without a damage.
+        measured[0] = {
+            name: {precision: value for precision, value in by.items() if isfinite(value)}
+            for name, by in damages.items()
+            if name in workload.settings
+        }
+    dist.broadcast_object_list(measured, device=device if device.type == "cuda" else None)
+    damages_by_operator: Damage = measured[0]
+    return damages_by_operator
 
 
 def _link(profile: Profile) -> dict[str, Link]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from trimtab.models.spec import ModelSpec
+from trimtab.models.spec import NAMES, ModelSpec
 from trimtab.random_bits import stream
 
 
@@ -114,6 +114,14 @@ def filled(spec: ModelSpec, step: int) -> tuple[Any, ...]:
         return filling.to(x.device)
 
     return tuple(values(x) for x in spec.batch)
+
+
+CALIBRATION_BATCHES = 2
+
+
+def calibration(spec: ModelSpec) -> list[Any]:
+    """Batches on which the effect of lower precision on a model's gradient is measured."""
+    return [filled(spec, step) for step in range(CALIBRATION_BATCHES)] if spec.name in NAMES else [spec.batch]
 
 
 def _generator(seed: int, step: int, rank: int) -> torch.Generator:

@@ -39,7 +39,7 @@ def make_plan(
 
     Args:
         cluster: with its profile.
-        damages: by operator and precision, for a rank that computes the whole batch.
+        damages: by operator and precision, for a rank that computes the whole batch; empty if they are not known.
         model: fingerprint of the model.
         batch_size: of all ranks together; it does not change.
         batch: "fixed" gives every rank the same share and lowers only slow ranks; "free" lets shares follow speed,

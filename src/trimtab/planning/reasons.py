@@ -111,6 +111,12 @@ def _lowered_reasons(
                 reasons.append(f"{name} would not fit its memory with nothing lowered")
         return reasons
     if len(_unprobed(search, candidate)) == len(search.counts):
+        shares = {device: candidate.job.samples[candidate.job.of(device)[0]] for device in search.counts}
+        if any(any(search.measured.precisions(device, own).values()) for device, own in shares.items()):
+            return [
+                "nothing is lowered: what lower precision does to the gradient is not known here; measure it with "
+                "`trimtab probe --damage`, or plan where the model's code is"
+            ]
         return ["nothing is lowered: no lower precision was probed; see `trimtab probe --precision`"]
     if batch == "free" and not budget:
         return ["nothing is lowered: no damage is allowed"]

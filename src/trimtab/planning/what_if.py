@@ -290,9 +290,10 @@ def what_ifs(
     add: Sequence[str] = (),
     link_factor: float | None = None,
     bits: int | None = None,
+    samples: int | None = None,
 ) -> list[Outcome]:
-    """The job as given, and with each single change."""
-    samples = workload.batch_size
+    """The job as given, and with each single change. New ranks take `samples`, by default the workload's batch."""
+    samples = workload.batch_size if samples is None else samples
     cases = [("as given", cluster, setting)]
     cases += [
         (f"without {what}", changed := without(cluster, what), adapted(setting, changed, samples))

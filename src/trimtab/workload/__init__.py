@@ -2,6 +2,7 @@
 
 from trimtab.workload.file import load_workload, save_workload
 from trimtab.workload.operator import OUTSIDE, Category, Kind, Operator, Saved
+from trimtab.workload.stored import StoredWorkload
 from trimtab.workload.tensor import Tensor
 from trimtab.workload.workload import SCHEMA_VERSION, Bucket, Parameter, RepeatedBlock, UnitSpan, Workload
 
@@ -15,6 +16,7 @@ __all__ = [
     "Parameter",
     "RepeatedBlock",
     "Saved",
+    "StoredWorkload",
     "Tensor",
     "UnitSpan",
     "Workload",

@@ -115,6 +115,9 @@ class Workload:
     resizable: bool = True
     """Whether it is known how shapes grow with the batch."""
 
+    caveat: str | None = None
+    """In words, if the captured batch sizes had different operators, so that others are interpolated."""
+
     @model_validator(mode="after")
     def _is_whole(self) -> Workload:
         names = {p.name for p in self.parameters}

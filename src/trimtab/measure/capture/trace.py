@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -181,6 +182,8 @@ class Tracer:
             return [self._written(call, v) for v in value]
         if isinstance(value, torch.dtype):
             return DTYPES[value]
+        if isinstance(value, float) and not isfinite(value):
+            return str(value)  # JSON has no such number
         return value if isinstance(value, (bool, int, float, str)) else None
 
     # Functions, above autograd

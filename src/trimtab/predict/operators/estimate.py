@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from trimtab.cluster import Cluster, Device
 from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup
@@ -39,6 +40,16 @@ def with_estimates(cluster: Cluster, profile: Profile) -> Profile:
         if name not in devices:
             devices[name] = estimated(name, device, profile.devices)
     return replace(profile, devices=devices)
+
+
+def measured_kinds(cluster: Cluster, profile: Profile) -> set[Literal["cpu", "cuda"]]:
+    """The kinds of devices on which a cluster's times were measured; estimates count as what they were scaled from."""
+    kinds = set()
+    for name in {device for host in cluster.hosts for device in host.devices}:
+        measured = profile.devices.get(name)
+        source = measured.estimated_from if measured is not None else None
+        kinds.add(cluster.devices[source if source in cluster.devices else name].kind)
+    return kinds
 
 
 def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) -> DeviceProfile:
