@@ -15,6 +15,10 @@ MOST_GATHERED_BYTES = 8 * TINY_BYTES
 """But only while all ranks' payloads together have at most this size: everyone receives and decodes all of them."""
 
 
+ADAPTIVE_BITS, ADAPTIVE_BLOCK = 3, 128
+"""What a job in adaptive bits is expected to send, roughly: the mean bits and the block that suit any optimizer."""
+
+
 def in_one_gather(nbytes: int, world: int) -> bool:
     """Whether a bucket of so many encoded bytes is all-gathered instead of scattered, reduced and gathered."""
     return world <= 2 or (nbytes <= TINY_BYTES and world * nbytes <= MOST_GATHERED_BYTES)

@@ -178,16 +178,30 @@ def test_memory_is_a_hard_constraint_in_both_modes() -> None:
             assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
     assert free.predicted.damage > 0
     with pytest.raises(TrimtabError, match="fits only with operators lowered"):
-        planned(both, 32, budget=0.0)
+        planned(both, 31, budget=0.0)
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
     with pytest.raises(TrimtabError, match=r"slow: a step needs .* MiB are missing"):
-        planned(uneven(1.0, slow=BETWEEN), 64, batch="fixed")
+        planned(uneven(1.0, slow=BETWEEN / 2), 4, batch="fixed")
     with pytest.raises(TrimtabError, match=r"slow: a single sample needs .* MiB are missing"):
         planned(uneven(1.0, slow=BETWEEN / 2))
-    with pytest.raises(TrimtabError, match=r"a batch of 64 does not fit: .* are too many"):
-        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 64)
+    with pytest.raises(TrimtabError, match=r"a batch of 61 does not fit: .* are too many.*micro-batches"):
+        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 61)
+
+
+@pytest.mark.parametrize(("batch", "total"), [("fixed", 64), ("free", 64), ("free", 32)])
+def test_a_batch_that_memory_does_not_hold_is_divided_into_micro_batches(batch: str, total: int) -> None:
+    plan = planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), total, batch=batch, budget=0.0)
+    assert plan.accumulate > 1
+    assert sum(plan.shares) == total
+    assert plan.predicted.damage == 0 or batch == "fixed"
+    for role in plan.roles.values():
+        assert role.samples % plan.accumulate == 0
+        assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
+    # Three times the work of a third of the batch, with the exchange and the optimizer once.
+    part = planned(uneven(1.0), total // plan.accumulate, batch=batch, budget=0.0)
+    assert part.predicted.step_s < plan.predicted.step_s < plan.accumulate * part.predicted.step_s
 
 
 def test_samples_go_where_there_is_memory() -> None:

@@ -14,6 +14,7 @@ from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions, probed
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting, by_roles
 from trimtab.predict.step import JobSetting, RankSetting, predict_memory, predict_step
+from trimtab.predict.step_setting import StepSetting
 
 RANKS = ((FAST, 1), (SLOW, 1))
 
@@ -28,7 +29,7 @@ def setting(samples: int, device: str, **precisions: str) -> RoleSetting:
 
 def pace(bits: int | None = None, **precisions: str) -> ReplayedJob:
     roles = {FAST: setting(3, FAST), SLOW: setting(2, SLOW, **precisions)}
-    return ReplayedJob(offers(), cluster(), roles, RANKS, bits=bits)
+    return ReplayedJob(offers(), cluster(), roles, RANKS, StepSetting(bits=bits))
 
 
 def lowered() -> dict[str, str]:

@@ -53,6 +53,9 @@ class CodecTime:
     add: Line
     """Decode and add to a sum."""
 
+    feedback: Line = Line(a=0.0, c=0.0)  # frozen
+    """With error feedback, beside encoding: add what is owed, copy the sum, and keep what was not sent."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CollectiveTime:
@@ -82,6 +85,9 @@ class DeviceProfile:
 
     codec: dict[str, CodecTime] = Field(default_factory=dict)
     """By bits."""
+
+    adaptive_codec: CodecTime | None = None
+    """With the bits and blocks that `trimtab.wire_format` expects of adaptive bits."""
 
     batches: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """By model: the batch sizes at which its operators were measured."""
@@ -224,6 +230,7 @@ def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProf
         operators={**ours.operators, **theirs.operators},
         casts={**ours.casts, **theirs.casts},
         codec={**ours.codec, **theirs.codec},
+        adaptive_codec=theirs.adaptive_codec or ours.adaptive_codec,
         batches={m: tuple(sorted({*sizes, *theirs.batches.get(m, ())})) for m, sizes in batches.items()},
         too_large=smallest(ours.too_large, theirs.too_large),
         optimiser=theirs.optimiser or ours.optimiser,

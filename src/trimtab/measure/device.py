@@ -32,6 +32,7 @@ from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.precision_patterns import matched
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload import Workload
 
 WARMUP, ROUNDS = 1, 4
@@ -328,6 +329,7 @@ class DeviceProbe:
         return {
             **units,
             **{f"codec {bits}": partial(self._codec, bits) for bits in self._task.bits},
+            **({"codec adaptive": self._adaptive_codec} if self._task.bits else {}),
             "launch": lambda profile: replace(profile, launch_s=launch_seconds(self._device)),
         }
 
@@ -336,6 +338,10 @@ class DeviceProbe:
 
     def _codec(self, bits: int, profile: DeviceProfile) -> DeviceProfile:
         return replace(profile, codec={**profile.codec, str(bits): codec_times(bits, self._device)})
+
+    def _adaptive_codec(self, profile: DeviceProfile) -> DeviceProfile:
+        times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK)
+        return replace(profile, adaptive_codec=times)
 
 
 def _gather(own: Any) -> list[Any]:

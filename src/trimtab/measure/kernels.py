@@ -14,6 +14,7 @@ from statistics import median
 import torch
 
 from trimtab.cluster.profile import CodecTime, Line
+from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.errors import TrimtabError
@@ -63,12 +64,12 @@ def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.
     return lambda: typed.to(DTYPES[target])
 
 
-def codec_times(bits: int, device: torch.device, *, rounds: int = 3) -> CodecTime:
+def codec_times(bits: int, device: torch.device, *, block: int = 1024, rounds: int = 3) -> CodecTime:
     """The codec's times at a number of bits: medians over rounds of all its operations."""
     kernels, numels = kernels_for(device), NUMELS[device.type]
     cases: dict[tuple[str, int], Callable[[], None]] = {}
     for numel in numels:
-        coded = Segment(offset=0, numel=numel, bits=bits, block=1024)
+        coded = Segment(offset=0, numel=numel, bits=bits, block=block)
         exact = Segment(offset=numel, numel=EXACT, bits=RAW, block=1024)
         packing = Packing(segments=(coded, exact), dtype=torch.float32)
         flat = torch.randn(numel + EXACT, device=device)
@@ -76,6 +77,7 @@ def codec_times(bits: int, device: torch.device, *, rounds: int = 3) -> CodecTim
         cases["encode", numel] = partial(kernels.encode, flat, packing, out, stream=1, scale=0.5)
         cases["decode", numel] = partial(kernels.decode, out, packing, flat)
         cases["add", numel] = partial(kernels.decode, out, packing, flat, add=True)
+        cases["feedback", numel] = partial(_feed_back, ErrorFeedback(), torch.zeros_like(flat))
     times = defaultdict(list)
     for _ in range(rounds):
         for key, run in cases.items():
@@ -83,9 +85,15 @@ def codec_times(bits: int, device: torch.device, *, rounds: int = 3) -> CodecTim
             times[key].append(seconds_per_call(run, device, at_least_s=0.015, gpu_calls=8))
     lines = {
         which: _line([(numel, median(times[which, numel])) for numel in numels])
-        for which in ("encode", "decode", "add")
+        for which in ("encode", "decode", "add", "feedback")
     }
     return CodecTime(**lines)
+
+
+def _feed_back(feedback: ErrorFeedback, values: torch.Tensor) -> None:
+    """What error feedback does to a bucket beside encoding and decoding it."""
+    feedback.restore("", values)
+    feedback.keep("", values.clone(), values)
 
 
 def launch_seconds(device: torch.device) -> float:

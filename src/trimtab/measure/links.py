@@ -20,6 +20,7 @@ from trimtab.measure.timing import meet, seconds_per_call, slowest_seconds, stre
 from trimtab.predict.collectives import COLLECTIVES, TRAFFIC, Collective, Placement
 from trimtab.predict.links import Fit, fit
 from trimtab.predict.replay.build import payloads
+from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 
 Rows = Sequence[Sequence[int]]
@@ -44,7 +45,7 @@ def own_rows(
         "all_reduce": [SMALL_ROW, tuple(bucket.nbytes for bucket in workload.buckets[:count])]
     }
     if bits:
-        encoded = [tuple(payloads(workload, b)[:count]) for b in bits]
+        encoded = [tuple(payloads(workload, StepSetting(bits=b))[:count]) for b in bits]
         rows["all_gather"] = [SMALL_ROW, *encoded]
         rows["all_to_all"] = [SMALL_ROW, *encoded]
     return rows

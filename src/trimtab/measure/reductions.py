@@ -23,8 +23,9 @@ from trimtab.measure.links import buckets_within
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.collectives import Placement
 from trimtab.predict.links import JobLinks
-from trimtab.predict.replay.build import bits_of, compressed_buckets, idle_seconds
+from trimtab.predict.replay.build import compressed_buckets, idle_seconds
 from trimtab.predict.step import codec_time, measured_rates
+from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 
 BLOCK = 1024
@@ -41,7 +42,7 @@ class ReductionProbe:
         self._runner = runner_for(device)
         self._times: list[float] = []
         tensors = {p.name: p.tensor for p in workload.parameters}
-        chosen = bits_of(workload, bits)
+        chosen = StepSetting(bits=bits).bits_of(workload)
         self._row: list[tuple[Reduction, torch.Tensor]] = []
         for bucket in workload.buckets:
             pieces, offset = [], 0
@@ -112,8 +113,8 @@ class ReductionOverhead:
                 self._workload,
                 self._placement,
                 links,
-                bits_of(self._workload, bits),
-                [codec_time(profile, name, bits) for name in names],
+                StepSetting(bits=bits),
+                [{bits: codec_time(profile, name, bits)} for name in names],
             )
             overheads.append((row.seconds - idle_seconds(buckets, local)) / len(buckets))
         return max(0.0, mean(overheads))

@@ -10,7 +10,7 @@ from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
-from trimtab.planning.precision.options import lowered
+from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.planning.reasons import Adjustment, reasons_of
 from trimtab.precision_names import OWN
@@ -50,9 +50,20 @@ def make_plan(
     Raises:
         TrimtabError: something was not measured or does not fit; the message says what to do.
     """
-    search = PlanSearch(cluster, workload, damages, batch_size, progress=progress)
-    plain = search.plain()
-    chosen = search.choose(batch, _bits_to_try(search, bits), budget, plain)
+    for accumulate in _accumulations(cluster.world_size, batch_size, batch):
+        search = PlanSearch(cluster, workload, damages, batch_size, accumulate=accumulate, progress=progress)
+        plain = search.plain()
+        try:
+            chosen = search.choose(batch, _bits_to_try(search, bits), budget, plain)
+            break
+        except DoesNotFitError as error:
+            too_large = error
+    else:
+        if accumulate > 1:
+            raise too_large
+        raise DoesNotFitError(
+            f"{too_large}; a batch size with more divisors could be split into micro-batches"
+        ) from too_large
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
     adjustments: list[Adjustment] = []
@@ -73,11 +84,15 @@ def make_plan(
             without={one.name: one.without_s for one in adjustments if one.without_s is not None},
         ),
         budget=budget if batch == "free" else 0.0,
+        accumulate=search.accumulate,
+        layer_bits=dict(chosen.setting.layer_bits),
+        route=chosen.setting.route,
+        bucket_cap_mb=chosen.setting.bucket_cap_mb,
         reasons=tuple(reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)),
     )
 
 
-def _bits_to_try(search: PlanSearch, bits: Bits) -> tuple[int | None, ...]:
+def _bits_to_try(search: PlanSearch, bits: Bits) -> tuple[int | Literal["adaptive"] | None, ...]:
     measured = search.bits_measured()
     if len(search.devices) == 1:
         return (None,)
@@ -89,13 +104,23 @@ def _bits_to_try(search: PlanSearch, bits: Bits) -> tuple[int | None, ...]:
                 "the codec was not measured on every device class, so the gain of adaptive bits cannot be predicted; "
                 "run `trimtab probe --bits 4` there, or plan with --bits none"
             )
-        return (4 if 4 in measured else min(measured),)
+        return ("adaptive",)
     return (bits,)
+
+
+def _accumulations(world: int, batch_size: int, batch: str) -> list[int]:
+    """Numbers of micro-batches to try, fewest first: each rank has samples in each, with fixed shares the same."""
+    unit = world if batch == "fixed" else 1
+    return [1] + [
+        count
+        for count in range(2, batch_size // world + 1)
+        if batch_size % count == 0 and batch_size // count % unit == 0
+    ]
 
 
 def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:
     job, tradeoffs = candidate.job, search.tradeoffs
-    tradeoffs.bits = candidate.bits
+    tradeoffs.setting = candidate.setting
     times = {role.name: role for role in candidate.replayed.timeline().roles}
     roles = {}
     for name, device in job.devices.items():
@@ -113,14 +138,14 @@ def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:
         roles[name] = Role(
             device=device,
             kind=search.cluster.devices[device].kind,
-            samples=samples,
+            samples=samples * search.accumulate,
             precisions=lowered(precisions),
             compute_s=times[name].compute_s,
             peak_bytes=peak,
             memory_bytes=tradeoffs.limits[device],
             fixed_s=min(fixed, times[name].compute_s),
             after_s=min(after, times[name].compute_s),
-            bytes_per_sample=float(max(0, tradeoffs.peak(device, samples + 1, picked) - peak)),
+            bytes_per_sample=max(0, tradeoffs.peak(device, samples + 1, picked) - peak) / search.accumulate,
             choices=choices_of(menu.options, picked),
         )
     return roles

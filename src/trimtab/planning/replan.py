@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import fsum
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.job_search import AHEAD, GAIN, SLOWER
 from trimtab.planning.plan import Plan, Role
-from trimtab.planning.plan_search import AHEAD, GAIN, SLOWER
 from trimtab.planning.precision.allocate import allocate
 from trimtab.planning.precision.options import (
     AdditiveJob,

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trimtab.cluster import Cluster
+from trimtab.planning.plan import Plan
 from trimtab.planning.precision.options import Chosen, lowered
-from trimtab.predict.collectives import Route
+from trimtab.predict.collectives import BLOCK
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
+from trimtab.predict.step_setting import StepSetting
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload import Workload
 
 Ranks = tuple[tuple[str, int], ...]
@@ -84,15 +87,30 @@ def replayed_job(
     cluster: Cluster,
     job: RoleLayout,
     chosen: Mapping[str, Chosen],
-    bits: int | None,
-    route: Route | None = None,
+    setting: StepSetting,
 ) -> ReplayedJob:
-    """The job in these precisions and bits, on this route, ready to be replayed."""
+    """The job in these precisions with this setting, ready to be replayed; its shares are those of a micro-batch."""
     roles = {
-        name: RoleSetting(device=device, samples=job.samples[name], precisions=lowered(chosen.get(name, {})))
+        name: RoleSetting(
+            device=device,
+            samples=job.samples[name] * setting.accumulate,
+            precisions=lowered(chosen.get(name, {})),
+        )
         for name, device in job.devices.items()
     }
-    return ReplayedJob(measured, cluster, roles, job.ranks, bits=bits, route=route)
+    return ReplayedJob(measured, cluster, roles, job.ranks, setting)
+
+
+def setting_of(plan: Plan) -> StepSetting:
+    """What all ranks of a plan do alike; adaptive bits are predicted as `wire_format` expects them."""
+    return StepSetting(
+        bits=ADAPTIVE_BITS if plan.bits == "adaptive" else plan.bits,
+        layer_bits=plan.layer_bits,
+        block=ADAPTIVE_BLOCK if plan.bits == "adaptive" else BLOCK,
+        route=plan.route,
+        bucket_cap_mb=plan.bucket_cap_mb,
+        accumulate=plan.accumulate,
+    )
 
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:

@@ -13,6 +13,8 @@ from trimtab.cluster.profile import Profile
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import job_route
 from trimtab.planning.plan import Plan
+from trimtab.planning.roles import setting_of
+from trimtab.predict.collectives import BLOCK
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.memory.step_peak import Memory
 from trimtab.predict.operators.estimate import known_as, with_estimates
@@ -147,7 +149,9 @@ def _routed(measured: Measured, cluster: Cluster, setting: JobSetting) -> JobSet
     """The setting with the route that its bits would take."""
     if setting.bits is None or setting.route is not None:
         return setting
-    return replace(setting, route=job_route(cluster, measured.profile, measured.workload, setting.bits))
+    return replace(
+        setting, route=job_route(cluster, measured.profile, measured.workload, setting.bits, setting.block)
+    )
 
 
 def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline: Timeline) -> str:
@@ -159,7 +163,8 @@ def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline:
     steps = {}
     for bits in (None, *sorted(map(int, set.intersection(*known)), reverse=True)):
         if bits != setting.bits:
-            other = _routed(measured, cluster, replace(setting, bits=bits, route=None))
+            uniform = replace(setting, bits=bits, route=None, layer_bits={}, block=BLOCK)
+            other = _routed(measured, cluster, uniform)
             steps[bits] = predict_step(measured, cluster, other).step_s
     if not steps:
         return "use a faster link, or probe the codec to see what fewer bits would do"
@@ -201,8 +206,7 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
         name: RankSetting(samples=role.samples, precisions=role.precisions)
         for name, role in plan.roles.items()
     }
-    # Adaptive bits are about this many.
-    return changed, JobSetting(ranks=ranks, bits=4 if plan.bits == "adaptive" else plan.bits)
+    return changed, JobSetting.of(setting_of(plan), ranks)
 
 
 # What if
@@ -305,6 +309,8 @@ def what_ifs(
     if link_factor is not None:
         cases.append((f"links {link_factor:g} times as fast", faster_links(cluster, link_factor), setting))
     if bits is not None:
-        cases.append((f"gradients in {bits} bits", cluster, replace(setting, bits=bits)))
+        cases.append(
+            (f"gradients in {bits} bits", cluster, replace(setting, bits=bits, layer_bits={}, block=BLOCK))
+        )
     like = Measured(workload, _profile(cluster))
     return [simulate(one, workload, how, name=name, like=like) for name, one, how in cases]

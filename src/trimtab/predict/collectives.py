@@ -226,9 +226,12 @@ class Work:
     decodes: int = 0
     adds: int = 0
 
-    def seconds(self, codec: CodecTime) -> float:
+    def seconds(self, codec: CodecTime, *, feedback: bool = False) -> float:
+        """With error feedback every encoded value is also decoded again: only then it is known what was sent."""
+        owed = codec.feedback.a + codec.decode.a if feedback else 0.0
         return (
-            codec.encode.a * self.encoded
+            owed * self.encoded
+            + codec.encode.a * self.encoded
             + codec.encode.c * self.encodes
             + codec.decode.a * self.decoded
             + codec.decode.c * self.decodes
@@ -267,9 +270,11 @@ class Stages:
     inside: tuple[Traffic, ...] = ()
     """Inside a host: first of all, and last of all."""
 
-    def local_s(self, codec: CodecTime, inside: Mapping[Collective, Fit]) -> tuple[float, ...]:
+    def local_s(
+        self, codec: CodecTime, inside: Mapping[Collective, Fit], *, feedback: bool = False
+    ) -> tuple[float, ...]:
         """Seconds of a rank's own work before each collective and after the last, inside its host included."""
-        seconds = [work.seconds(codec) for work in self.work]
+        seconds = [work.seconds(codec, feedback=feedback) for work in self.work]
         for place, traffic in zip((0, -1), self.inside, strict=False):
             seconds[place] += traffic.seconds((inside[traffic.collective],))
         return tuple(seconds)

@@ -11,13 +11,13 @@ from trimtab.precision_names import OWN
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
-from trimtab.predict.step import JobSetting, RankSetting, build_step
+from trimtab.predict.step import JobSetting, RankSetting, accumulated_stream, build_step
+from trimtab.predict.step_setting import StepSetting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.cluster.profile import CollectiveTime, Profile
-    from trimtab.predict.collectives import Route
     from trimtab.predict.operators.cost_mapper import Change, CostMapper
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
@@ -32,6 +32,8 @@ class RoleSetting:
 
     device: str
     samples: int
+    """Samples per step, over all micro-batches."""
+
     precisions: Mapping[str, str]
     """By operator name."""
 
@@ -107,11 +109,23 @@ def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
 
 
 def needed_bytes(
-    workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, bits: int | None
+    workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, setting: StepSetting
 ) -> int:
-    """Memory that a device needs for a step: on a GPU including the overhead of its caching allocator."""
+    """Memory that a device needs for a step: on a GPU including the overhead of its caching allocator.
+
+    Args:
+        workload: with the samples of a micro-batch.
+    """
     needed = step_memory(
-        workload, precisions or None, kind=kind, data_parallel=world > 1, bits=bits, world=world
+        workload,
+        precisions or None,
+        kind=kind,
+        data_parallel=world > 1,
+        bits=setting.bits,
+        layer_bits=setting.layer_bits,
+        block=setting.block,
+        world=world,
+        accumulate=setting.accumulate,
     )
     return needed.reserved if kind == "cuda" else needed.peak
 
@@ -125,23 +139,21 @@ class ReplayedJob:
         cluster: Cluster,
         roles: Mapping[str, RoleSetting],
         ranks: Sequence[tuple[str, int]],
-        *,
-        bits: int | None = None,
-        route: Route | None = None,
+        setting: StepSetting = StepSetting(),  # noqa: B008  # frozen
     ) -> None:
         """
         Args:
             measured: of the model on this cluster; jobs that share it share its lookups.
             cluster: with its profile, estimates included.
             ranks: roles in rank order, each with how many ranks in a row have it.
+            setting: `accumulate` divides the samples of every role.
         """
-        self.roles, self.bits = dict(roles), bits
+        self.roles, self.setting = dict(roles), setting
         self.cluster, profile = by_roles(cluster, roles, ranks)
         by_role = measured.operators.on(profile)
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
-        self._replayed, self._buckets = build_step(
-            by_role, self.cluster, JobSetting(ranks=plain, bits=bits, route=route)
-        )
+        self._workload = by_role.bucketed(setting.bucket_cap_mb)
+        self._replayed, self._buckets = build_step(by_role, self.cluster, JobSetting.of(setting, plain))
         self._place = {role.name: i for i, role in enumerate(self._replayed)}
         self._now: list[RoleWork] = list(self._replayed)
         self._dirty: set[str] = set()
@@ -150,7 +162,9 @@ class ReplayedJob:
         self.mappers: dict[str, CostMapper] = {}
         for name, own in roles.items():
             kind = cluster.devices[own.device].kind
-            self.mappers[name] = measured.mapper(own.device, own.samples, kind)
+            micro_batch, rest = divmod(own.samples, setting.accumulate)
+            assert not rest, f"{own.samples} samples in {setting.accumulate} micro-batches"
+            self.mappers[name] = measured.mapper(own.device, micro_batch, kind)
             for operator, precision in own.precisions.items():
                 self.change(name, operator, precision)
 
@@ -173,7 +187,10 @@ class ReplayedJob:
         if self._timeline is None:
             for name in self._dirty:
                 mapper, place = self.mappers[name], self._place[name]
-                parts = segments(mapper.workload, mapper.forward_s, mapper.backward_s)
+                parts = segments(self._workload, mapper.forward_s, mapper.backward_s)
+                if self.setting.accumulate > 1:
+                    earlier = [(mapper, self.setting.accumulate - 1)]
+                    parts = accumulated_stream(parts, earlier, self.optimizer_s(name))
                 if not self._buckets:
                     parts = tuple(replace(part, buckets=()) for part in parts)
                 self._now[place] = replace(self._replayed[place], segments=parts)
@@ -194,7 +211,7 @@ class ReplayedJob:
         return self.timeline().step_s
 
     def compute_s(self, role: str) -> float:
-        return self.mappers[role].total_s
+        return self.setting.accumulate * self.mappers[role].total_s
 
     def optimizer_s(self, role: str) -> float:
         """Time of the optimizer on a rank of the role."""
@@ -208,5 +225,5 @@ class ReplayedJob:
         if key not in self._peaks:
             world = self.cluster.world_size
             kind = self.cluster.devices[role].kind
-            self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.bits)
+            self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.setting)
         return self._peaks[key]

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.collectives import COLLECTIVES, Collective, Placement, Route
+from trimtab.predict.collectives import BLOCK, COLLECTIVES, Collective, Placement
 from trimtab.predict.links import SHARED_MEMORY, Fit, JobLinks, nominal
 from trimtab.predict.memory.step_peak import Memory, step_memory
+from trimtab.predict.operators.estimate import ADAM_BYTES
 from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.build import (
-    bits_of,
+    ACCUMULATED_BYTES,
     compressed_buckets,
+    earlier_micro_batches,
     plain_buckets,
     segments,
     with_local,
 )
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork
 from trimtab.predict.replay.replay import replay
+from trimtab.predict.step_setting import StepSetting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from trimtab.cluster import Cluster
     from trimtab.cluster.profile import CodecTime, Profile
@@ -38,24 +41,23 @@ class RankSetting:
     """What each rank of a device class does."""
 
     samples: int
-    """Samples per step."""
+    """Samples per step, over all micro-batches."""
 
     precisions: Mapping[str, str]
     """By pattern of operator names, as `trimtab.set_precision` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSetting:
+class JobSetting(StepSetting):
     """Settings of a job on a given cluster."""
 
     ranks: Mapping[str, RankSetting]
     """By device class."""
 
-    bits: int | None = None
-    """Bits of compressed gradients; None for the backend's own all-reduce."""
-
-    route: Route | None = None
-    """How compressed gradients are reduced; None for the default: flat, by the size of each bucket."""
+    @classmethod
+    def of(cls, setting: StepSetting, ranks: Mapping[str, RankSetting]) -> JobSetting:
+        """The job in which ranks do this beside what they all do."""
+        return cls(ranks=ranks, **{field.name: getattr(setting, field.name) for field in fields(StepSetting)})
 
 
 def predict_step(
@@ -76,7 +78,7 @@ def build_step(
     Raises:
         TrimtabError: naming the operator, codec or link that was not measured.
     """
-    workload, profile = measured.workload, measured.profile
+    workload, profile = measured.bucketed(setting.bucket_cap_mb), measured.profile
     counts = rank_counts(cluster)
     placement = Placement.on(cluster)
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
@@ -84,16 +86,25 @@ def build_step(
     for name, count in counts.items():
         own = _own(setting, name, counts)
         kind = cluster.devices[name].kind
-        mapper = measured.mapper(name, kind, own.samples, own.precisions, naive=naive)
+        each, more = divmod(own.samples, setting.accumulate)
+
+        def mapper(samples: int) -> CostMapper:
+            return measured.mapper(name, kind, max(1, samples), own.precisions, naive=naive)  # noqa: B023
+
         optimizer = measured.device(name).optimiser
         if optimizer is None:
             raise TrimtabError(
                 f"the optimizer step was not measured on device class {name!r}; run `trimtab probe` there"
             )
+        stream = _stream(workload, mapper(each))
+        if setting.accumulate > 1:
+            sizes = [(mapper(each + 1), more)] if more else []
+            sizes.append((mapper(each), setting.accumulate - 1 - more))
+            stream = accumulated_stream(stream, sizes, optimizer.seconds(elements))
         roles.append(
             RoleWork(
                 name=name,
-                segments=_stream(workload, mapper),
+                segments=stream,
                 optimizer_s=optimizer.seconds(elements),
                 ranks=count,
             )
@@ -103,21 +114,35 @@ def build_step(
     links = job_links(cluster, profile)
     if setting.bits is None:
         return tuple(roles), plain_buckets(workload, placement, links)
-    codecs = [codec_time(profile, name, setting.bits) for name in counts]
-    buckets, local = compressed_buckets(
-        workload, placement, links, bits_of(workload, setting.bits), codecs, setting.route
-    )
+    used = sorted({bits for bits in setting.bits_of(workload).values() if bits} | {setting.bits})
+    codecs = [
+        {bits: codec_time(profile, name, bits, setting.block) for bits in reversed(used)} for name in counts
+    ]
+    buckets, local = compressed_buckets(workload, placement, links, setting, codecs)
     return with_local(roles, local), buckets
 
 
-_streams: WeakKeyDictionary[CostMapper, tuple[ComputeSegment, ...]] = WeakKeyDictionary()
+def accumulated_stream(
+    last: tuple[ComputeSegment, ...], earlier: Iterable[tuple[CostMapper, int]], optimizer_s: float
+) -> tuple[ComputeSegment, ...]:
+    """The compute stream of several micro-batches: the stream of the last one after so many of each earlier kind."""
+    sizes = list(earlier)
+    adding = optimizer_s * ACCUMULATED_BYTES / ADAM_BYTES
+    forward = sum(count * sum(mapper.forward_s) for mapper, count in sizes)
+    backward = sum(count * (sum(mapper.backward_s) + adding) for mapper, count in sizes)
+    return *earlier_micro_batches(forward, backward), *last
+
+
+_streams: WeakKeyDictionary[CostMapper, dict[float | None, tuple[ComputeSegment, ...]]] = WeakKeyDictionary()
 
 
 def _stream(workload: Workload, mapper: CostMapper) -> tuple[ComputeSegment, ...]:
     """The compute stream of a mapper of `Measured`, which never changes."""
-    if mapper not in _streams:
-        _streams[mapper] = segments(workload, mapper.forward_s, mapper.backward_s)
-    return _streams[mapper]
+    streams = _streams.setdefault(mapper, {})
+    cap = workload.bucket_cap_mb
+    if cap not in streams:
+        streams[cap] = segments(workload, mapper.forward_s, mapper.backward_s)
+    return streams[cap]
 
 
 def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) -> dict[str, Memory]:
@@ -127,12 +152,15 @@ def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) ->
     for name in counts:
         own = _own(setting, name, counts)
         by_device[name] = step_memory(
-            measured.at(own.samples),
+            measured.at(-(-own.samples // setting.accumulate)),
             matched(measured.workload, own.precisions) if own.precisions else None,
             kind=cluster.devices[name].kind,
             data_parallel=cluster.world_size > 1,
             bits=setting.bits,
+            layer_bits=setting.layer_bits,
+            block=setting.block,
             world=cluster.world_size,
+            accumulate=setting.accumulate,
         )
     return by_device
 
@@ -211,10 +239,17 @@ def _rates(cluster: Cluster, profile: Profile, link: str) -> dict[Collective, Fi
     )
 
 
-def codec_time(profile: Profile, device: str, bits: int) -> CodecTime:
-    """Times of the codec on a device class at so many bits."""
+def codec_time(profile: Profile, device: str, bits: int, block: int = BLOCK) -> CodecTime:
+    """Times of the codec on a device class at so many bits.
+
+    In other blocks than `BLOCK` it is assumed to be as fast as with adaptive bits, or if that was not measured, as at
+    the nearest bits that were.
+    """
     known = profile.devices[device].codec
     found = known.get(str(bits))
+    if block != BLOCK:
+        near = min(known, key=lambda other: abs(int(other) - bits), default="")
+        found = profile.devices[device].adaptive_codec or known.get(near)
     if found is None:
         raise TrimtabError(
             f"the codec was not measured at {bits} bits on device class {device!r} (measured: "

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
+
 BITS, BITS_FEEDBACK, POWERSGD = "bits", "bits-feedback", "powersgd"
 BITS_SCALED = "bits-scaled"
 """For optimizers that scale every value by its own size."""
@@ -54,7 +56,13 @@ FAMILIES = {
     # ones hardly moves any more. Short blocks have few large ones. Feedback is no help: what is owed comes as
     # rarely and as large as it is rounded.
     BITS_SCALED: Family(
-        stochastic=True, error_feedback=False, reference=3, limit=2.0, expected=3, block=128, relative=True
+        stochastic=True,
+        error_feedback=False,
+        reference=3,
+        limit=2.0,
+        expected=ADAPTIVE_BITS,
+        block=ADAPTIVE_BLOCK,
+        relative=True,
     ),
 }
 

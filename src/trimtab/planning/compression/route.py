@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import CodecTime, Profile
-from trimtab.predict.collectives import METHODS, Inside, Placement, Route, Stages, stages
+from trimtab.predict.collectives import BLOCK, METHODS, Inside, Placement, Route, Stages, stages
 from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.build import payloads
 from trimtab.predict.step import codec_time, job_links, rank_counts
+from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 
 EXTRA_ROUNDING_RATIO = 0.85
@@ -86,15 +87,34 @@ def choose_route(
     )
 
 
-def job_route(cluster: Cluster, profile: Profile, workload: Workload, bits: int) -> Route | None:
+def routes_to_try(
+    cluster: Cluster, profile: Profile, workload: Workload, setting: StepSetting
+) -> tuple[Route | None, ...]:
+    """The routes among which a plan chooses: the one for the largest bucket, and the defaults, flat and in two levels.
+
+    None alone where `trimtab.compress` has no choice either.
+    """
+    placement = Placement.on(cluster)
+    if not has_choice(placement) or not workload.buckets:
+        return (None,)
+    assert setting.bits is not None
+    routes = [job_route(cluster, profile, workload, setting.bits, setting.block), Route()]
+    if placement.two_levels:
+        routes.append(Route(inside="shared_memory"))
+    return tuple(dict.fromkeys(routes))
+
+
+def job_route(
+    cluster: Cluster, profile: Profile, workload: Workload, bits: int, block: int = BLOCK
+) -> Route | None:
     """The route that `trimtab.compress` would choose for a job's largest bucket; None for the defaults."""
     placement = Placement.on(cluster)
     if not has_choice(placement) or not workload.buckets:
         return None
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
     numels = [sum(sizes[name] for name in bucket.parameters) for bucket in workload.buckets]
-    numel, payload = max(zip(numels, payloads(workload, bits), strict=True))
-    codecs = [codec_time(profile, name, bits) for name in rank_counts(cluster)]
+    numel, payload = max(zip(numels, payloads(workload, StepSetting(bits=bits, block=block)), strict=True))
+    codecs = [codec_time(profile, name, bits, block) for name in rank_counts(cluster)]
     return choose_route(placement, numel, payload, job_links(cluster, profile), codecs).route
 
 

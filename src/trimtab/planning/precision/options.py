@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any, Protocol
 
+from trimtab.errors import TrimtabError
 from trimtab.precision_names import OWN
+
+
+class DoesNotFitError(TrimtabError):
+    """The memory of some rank does not hold its share; smaller micro-batches might."""
 
 
 @dataclass(frozen=True, kw_only=True)

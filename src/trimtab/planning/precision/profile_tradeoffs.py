@@ -14,6 +14,7 @@ from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step import rank_counts
+from trimtab.predict.step_setting import StepSetting
 
 EVERY = 16
 """Up to this many samples costs are looked up for each share; above, in steps of a fifth, with linear interpolation."""
@@ -28,28 +29,31 @@ class ProfileTradeoffs(Tradeoffs):
         cluster: Cluster,
         damages: Mapping[str, Mapping[str, float]],
         total: int,
+        setting: StepSetting = StepSetting(),  # noqa: B008  # frozen
     ) -> None:
         """
         Args:
             damages: by operator and precision, for a rank that computes the whole batch.
-            total: samples of the whole batch.
+            total: samples of a whole micro-batch, over all ranks.
+            setting: menus are for a step of its `accumulate` micro-batches.
         """
         self.measured, self.cluster, self.damages, self.total = measured, cluster, damages, total
-        self.bits: int | None = None
-        """Bits of gradients; the codec needs memory."""
+        self.setting = StepSetting()
 
         limits = {
             name: None if device.memory_gib is None else int(device.memory_gib * 2**30)
             for name, device in cluster.devices.items()
         }
         super().__init__(limits)
-        self._peaks: dict[tuple[str, int, int | None, tuple[tuple[str, str], ...]], int] = {}
+        self._peaks: dict[tuple[str, int, int | None, int, tuple[tuple[str, str], ...]], int] = {}
         for name in rank_counts(cluster):
             # A batch that did not fit when it was probed tells how much memory there is at most.
             samples = measured.operators.device(name).too_large.get(measured.operators.workload.model)
             if samples is not None:
                 below, limit = self.peak(name, samples, {}) - 1, self.limits[name]
                 self.limits[name] = below if limit is None else min(limit, below)
+        self.setting = setting
+        """May change, but for `accumulate`: the codec needs memory."""
 
     def _menu(self, device: str, samples: int) -> RankMenu:
         low, high = self._around(device, samples)
@@ -71,14 +75,14 @@ class ProfileTradeoffs(Tradeoffs):
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
         """Peak memory of a rank in bytes."""
         lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
-        key = (device, samples, self.bits, lowered)
+        key = (device, samples, self.setting.bits, self.setting.block, lowered)
         if key not in self._peaks:
             self._peaks[key] = needed_bytes(
                 self.measured.operators.at(samples),
                 dict(lowered),
                 self.cluster.devices[device].kind,
                 self.cluster.world_size,
-                self.bits,
+                self.setting,
             )
         return self._peaks[key]
 
@@ -87,8 +91,8 @@ class ProfileTradeoffs(Tradeoffs):
     def _looked_up(self, device: str, samples: int) -> RankMenu:
         measured, weight = self.measured, (samples / self.total) ** 2
         mapper = measured.mapper(device, samples, self.cluster.devices[device].kind)
-        workload = mapper.workload
-        whole = mapper.total_s
+        workload, times = mapper.workload, self.setting.accumulate
+        whole = times * mapper.total_s
         offered = {
             name: tuple(p for p in several if p in self.damages.get(name, {}))
             for name, several in measured.precisions(device, samples).items()
@@ -108,7 +112,7 @@ class ProfileTradeoffs(Tradeoffs):
                     change = mapper.change(name, precision)
                     figures[precision] = max(0.0, own + change.delta_s)
                     mapper.undo(change)
-                of_key[operator_key] = figures
+                of_key[operator_key] = {precision: times * s for precision, s in figures.items()}
             options[name] = tuple(
                 Option(
                     precision=precision,

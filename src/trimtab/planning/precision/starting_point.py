@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trimtab.errors import TrimtabError
-from trimtab.planning.precision.options import AdjustableJob, Chosen, Option, Options, option_of
+from trimtab.planning.precision.options import (
+    AdjustableJob,
+    Chosen,
+    DoesNotFitError,
+    Option,
+    Options,
+    option_of,
+)
 from trimtab.precision_names import OWN
 
 
@@ -102,7 +108,7 @@ def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None
         if job.peak(name) <= role.memory_bytes:
             return
         least = min(least, job.peak(name))
-    raise TrimtabError(
+    raise DoesNotFitError(
         f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that saves least, and "
         f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
         "missing; give it fewer samples, probe lower precisions, or use more ranks"

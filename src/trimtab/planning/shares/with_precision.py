@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from math import fsum, inf
 from typing import Protocol
 
-from trimtab.errors import TrimtabError
+from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.precision.tradeoffs import most_within
 
 PRECISE = 1e-4
@@ -63,7 +63,7 @@ def quickest(
         beside_s: by device class, step time in addition to that of `tradeoffs`.
 
     Raises:
-        TrimtabError: no shares fit the memory, or only with more damage than allowed.
+        DoesNotFitError: no shares fit the memory, or only with more damage than allowed.
     """
     world = sum(ranks.values())
     assert total >= world
@@ -211,13 +211,13 @@ def _positive(tradeoffs: RankTradeoffs, device: str, samples: int) -> float:
     return own if 0 < own < inf else 1e-6
 
 
-def _impossible(best: Shared | None, budget: float) -> TrimtabError:
+def _impossible(best: Shared | None, budget: float) -> DoesNotFitError:
     if best is None:
-        return TrimtabError(
+        return DoesNotFitError(
             "the batch does not fit: however it is shared, some rank has too little memory even at the precisions "
             "that save least; lower the batch size, probe lower precisions, or use more ranks"
         )
-    return TrimtabError(
+    return DoesNotFitError(
         f"the batch fits only with operators lowered whose damage is {best.damage:.3g}, and {budget:.3g} is "
         "allowed; allow more (--damage), or lower the batch size"
     )

@@ -43,14 +43,15 @@ class StepMemory:
         self.forward_peak = self.backward_peak = self.activations = 0
         self.forward_at = self.backward_at = ""
 
-    def run(self) -> None:
+    def run(self, accumulated: bool = False) -> None:
+        """`accumulated`: every parameter has its gradient already, to which the new one is added."""
         first_saver: dict[int, int] = {}
         for index, kept in enumerate(self.saved):
             for saved in kept:
                 first_saver.setdefault(saved.storage, index)
         sizes = self._forward(first_saver)
         self.activations = self.live
-        self._backward(first_saver, sizes)
+        self._backward(first_saver, sizes, accumulated)
 
     # Forward
 
@@ -87,13 +88,13 @@ class StepMemory:
 
     # Backward
 
-    def _backward(self, first_saver: dict[int, int], sizes: dict[int, int]) -> None:
+    def _backward(self, first_saver: dict[int, int], sizes: dict[int, int], accumulated: bool) -> None:
         ending: dict[int, list[int]] = {}
         for storage, index in first_saver.items():
             ending.setdefault(index, []).append(storage)
         arrived: dict[int, _Gradient] = {}
-        trained: set[str] = set()
         trainable = {p.name: p.tensor for p in self.workload.parameters if p.trainable}
+        trained: set[str] = set(trainable) if accumulated else set()
         for operator in reversed(self.workload.operators):
             index = operator.index
             gradient = arrived.pop(index, None)

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.predict.collectives import BLOCK
 from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.replay.build import payloads
+from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import in_one_gather
 from trimtab.workload import Workload
 from trimtab.workload.tensor import BYTES
@@ -72,7 +74,10 @@ def step_memory(
     optimizer: OptimizerName = "adam",
     data_parallel: bool = False,
     bits: int | None = None,
+    layer_bits: Mapping[str, int | None] | None = None,
+    block: int = BLOCK,
     world: int = 1,
+    accumulate: int = 1,
     workspace: int | None = None,
 ) -> Memory:
     """Peak memory of a step and its parts.
@@ -82,7 +87,9 @@ def step_memory(
         optimizer: "adam" is torch's default implementation, which on a GPU temporarily needs the parameters'
             size once more; "adam_fused" does not.
         data_parallel: under DDP, which holds every gradient a second time in its buckets.
-        bits: of compressed gradients, among `world` ranks.
+        bits, layer_bits, block: of compressed gradients, among `world` ranks (see `StepSetting`).
+        accumulate: micro-batches of a step; the workload is one of them. From the second on gradients are held from
+            the beginning.
         workspace: bytes of the matrix product library; by default cuBLAS's on Hopper.
     """
     rounding = 512 if kind == "cuda" else 64
@@ -92,14 +99,16 @@ def step_memory(
         workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
     state = STATES[optimizer] * held.trainable
     buckets = sum(b.nbytes for b in workload.buckets) if data_parallel else 0
-    codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, bits)) if bits else 0
+    sent = StepSetting(bits=bits, layer_bits=layer_bits or {}, block=block)
+    codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, sent)) if bits else 0
     base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
     step = StepMemory(workload, precisions or {}, kind, rounding)
-    step.run()
+    step.run(accumulate > 1)
+    before = held.trainable if accumulate > 1 else 0
     temporary = _temporary(optimizer, kind, held)
     moments: list[tuple[int, Literal["forward", "backward", "optimizer"], str]] = [
-        (step.forward_peak, "forward", step.forward_at),
-        (step.backward_peak, "backward", step.backward_at),
+        (before + step.forward_peak, "forward", step.forward_at),
+        (before + step.backward_peak, "backward", step.backward_at),
         (held.trainable + temporary, "optimizer", optimizer),
     ]
     peak, phase, operator = max(moments, key=lambda moment: moment[0])

@@ -105,14 +105,8 @@ def _scaled_profile(
         called=known.model,
         operators=operators,
         casts={direction: _scaled(line, bandwidth) for direction, line in profile.casts.items()},
-        codec={
-            bits: CodecTime(
-                encode=_scaled(codec.encode, bandwidth),
-                decode=_scaled(codec.decode, bandwidth),
-                add=_scaled(codec.add, bandwidth),
-            )
-            for bits, codec in profile.codec.items()
-        },
+        codec={bits: _scaled_codec(codec, bandwidth) for bits, codec in profile.codec.items()},
+        adaptive_codec=profile.adaptive_codec and _scaled_codec(profile.adaptive_codec, bandwidth),
         batches=profile.batches,
         optimiser=_scaled(profile.optimiser, bandwidth),
         launch_s=profile.launch_s,
@@ -130,6 +124,15 @@ def _factor(key: OperatorKey, own: Mapping[str, float], known: KnownDevice, band
             return None
         ratios.append(own.get(name, own["fp32"]) / (known.tflops[name] * 1e12 * REACHED))
     return sum(ratios) / len(ratios)
+
+
+def _scaled_codec(codec: CodecTime, factor: float) -> CodecTime:
+    return CodecTime(
+        encode=_scaled(codec.encode, factor),
+        decode=_scaled(codec.decode, factor),
+        add=_scaled(codec.add, factor),
+        feedback=_scaled(codec.feedback, factor),
+    )
 
 
 def _scaled(line: Line, factor: float) -> Line:

@@ -7,6 +7,7 @@ of samples, operator by operator.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trimtab.cluster.profile import OperatorTime
@@ -14,6 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 from trimtab.predict.precision_patterns import matched
+from trimtab.workload.buckets import ddp_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +31,7 @@ class Measured:
     def __init__(self, workload: Workload, profile: Profile) -> None:
         self.workload, self.profile = workload, profile
         self._sized: dict[int, Workload] = {workload.batch_size: workload}
+        self._bucketed: dict[float | None, Workload] = {None: workload}
         self._keys: dict[tuple[int, str | None, int], OperatorKey] = {}
         self._mappers: dict[object, tuple[DeviceProfile, CostMapper]] = {}
 
@@ -36,7 +39,15 @@ class Measured:
         """The same model on another profile; what does not depend on the profile is shared."""
         other = Measured(self.workload, profile)
         other._sized, other._keys, other._mappers = self._sized, self._keys, self._mappers
+        other._bucketed = self._bucketed
         return other
+
+    def bucketed(self, cap_mb: float | None) -> Workload:
+        """The workload with the buckets of another `bucket_cap_mb`; with its own for None."""
+        if cap_mb not in self._bucketed:
+            buckets = ddp_buckets(self.workload.parameters, self.workload.operators, cap_mb)
+            self._bucketed[cap_mb] = replace(self.workload, buckets=buckets, bucket_cap_mb=cap_mb)
+        return self._bucketed[cap_mb]
 
     def device(self, name: str) -> DeviceProfile:
         found = self.profile.devices.get(name)

@@ -5,30 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.cluster.profile import CodecTime
+from trimtab.cluster.profile import CodecTime, Line
 from trimtab.predict.collectives import Placement, Route, Traffic, all_reduce, stages, tree_all_reduce
 from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
-from trimtab.wire_format import MIN_NUMEL, encoded_bytes
+from trimtab.predict.step_setting import StepSetting
+from trimtab.wire_format import encoded_bytes
 from trimtab.workload import Workload
 
-
-def bits_of(workload: Workload, bits: int | None) -> dict[str, int]:
-    """Bits of every trainable parameter under `trimtab.compress(ddp, Block(bits=bits))`; 0 for uncompressed."""
-    return {
-        p.name: bits if bits and len(p.tensor.shape) > 1 and p.tensor.numel >= MIN_NUMEL else 0
-        for p in workload.parameters
-        if p.trainable
-    }
+ACCUMULATED_BYTES = 12
+"""Adding a micro-batch's gradient to the sum so far reads two values and writes one."""
 
 
-def payloads(workload: Workload, bits: int) -> tuple[int, ...]:
+def payloads(workload: Workload, setting: StepSetting) -> tuple[int, ...]:
     """Encoded bytes of every bucket."""
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
-    chosen = bits_of(workload, bits)
+    bits = setting.bits_of(workload)
     return tuple(
-        sum(encoded_bytes(sizes[name], chosen[name]) for name in bucket.parameters)
+        sum(encoded_bytes(sizes[name], bits[name], setting.block) for name in bucket.parameters)
         for bucket in workload.buckets
     )
 
@@ -53,6 +48,14 @@ def segments(
         for o in reversed(workload.operators)
     ]
     return tuple(stream)
+
+
+def earlier_micro_batches(forward_s: float, backward_s: float) -> tuple[ComputeSegment, ...]:
+    """The micro-batches before the last, whose gradients are not exchanged, in one piece for each phase."""
+    return (
+        ComputeSegment(name="earlier micro-batches", seconds=forward_s, phase="forward"),
+        ComputeSegment(name="earlier micro-batches", seconds=backward_s, phase="backward"),
+    )
 
 
 def plain_buckets(workload: Workload, placement: Placement, links: JobLinks) -> tuple[BucketTransfers, ...]:
@@ -85,27 +88,60 @@ def compressed_buckets(
     workload: Workload,
     placement: Placement,
     links: JobLinks,
-    bits: Mapping[str, int],
-    codecs: Sequence[CodecTime],
-    route: Route | None = None,
+    setting: StepSetting,
+    codecs: Sequence[Mapping[int, CodecTime]],
 ) -> tuple[tuple[BucketTransfers, ...], list[tuple[tuple[float, ...], ...]]]:
-    """Compressed buckets, and for each role its own work before and after each transfer."""
+    """Compressed buckets, and for each role its own work before and after each transfer.
+
+    Args:
+        codecs: for each role the codec's times, by bits.
+    """
+    bits = setting.bits_of(workload)
     sizes = {p.name: p.tensor.numel for p in workload.parameters}
     overhead = max(fit.per_bucket_s for fit in links.fits("all_gather"))
     buckets: list[BucketTransfers] = []
     local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
     for index, bucket in enumerate(workload.buckets):
         numel = sum(sizes[name] for name in bucket.parameters)
-        nbytes = sum(encoded_bytes(sizes[name], bits[name]) for name in bucket.parameters)
-        way = stages(route or Route(), placement, numel, nbytes)
+        nbytes = sum(encoded_bytes(sizes[name], bits[name], setting.block) for name in bucket.parameters)
+        way = stages(setting.route or Route(), placement, numel, nbytes, block=setting.block)
+        values: dict[int, int] = {}
+        for name in bucket.parameters:
+            if bits[name]:
+                values[bits[name]] = values.get(bits[name], 0) + sizes[name]
         *first, last = way.traffic
         transfers = [_transfer(traffic, links) for traffic in first] + [_transfer(last, links, overhead)]
         buckets.append(BucketTransfers(name=f"bucket {index}", transfers=tuple(transfers)))
         # Roles of one kind of device share their times.
-        seconds = {id(codec): way.local_s(codec, links.inside) for codec in codecs}
+        seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
         for role, codec in zip(local, codecs, strict=True):
-            role.append(seconds[id(codec)])
+            key = tuple(map(id, codec.values()))
+            if key not in seconds:
+                times = _mixed(codec, values)
+                seconds[key] = way.local_s(times, links.inside, feedback=setting.error_feedback)
+            role.append(seconds[key])
     return tuple(buckets), [tuple(role) for role in local]
+
+
+def _mixed(codec: Mapping[int, CodecTime], values: Mapping[int, int]) -> CodecTime:
+    """The times of a bucket with so many values in each number of bits; uncompressed values are like the others."""
+    if len(values) == 1:
+        return codec[next(iter(values))]
+    if not values:
+        return next(iter(codec.values()))
+    parts = [(codec[bits], count / sum(values.values())) for bits, count in values.items()]
+
+    def mean(lines: Sequence[tuple[Line, float]]) -> Line:
+        return Line(
+            a=sum(line.a * part for line, part in lines), c=sum(line.c * part for line, part in lines)
+        )
+
+    return CodecTime(
+        encode=mean([(one.encode, part) for one, part in parts]),
+        decode=mean([(one.decode, part) for one, part in parts]),
+        add=mean([(one.add, part) for one, part in parts]),
+        feedback=mean([(one.feedback, part) for one, part in parts]),
+    )
 
 
 def idle_seconds(buckets: Sequence[BucketTransfers], local: Sequence[tuple[tuple[float, ...], ...]]) -> float:
