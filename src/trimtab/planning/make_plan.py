@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import fsum
-from typing import Literal
+from typing import Any, Literal
 
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
@@ -14,6 +15,7 @@ from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.planning.reasons import Adjustment, reasons_of
 from trimtab.precision_names import OWN
+from trimtab.predict.collectives import Route
 from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
@@ -66,7 +68,7 @@ def make_plan(
         ) from too_large
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
-    adjustments: list[Adjustment] = []
+    adjustments = _setting_adjustments(search, chosen)
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
@@ -116,6 +118,34 @@ def _accumulations(world: int, batch_size: int, batch: str) -> list[int]:
         for count in range(2, batch_size // world + 1)
         if batch_size % count == 0 and batch_size // count % unit == 0
     ]
+
+
+def _setting_adjustments(search: PlanSearch, chosen: JobCandidate) -> list[Adjustment]:
+    """What the ranks of a plan do alike, beside bits."""
+    setting = chosen.setting
+    made: list[Adjustment] = []
+
+    def add(name: str, words: str, **changed: Any) -> None:
+        without = search.with_setting(chosen, replace(setting, **changed)).step_s if changed else None
+        made.append(Adjustment(name=name, words=words, without_s=without))
+
+    if setting.accumulate > 1:
+        words = (
+            f"memory does not hold the batch: a step has {setting.accumulate} micro-batches of {search.total}"
+        )
+        add("accumulate", words)
+    if setting.route is not None and setting.route != Route():
+        add("route", f"compressed gradients are reduced by the route {setting.route.name}", route=Route())
+    if setting.bucket_cap_mb is not None:
+        add("buckets", f"DDP's buckets have {setting.bucket_cap_mb:g} MB", bucket_cap_mb=None)
+    if setting.layer_bits:
+        few = sum(1 for bits in setting.bits_of(search.workload).values() if bits == setting.bits)
+        raised = ", ".join(sorted({f"{bits}" for bits in setting.layer_bits.values()}))
+        add(
+            "layer_bits",
+            f"{len(setting.layer_bits)} parameters have time for {raised} bits, the other {few} have not",
+        )
+    return made
 
 
 def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:

@@ -75,7 +75,8 @@ class PlanSearch(JobSearch):
         if len(self.devices) == 1:
             return candidate
         sizes = [
-            self._changed(candidate, replace(candidate.setting, bucket_cap_mb=cap)) for cap in BUCKET_CAPS_MB
+            self.with_setting(candidate, replace(candidate.setting, bucket_cap_mb=cap))
+            for cap in BUCKET_CAPS_MB
         ]
         best = min(sizes, key=lambda one: one.step_s)
         self.tick()
@@ -92,7 +93,9 @@ class PlanSearch(JobSearch):
 
         def raised(count: int) -> JobCandidate:
             names = [name for bucket in buckets[:count] for name in bucket.parameters if name in compressed]
-            return self._changed(candidate, replace(candidate.setting, layer_bits=dict.fromkeys(names, more)))
+            return self.with_setting(
+                candidate, replace(candidate.setting, layer_bits=dict.fromkeys(names, more))
+            )
 
         best = _last(
             len(buckets),
@@ -102,7 +105,7 @@ class PlanSearch(JobSearch):
         self.tick()
         return best or candidate
 
-    def _changed(self, candidate: JobCandidate, setting: StepSetting) -> JobCandidate:
+    def with_setting(self, candidate: JobCandidate, setting: StepSetting) -> JobCandidate:
         """The same shares and precisions with another setting."""
         return self.candidate(candidate.job, candidate.chosen, candidate.damage, setting)
 

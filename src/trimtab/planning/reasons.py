@@ -65,7 +65,9 @@ def reasons_of(
     job = chosen.job
     counts = job.counts
     if batch == "free":
-        shares = ", ".join(f"{job.samples[n]} for each of {counts[n]} {n}" for n in job.devices)
+        shares = ", ".join(
+            f"{job.samples[n] * search.accumulate} for each of {counts[n]} {n}" for n in job.devices
+        )
         reasons.append(f"shares follow speed, which does not change the result: {shares}")
     reasons += _lowered_reasons(search, chosen, batch, damage, budget)
     reasons += _bits_reasons(search, chosen, bits)
