@@ -29,10 +29,11 @@ from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import Placement
 from trimtab.predict.links import SHARED_MEMORY, JobLinks
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.replay.build import bits_of, compressed_buckets, plain_buckets, plain_transfer
+from trimtab.predict.replay.build import compressed_buckets, plain_buckets, plain_transfer
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.share_time import ShareTime
 from trimtab.predict.step import codec_time, job_links
+from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 from trimtab.workload.units import sharded, shares_of
 
@@ -166,7 +167,7 @@ class TensorJob:
     def memory(self, device: str, counts: Counts, samples: int, groups: int, bits: int | None = None) -> int:
         """Bytes that a rank needs."""
         workload = self._of(counts).at_batch(samples)
-        return needed_bytes(workload, {}, self.cluster.devices[device].kind, groups, bits)
+        return needed_bytes(workload, {}, self.cluster.devices[device].kind, groups, StepSetting(bits=bits))
 
     def _of(self, counts: Counts) -> Workload:
         key = tuple(counts.items())
@@ -263,8 +264,10 @@ class TensorJob:
             profile = self.measured.profile
             codecs = [codec_time(profile, self.ranks[rank].device, setting.bits) for rank in peers]
             slowest = max(codecs, key=lambda codec: codec.encode.a)
-            bits = bits_of(workload, setting.bits)
-            buckets, (local,) = compressed_buckets(workload, placement, links, bits, [slowest])
+            sent = StepSetting(bits=setting.bits)
+            buckets, (local,) = compressed_buckets(
+                workload, placement, links, sent, [{setting.bits: slowest}]
+            )
         times = [
             (
                 fsum(t.latency_s for t in bucket.transfers) + fsum(own),
