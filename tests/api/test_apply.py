@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ from trimtab.control.plans.active_plan import active_plan_of
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import save_plan
 from trimtab.precision.setting import precisions_of
+from trimtab.predict.collectives import Route
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
 
     from trimtab.planning.plan import Plan
+    from trimtab.predict.collectives import Method
 
 
 def lowered(model: torch.nn.Module) -> dict[str, str]:
@@ -80,6 +83,68 @@ def test_gradients_travel_in_the_plans_bits(ranks: Pool) -> None:
 def test_adaptive_bits(ranks: Pool) -> None:
     found = ranks(2, applied, {"bits": "adaptive"}, True, allow_groups=True)
     assert all("adaptive bits" in one["explained"] for one in found)
+
+
+EXCHANGE: dict[str, Any] = {
+    "bits": 4,
+    "layer_bits": {"up.weight": 8, "down.weight": None},
+    "accumulate": 2,
+    "bucket_cap_mb": 5.0,
+}
+
+
+def exchanged(route: Route, agents: list[str]) -> dict[str, Any]:
+    """What each rank finds after an epoch in micro-batches, with these hosts."""
+    os.environ["GROUP_RANK"] = agents[dist.get_rank()]
+    try:
+        ddp = Ddp(net())
+        plan = plan_for(ddp.module, route=route, **EXCHANGE)
+        apply(ddp, plan, follow=None)
+    finally:
+        os.environ.pop("GROUP_RANK")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = trimtab.loader(corpus(32), plan.batch_size, plan=ddp, adjust=None)
+    sizes = []
+    for (batch,) in data:
+        sizes.append(len(batch))
+        with data.sync(ddp):
+            data.weigh((ddp(batch) - batch).square().mean()).backward()
+        if data.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    refused = ""
+    try:
+        trimtab.loader(corpus(32), plan.batch_size, plan=ddp, accumulate=3)
+    except TrimtabError as error:
+        refused = str(error)
+    compression = compression_of(ddp)
+    assert compression is not None
+    return {
+        "sizes": sizes,
+        "bits": {name: bits for name, (_, bits, _) in compression.pieces.items() if "weight" in name},
+        "parameters": torch.cat([p.detach().flatten() for p in ddp.module.parameters()]),
+        "explained": trimtab.explain(ddp),
+        "refused": refused,
+    }
+
+
+@pytest.mark.parametrize("method", ["ring", None])
+def test_layer_bits_route_and_micro_batches_are_carried_out(ranks: Pool, method: Method | None) -> None:
+    fast, slow = ranks(2, exchanged, Route(method=method), ["0", "1"], allow_groups=True)
+    assert fast["sizes"] == [3, 2] * 4
+    assert slow["sizes"] == [2, 1] * 4
+    assert fast["bits"] == slow["bits"] == {"up.weight": 8, "middle.weight": 4, "down.weight": 0}
+    assert torch.equal(fast["parameters"], slow["parameters"])
+    assert f"flat {method or 'default'}, as planned" in fast["explained"]
+    assert "bucket_cap_mb=5" in fast["explained"]
+    assert "2 micro-batches" in fast["explained"]
+    assert "multiple of 2" in fast["refused"]
+
+
+def test_a_route_that_these_hosts_do_not_have_falls_back(ranks: Pool) -> None:
+    found = ranks(2, exchanged, Route(inside="shared_memory"), ["0", "1"], allow_groups=True)
+    assert torch.equal(found[0]["parameters"], found[1]["parameters"])
+    assert "not two levels, default as planned: every host has one rank" in found[0]["explained"]
 
 
 def alone(changes: dict[str, Any]) -> Plan:

@@ -35,7 +35,8 @@ for (batch,) in data:
     optimizer.step()
     optimizer.zero_grad()
     sizes.append(len(batch))
-mine = [sizes, {k: str(v) for k, v in precisions_of(ddp).items()}, compression_of(ddp) is not None]
+lowered = {k: str(v) for k, v in precisions_of(ddp).items()}
+mine = [sizes, lowered, compression_of(ddp) is not None, ddp.bucket_bytes_cap]
 every = [None] * dist.get_world_size()
 dist.all_gather_object(every, mine)
 if rank == 0:
@@ -47,7 +48,7 @@ dist.destroy_process_group()
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
-    save_plan(plan_for(net(), bits=4), tmp_path / "plan.json")
+    save_plan(plan_for(net(), bits=4, bucket_cap_mb=5.0), tmp_path / "plan.json")
     return tmp_path
 
 
@@ -70,7 +71,8 @@ def test_an_unchanged_script_runs_as_planned(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["argv"] == ["--lr", "0.1"]
-    assert said["every"] == [[[5] * 4, {}, True], [[3] * 4, {"up": "fp16", "down": "bf16"}, True]]
+    cap = 5 << 20
+    assert said["every"] == [[[5] * 4, {}, True, cap], [[3] * 4, {"up": "fp16", "down": "bf16"}, True, cap]]
     assert "gradients in 4 bits" in said["said"]
     assert "divides it itself" not in done.stderr
 

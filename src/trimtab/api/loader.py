@@ -26,7 +26,7 @@ def loader(
     dataset: Dataset[Any],
     batch_size: int,
     *,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     count: Callable[[Any], int | torch.Tensor] | None = None,
     shares: Sequence[float] | None = None,
     plan: Plan | str | PathLike[str] | torch.nn.Module | None = None,
@@ -51,8 +51,8 @@ def loader(
     Args:
         batch_size: the global batch: samples of a step, over all ranks and accumulated batches. It does not
             change, so neither does the training; only the ranks' shares of it do.
-        accumulate: micro-batches of each rank in a step. Gradients are averaged at the last one:
-            ``with data.sync(ddp):``.
+        accumulate: micro-batches of each rank in a step; by default those of the plan, or one. Gradients are
+            averaged at the last one: ``with data.sync(ddp):``.
         count: what a batch counts for in the loss's denominator, if that is not samples: for a mean over
             tokens ``lambda batch: (batch["labels"] != -100).sum()``. Costs one small all-reduce per step.
         shares: speeds to start from, one per rank; by default equal.
@@ -79,6 +79,17 @@ def loader(
     if plan is not None and shares is not None:
         raise TrimtabError("loader: give shares or plan, not both")
     rank, world_size = rank_and_world_size(group, "loader")
+    active_plan = None
+    if shares is None and not environment.disabled():
+        active_plan = active_plan_for(plan, group)
+    planned = 1 if active_plan is None else active_plan.plan.accumulate
+    if accumulate is None:
+        accumulate = planned
+    elif accumulate % planned:
+        raise TrimtabError(
+            f"loader: the plan divides a step into {planned} micro-batches because memory holds no more at once; with "
+            f"accumulate={accumulate} they would be larger: leave it out, or give a multiple of {planned}"
+        )
     smallest = world_size * accumulate * min_batch
     if batch_size < smallest or accumulate < 1 or min_batch < 1:
         raise TrimtabError(
@@ -86,9 +97,6 @@ def loader(
             f"at least {min_batch}; batch_size counts all ranks and accumulated batches: raise it to "
             f"{max(1, smallest)} or more"
         )
-    active_plan = None
-    if shares is None and not environment.disabled():
-        active_plan = active_plan_for(plan, group)
     if active_plan is not None:
         shares = active_plan.plan.shares
         if active_plan.plan.batch == "fixed" and adjust is FOLLOW_SPEEDS:

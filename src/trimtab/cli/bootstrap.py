@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,13 +37,19 @@ def wrap_ddp() -> None:
     from trimtab.api.compress import compress
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
-    from trimtab.control.plans.applying import apply_launch_plan
+    from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
     from trimtab.measure.products import refuse_wrong_products
 
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        cap = launch_bucket_cap_mb()
+        if (
+            cap is not None
+            and "bucket_cap_mb" not in signature(construct).bind(self, *args, **kwargs).arguments
+        ):
+            kwargs["bucket_cap_mb"] = cap
         construct(self, *args, **kwargs)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
         if not apply_launch_plan(self):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from trimtab.codec import Block, Codec
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller, family_codec
 from trimtab.control.compression.agreement import gather_choices, tensor_group
-from trimtab.control.compression.host_route import HostRoute, choose_host_route
+from trimtab.control.compression.host_route import HostRoute, choose_host_route, planned_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
 from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
@@ -28,6 +29,9 @@ from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
 from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
 from trimtab.wire_format import MIN_NUMEL
+
+if TYPE_CHECKING:
+    from trimtab.predict.collectives import Route
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size."""
@@ -44,8 +48,13 @@ def compress_ddp(
     weight_bits: int | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
+    planned_route: Route | None = None,
 ) -> str:
-    """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective."""
+    """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective.
+
+    Args:
+        planned_route: the route of a plan; by default links are measured and it is chosen here.
+    """
     require_compressible(model, weight_bits)
     parameters = _trained(model)
     rank, world_size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
@@ -63,7 +72,7 @@ def compress_ddp(
         return "no parameter is large enough to be worth compressing"
     if codec is None or isinstance(codec, Adaptive):
         first = FAMILIES[AT_FIRST]
-        route = _host_route(model, family_codec(first, first.expected), siblings)
+        route = _host_route(model, family_codec(first, first.expected), siblings, planned_route)
         choice = _choose_family(model, codec or Adaptive(), error_feedback, route)
         settings, decision = gather_choices((choice.settings, choice.decision), siblings)[0]
         choice = replace(choice, settings=settings, decision=decision)
@@ -81,7 +90,7 @@ def compress_ddp(
             for pattern, own in (overrides or {}).items()
         }
     elif isinstance(codec, Block):
-        route = _host_route(model, codec, siblings)
+        route = _host_route(model, codec, siblings, planned_route)
     compression = DdpCompression(
         model,
         codec,
@@ -107,7 +116,7 @@ def compress_ddp(
     # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
     explanation = f"{reason}; {_coverage(compression)}"
-    if route is not None and (route.hierarchy is not None or route.method is not None):
+    if route is not None and (planned_route or route.hierarchy is not None or route.method is not None):
         explanation = f"{explanation}; {route.reason}"
         if route.hierarchy is not None:
             weakref.finalize(model, route.hierarchy.close).atexit = False
@@ -148,10 +157,15 @@ def _trained(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
 
 
 def _host_route(
-    model: DistributedDataParallel, codec: Block, siblings: dist.ProcessGroup | None
+    model: DistributedDataParallel,
+    codec: Block,
+    siblings: dist.ProcessGroup | None,
+    planned: Route | None,
 ) -> HostRoute:
     """The route of the model's buckets between and inside hosts. Collective."""
     parameters = _trained(model)
+    if planned is not None:
+        return planned_host_route(model.process_group, parameters[0].device, planned)
     nbytes = min(sum(p.numel() * p.element_size() for p in parameters), _BUCKET_BYTES)
     return choose_host_route(model.process_group, parameters[0].device, codec, nbytes, siblings)
 

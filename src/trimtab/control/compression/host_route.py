@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from trimtab.control.compression.agreement import gather_choices
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.wire_format import encoded_bytes
+
+if TYPE_CHECKING:
+    from trimtab.collectives.topology import Hosts
+    from trimtab.predict.collectives import Route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +58,7 @@ def choose_host_route(
         return HostRoute(hierarchy=None, method=None, reason=reason or "all ranks are on one host")
     hierarchy = None
     if placement.two_levels:
-        try:
-            hierarchy = Hierarchy(group, device, hosts=hosts)
-        except TrimtabError as error:  # the same on every rank
-            reason = f"inside the hosts without shared memory: {error}"
-            hierarchy = Hierarchy(group, device, hosts=hosts, shared_memory=False)
+        hierarchy, reason = _hierarchy(group, device, hosts)
     links, codec_time = measure_host_links(group, device, codec, placement, hierarchy)
     numel = bucket_bytes // 4
     choice = choose_route(
@@ -81,3 +82,34 @@ def choose_host_route(
         method=choice.route.method,
         reason=f"{choice.reason}; {reason}" if reason else choice.reason,
     )
+
+
+def planned_host_route(group: dist.ProcessGroup, device: torch.device, route: Route) -> HostRoute:
+    """The route of a plan, without measuring anything. Collective.
+
+    Where the hosts do not allow two levels, it falls back to the flat default.
+    """
+    if route.inside is None:
+        return HostRoute(hierarchy=None, method=route.method, reason=f"{route.name}, as planned")
+    hosts = find_hosts(group, device)
+    flat = "all ranks are on one host" if len(hosts.ranks) == 1 else hosts.flat_reason()
+    if flat is not None:
+        return HostRoute(hierarchy=None, method=None, reason=f"not {route.name} as planned: {flat}")
+    hierarchy, reason = _hierarchy(group, device, hosts, shared_memory=route.inside == "shared_memory")
+    words = f"{route.name}, as planned"
+    return HostRoute(
+        hierarchy=hierarchy, method=route.method, reason=f"{words}; {reason}" if reason else words
+    )
+
+
+def _hierarchy(
+    group: dist.ProcessGroup, device: torch.device, hosts: Hosts, *, shared_memory: bool = True
+) -> tuple[Hierarchy, str]:
+    """The two levels of a group; without shared memory where there is none, and why."""
+    if shared_memory:
+        try:
+            return Hierarchy(group, device, hosts=hosts), ""
+        except TrimtabError as error:  # the same on every rank
+            reason = f"inside the hosts without shared memory: {error}"
+            return Hierarchy(group, device, hosts=hosts, shared_memory=False), reason
+    return Hierarchy(group, device, hosts=hosts, shared_memory=False), ""

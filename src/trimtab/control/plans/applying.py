@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from glob import escape
 from os import PathLike
 from typing import Any
 
@@ -35,6 +36,7 @@ from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
 from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators
+from trimtab.workload.buckets import MIB
 
 
 def apply_plan(
@@ -93,7 +95,7 @@ def _agree_and_apply(
     attach_state(root).active_plan = active
     notes = [f"plan {plan.hash}: {_describe_roles(plan)}"]
     if ddp is not None:
-        notes.append(_compress(ddp, plan, seed))
+        notes += [_compress(ddp, plan, seed), *_what_the_script_does(ddp, plan)]
         state = attach_state(ddp)
         if state.plan_follower is not None:
             state.plan_follower.close()
@@ -182,8 +184,41 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     if plan.bits is None:
         return "gradients are not compressed"
     codec = Adaptive() if plan.bits == "adaptive" else Block(bits=plan.bits)
-    record_explanation(ddp, compress_ddp(ddp, codec, seed=seed))
-    return f"gradients in {plan.bits} bits"
+    overrides = {
+        escape(name): None if bits is None else Block(bits=bits) for name, bits in plan.layer_bits.items()
+    }
+    explanation = compress_ddp(ddp, codec, overrides=overrides, seed=seed, planned_route=plan.route)
+    record_explanation(ddp, explanation)
+    others = f" ({len(overrides)} parameters in others)" if overrides else ""
+    return f"gradients in {plan.bits} bits{others}"
+
+
+def _what_the_script_does(ddp: DistributedDataParallel, plan: Plan) -> list[str]:
+    """What a plan leaves to the script, where that is not done."""
+    notes = []
+    cap = plan.bucket_cap_mb
+    if cap is not None and ddp.bucket_bytes_cap != int(cap * MIB):
+        notes.append(
+            f"the plan's buckets are of {cap:g} MB, and DDP has them of {ddp.bucket_bytes_cap / MIB:g} MB: construct "
+            f"DistributedDataParallel(model, bucket_cap_mb={cap:g})"
+        )
+    if plan.accumulate > 1:
+        notes.append(
+            f"a step has {plan.accumulate} micro-batches: take them from trimtab.loader, with "
+            "`with data.sync(ddp):` around forward and backward, and step the optimizer where data.last"
+        )
+    return notes
+
+
+def launch_bucket_cap_mb() -> float | None:
+    """The `bucket_cap_mb` of the plan of `trimtab run --plan`; None if it has none or cannot be read yet."""
+    path, active = LaunchPlan.path, LaunchPlan.active
+    if path is None:
+        return None
+    try:
+        return (read_plan(path) if active is None else active.plan).bucket_cap_mb
+    except TrimtabError:
+        return None  # all ranks refuse it together when it is applied
 
 
 def _describe_roles(plan: Plan) -> str:

@@ -58,12 +58,20 @@ def require_runnable(root: nn.Module, plan: Plan, rank: int) -> None:
 def require_same_bits(ddp: DistributedDataParallel | None, plan: Plan) -> None:
     """Raise if an earlier plan already registered a communication hook with other bits."""
     earlier = state_of(ddp).compression_plan
-    if earlier is not None and earlier.bits != plan.bits:
+    if earlier is not None and _exchange(earlier) != _exchange(plan):
         raise TrimtabError(
-            f"apply: an earlier plan set gradients of this module to {earlier.bits or 'their own'} bits, and the new "
-            f"one to {plan.bits or 'their own'}; DDP takes one communication hook: make a new "
+            f"apply: an earlier plan set gradients of this module to {_exchange(earlier)}, and the new one to "
+            f"{_exchange(plan)}; DDP takes one communication hook: make a new "
             "DistributedDataParallel for the new plan"
         )
+
+
+def _exchange(plan: Plan) -> str:
+    """How gradients are sent, in words that differ where the plans' hooks would."""
+    words = [f"{plan.bits or 'their own'} bits"]
+    if plan.layer_bits:
+        words.append(f"other bits for {_some([f'{n}: {bits}' for n, bits in plan.layer_bits.items()])}")
+    return ", ".join(words if plan.route is None else [*words, plan.route.name])
 
 
 def _operators_by_name(root: nn.Module) -> dict[str, OperatorKind]:
