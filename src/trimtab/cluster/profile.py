@@ -71,6 +71,20 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ShardedTime:
+    """What FSDP2 adds to a rank's work, besides its collectives."""
+
+    copy: Line
+    """Of values into or out of the flat buffer that is sent."""
+
+    unit_s: Seconds
+    """Of torch's own code, for each collective of a unit."""
+
+    parameter_s: Seconds
+    """Of the optimizer, for each parameter: operators on sharded tensors go through Python."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceProfile:
     """Times of one device of a class."""
 
@@ -97,6 +111,9 @@ class DeviceProfile:
 
     optimiser: Line | None = None
     """Time of the optimizer, by number of parameter elements."""
+
+    sharded: ShardedTime | None = None
+    """Under FSDP2; None where it was not measured."""
 
     launch_s: Seconds = 0.0
     """Time of the host to launch a kernel."""
@@ -234,6 +251,7 @@ def _merged(ours: DeviceProfile, theirs: DeviceProfile, name: str) -> DeviceProf
         batches={m: tuple(sorted({*sizes, *theirs.batches.get(m, ())})) for m, sizes in batches.items()},
         too_large=smallest(ours.too_large, theirs.too_large),
         optimiser=theirs.optimiser or ours.optimiser,
+        sharded=theirs.sharded or ours.sharded,
         launch_s=theirs.launch_s or ours.launch_s,
         estimated_from=ours.estimated_from,
     )
