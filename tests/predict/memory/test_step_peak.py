@@ -26,15 +26,18 @@ def allocated_at_most(step: Any) -> int:
     """The largest sum of what torch's CPU allocator gave out during a step, beyond what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    most = 0
+    allocations = []
     results: Any = profiler.profiler
     events = list(results.kineto_results.experimental_event_tree())
     while events:
         event = events.pop()
         events += event.children
         if event.tag == torch._C._profiler._EventType.Allocation:
-            most = max(most, event.extra_fields.total_allocated)
-    return most
+            allocations.append((event.start_time_ns, event.extra_fields))
+    # Totals go on from what earlier profiles of this process left allocated.
+    first = min(allocations, key=lambda pair: pair[0])[1]
+    before = first.total_allocated - first.alloc_size
+    return max(fields.total_allocated for _, fields in allocations) - before
 
 
 def measured(model: nn.Module, batch: tuple[torch.Tensor, ...], autocast: str | None) -> int:

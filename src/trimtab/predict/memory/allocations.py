@@ -102,13 +102,20 @@ class StepMemory:
                 passing = self._parameter_gradients(operator, trainable, trained)
                 passing += self._input_gradients(operator, gradient, arrived)
                 passing += self._workspace(operator, "backward")
-                if self.live + passing > self.backward_peak:
-                    self.backward_peak, self.backward_at = self.live + passing, operator.name
+                self._see_backward(self.live + passing, operator)
             if gradient is not None:
                 self._release(gradient)
             self.live -= self.own[index]
             for storage in ending.get(index, ()):
                 self.live -= sizes.pop(storage, 0)
+            self._after_backward(operator)
+
+    def _see_backward(self, now: int, operator: Operator) -> None:
+        if now > self.backward_peak:
+            self.backward_peak, self.backward_at = now, operator.name
+
+    def _after_backward(self, operator: Operator) -> None:
+        """For those who hand gradients on."""
 
     def _parameter_gradients(
         self, operator: Operator, trainable: Mapping[str, object], trained: set[str]

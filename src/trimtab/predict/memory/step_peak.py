@@ -42,7 +42,8 @@ class Memory:
     gradients: int
     optimizer: int
     buckets: int
-    """DDP's own copies of the gradients."""
+    """DDP's own copies of the gradients; under FSDP2 the most that gathered weights and the buffers of its
+    collectives take."""
 
     codec: int
     """Payloads of compressed buckets, sent and received."""
