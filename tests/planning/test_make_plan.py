@@ -177,15 +177,17 @@ def test_memory_is_a_hard_constraint_in_both_modes() -> None:
         for role in plan.roles.values():
             assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
     assert free.predicted.damage > 0
+    search = PlanSearch(both, workload(), damages(), 31)
     with pytest.raises(TrimtabError, match="fits only with operators lowered"):
-        planned(both, 31, budget=0.0)
+        search.choose("free", (None,), 0.0, search.plain())
+    assert planned(both, 31, budget=0.0).wrapper == "fsdp"  # which damages nothing
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
     with pytest.raises(TrimtabError, match=r"slow: a step needs .* MiB are missing"):
-        planned(uneven(1.0, slow=BETWEEN / 2), 4, batch="fixed")
+        planned(uneven(1.0, slow=BETWEEN / 4), 4, batch="fixed")
     with pytest.raises(TrimtabError, match=r"slow: a single sample needs .* MiB are missing"):
-        planned(uneven(1.0, slow=BETWEEN / 2))
+        planned(uneven(1.0, slow=BETWEEN / 4))
     with pytest.raises(TrimtabError, match=r"a batch of 61 does not fit: .* are too many.*micro-batches"):
         planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 61)
 

@@ -14,6 +14,7 @@ from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.planning.reasons import Adjustment, reasons_of
+from trimtab.planning.wrapper import fsdp_plan
 from trimtab.precision_names import OWN
 from trimtab.predict.collectives import Route
 from trimtab.workload import Workload
@@ -61,11 +62,20 @@ def make_plan(
         except DoesNotFitError as error:
             too_large = error
     else:
-        if accumulate > 1:
-            raise too_large
-        raise DoesNotFitError(
-            f"{too_large}; a batch size with more divisors could be split into micro-batches"
-        ) from too_large
+        if accumulate == 1:
+            too_large = DoesNotFitError(
+                f"{too_large}; a batch size with more divisors could be split into micro-batches"
+            )
+        whole = PlanSearch(cluster, workload, damages, batch_size, progress=progress)
+        return fsdp_plan(
+            whole,
+            whole.plain().step_s,
+            too_large,
+            model=model,
+            trimtab=trimtab,
+            batch=batch,
+            bits=_bits_to_try(whole, bits),
+        )
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
     adjustments = _setting_adjustments(search, chosen)

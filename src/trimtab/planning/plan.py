@@ -135,6 +135,9 @@ class Plan:
     wrapper: Literal["ddp", "fsdp"] = "ddp"
     """What the script wraps the model in: DDP, or FSDP2 where a whole copy does not fit a rank."""
 
+    shard_ranks: Count | None = None
+    """With FSDP2: how many ranks in a row share a copy of the model (HSDP); None for all."""
+
     tensor_groups: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)] = ()
     """Ranks that hold one copy of the model together, by tensor parallelism; empty if every rank holds a copy."""
 
@@ -157,6 +160,10 @@ class Plan:
         unknown = sorted({name for name, _ in self.ranks} - self.roles.keys())
         if unknown:
             raise ValueError(f"ranks: no role {unknown[0]!r}; there are {', '.join(self.roles)}")
+        if self.shard_ranks is not None and (self.wrapper != "fsdp" or self.world_size % self.shard_ranks):
+            raise ValueError(
+                f"shard_ranks: {self.shard_ranks} ranks share a copy under FSDP2, and divide {self.world_size} ranks"
+            )
         grouped = sorted(rank for group in self.tensor_groups for rank in group)
         if grouped and grouped != list(range(self.world_size)):
             raise ValueError(
@@ -200,6 +207,7 @@ class Plan:
             "layer_bits": self.layer_bits,
             "route": self.route,
             "wrapper": self.wrapper,
+            "shard_ranks": self.shard_ranks,
             "tensor_groups": self.tensor_groups,
             "accumulate": self.accumulate,
             "bucket_cap_mb": self.bucket_cap_mb,

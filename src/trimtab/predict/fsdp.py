@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.cluster.profile import Line, ShardedTime
+from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import (
     BLOCK,
     Placement,
@@ -98,6 +99,10 @@ def build_fsdp(
     """The arguments of `replay`; each collective of a unit is a bucket."""
     workload, profile = measured.workload, measured.profile
     placement = Placement.on(cluster)
+    if setting.accumulate > 1:
+        raise TrimtabError(
+            "the step of a sharded model is predicted for one micro-batch; set accumulate to 1"
+        )
     plain, _ = build_step(measured, cluster, replace(setting, bits=None))
     if placement.world == 1:
         return plain, ()

@@ -1,0 +1,122 @@
+"""DDP where it fits, else FSDP2 or HSDP, else the reason why nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.planning.planning import FAST, SLOW, planned, uneven
+from tests.predict.profiles import workload
+
+from trimtab.cluster import Cluster, Host
+from trimtab.errors import TrimtabError
+from trimtab.planning.plan import load_plan, save_plan
+from trimtab.planning.roles import even, layout
+from trimtab.planning.wrapper import ddp_fits, ddp_peaks, fsdp_candidate
+from trimtab.predict.fsdp_units import Sharding
+from trimtab.predict.operators.measured import Measured
+
+GIB = 2**30
+SMALL = 3_200_000 / GIB
+"""GiB: less than weights, gradients, Adam's states and DDP's buckets need, more than a quarter of them."""
+
+
+def four(memory: float, *, two_hosts: bool = False) -> Cluster:
+    """Two fast ranks without a limit and two slow ones with so many GiB; on hosts of one or two ranks."""
+    hosts = [(FAST, 2), (SLOW, 2)] if two_hosts else [(FAST, 1), (FAST, 1), (SLOW, 1), (SLOW, 1)]
+    return replace(
+        uneven(2.0, **{SLOW: memory}),
+        hosts=tuple(Host(name=f"h{i}", devices={d: n}, link="lan") for i, (d, n) in enumerate(hosts)),
+    )
+
+
+def test_what_fits_stays_under_ddp() -> None:
+    plan = planned(four(1.0), 8)
+    assert plan.wrapper == "ddp"
+    assert not any("FSDP2" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("batch", ["fixed", "free"])
+def test_what_does_not_fit_is_sharded(batch: str, tmp_path: object) -> None:
+    plan = planned(four(SMALL), 8, batch=batch)
+    assert (plan.wrapper, plan.shard_ranks, plan.accumulate, plan.batch_size) == ("fsdp", None, 1, 8)
+    for role in plan.roles.values():
+        assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
+        assert not role.precisions
+    assert "GiB and slow has" in plan.reasons[0]
+    assert "FSDP2 shards it over 4 ranks" in plan.reasons[0]
+    if batch == "fixed":
+        assert set(plan.shares) == {2}
+        assert plan.predicted.step_s > plan.predicted.plain_step_s  # what memory costs
+    else:
+        assert plan.shares[0] > plan.shares[-1]
+    save_plan(plan, f"{tmp_path}/plan.json")
+    assert load_plan(f"{tmp_path}/plan.json") == plan
+
+
+def test_shares_leave_out_no_memory() -> None:
+    """With room for one sample only on slow ranks, the fast ones take the rest, though even shares were as fast."""
+    cluster = four(SMALL)
+    one, two = (
+        fsdp_candidate(
+            Measured(workload(), cluster.profile),  # type: ignore[arg-type]
+            cluster,
+            layout(["fast", "fast", "slow", "slow"], even(["fast", "fast", "slow", "slow"], 4 * samples)),
+            {FAST: None, SLOW: None},
+        )
+        for samples in (1, 2)
+    )
+    assert one is not None
+    assert two is not None
+    between = (one.peaks[SLOW] + two.peaks[SLOW]) / 2 / GIB
+    plan = planned(four(between), 8)
+    assert (plan.wrapper, plan.shares) == ("fsdp", (3, 3, 1, 1))
+
+
+def test_hsdp_where_hosts_have_several_ranks_and_the_link_is_slow() -> None:
+    cluster = four(SMALL, two_hosts=True)
+    assert cluster.profile is not None
+    slow_link = {
+        name: replace(t, per_byte_s=100 * t.per_byte_s) for name, t in cluster.profile.links["lan"].items()
+    }
+    profile = replace(cluster.profile, links={**cluster.profile.links, "lan": slow_link})
+    # A half of the model has to fit.
+    room = replace(cluster.devices[SLOW], memory_gib=3_500_000 / GIB)
+    cluster = replace(cluster, profile=profile, devices={**cluster.devices, SLOW: room})
+    plan = planned(cluster, 8, bits=None)
+    assert (plan.wrapper, plan.shard_ranks) == ("fsdp", 2)
+    assert "HSDP shards it inside each host over 2 ranks" in plan.reasons[0]
+
+
+def test_bits_where_they_gain() -> None:
+    cluster = four(SMALL)
+    assert cluster.profile is not None
+    slow_link = {
+        name: replace(t, per_byte_s=100 * t.per_byte_s) for name, t in cluster.profile.links["lan"].items()
+    }
+    slow = replace(cluster, profile=replace(cluster.profile, links={"lan": slow_link}))
+    assert planned(slow, 8).bits == 4
+    assert planned(slow, 8, bits=None).bits is None
+
+
+def test_what_does_not_even_fit_sharded_says_so() -> None:
+    with pytest.raises(
+        TrimtabError, match="nor does it fit with FSDP2 over 4 ranks, where a rank with one sample needs"
+    ):
+        planned(four(500_000 / GIB), 8)
+
+
+def test_candidates_say_what_fits() -> None:
+    cluster = four(SMALL)
+    assert cluster.profile is not None
+    job = layout(["fast", "fast", "slow", "slow"], even(["fast", "fast", "slow", "slow"], 4))
+    measured, limits = Measured(workload(), cluster.profile), {FAST: None, SLOW: int(SMALL * GIB)}
+    assert not ddp_fits(workload(), cluster, job, limits)
+    assert ddp_fits(workload(), cluster, job, {FAST: None, SLOW: None})
+    candidate = fsdp_candidate(measured, cluster, job, limits)
+    assert candidate is not None
+    assert candidate.ways == 4
+    assert candidate.peaks[SLOW] < ddp_peaks(workload(), cluster, job)[SLOW]
+    assert fsdp_candidate(measured, cluster, job, {FAST: None, SLOW: 1000}) is None
+    with pytest.raises(TrimtabError, match="same number of ranks, at least two"):
+        fsdp_candidate(measured, cluster, job, limits, sharding=Sharding(hybrid=True))
