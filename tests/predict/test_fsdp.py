@@ -203,7 +203,7 @@ def test_collectives_are_in_the_order_of_torch() -> None:
         "gradients of the root",
     ]
     for kind in ("cpu", "cuda"):
-        assert build(job(kind), Sharding()) == expected  # type: ignore[arg-type]
+        assert build(job(kind), Sharding()) == expected
 
 
 def test_the_optimizer_has_a_shard_and_torch_its_overheads() -> None:

@@ -37,7 +37,7 @@ def allocated_at_most(step: Any) -> int:
     # Totals go on from what earlier profiles of this process left allocated.
     first = min(allocations, key=lambda pair: pair[0])[1]
     before = first.total_allocated - first.alloc_size
-    return max(fields.total_allocated for _, fields in allocations) - before
+    return int(max(fields.total_allocated for _, fields in allocations) - before)
 
 
 def measured(model: nn.Module, batch: tuple[torch.Tensor, ...], autocast: str | None) -> int:
