@@ -32,8 +32,9 @@ def apply(
 
     The operators of this rank's role compute in the plan's precisions. On a DDP module the gradients are also
     compressed as the plan says, and the ranks are timed: when the relative speed of the roles changes, all ranks
-    switch to another plan between the same two steps. On a plain module only the precisions are set. Applying
-    another plan replaces the previous one.
+    switch to another plan between the same two steps. A model sharded by `fully_shard` (FSDP2) computes and
+    communicates as a plan for FSDP2 says, and keeps it. On a plain module only the precisions are set. Applying another
+    plan replaces the previous one.
 
     Args:
         plan: a `Plan`, or the path of its file.
@@ -42,7 +43,7 @@ def apply(
 
     Raises:
         TrimtabError: on every rank, if any rank cannot run the plan: it was made for another model, number of
-            ranks, device or version of trimtab, or differs between ranks. Nothing has been changed then.
+            ranks, device, wrapper or version of trimtab, or differs between ranks. Nothing has been changed then.
     """
     if not environment.disabled():
         apply_plan(model, plan, seed=seed, follow=follow)

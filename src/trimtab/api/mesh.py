@@ -16,7 +16,7 @@ from trimtab.planning.plan import Plan
 def mesh(plan: Plan | str | PathLike[str]) -> DeviceMesh:
     """The device mesh of a plan, with the dimensions ``dp`` (copies of the model) and ``tp`` (ranks of one copy).
 
-    Every rank calls it once, after `init_process_group`.
+    Every rank calls it once, after `init_process_group`. With HSDP ``dp`` is divided into ``replicate`` and ``shard``.
 
     ::
 
@@ -24,6 +24,9 @@ def mesh(plan: Plan | str | PathLike[str]) -> DeviceMesh:
         trimtab.tensor_parallel(model, mesh)         # if the plan has tensor groups
         ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
         trimtab.apply(ddp, "plan.json")
+
+    Under a plan for FSDP2 ``fully_shard(module, mesh=mesh["dp"])`` takes the place of DDP, under one for HSDP
+    ``fully_shard(module, mesh=mesh["replicate", "shard"])``.
 
     Raises:
         TrimtabError: on every rank, if the plan is for another number of ranks or differs between ranks.
@@ -43,4 +46,7 @@ def mesh(plan: Plan | str | PathLike[str]) -> DeviceMesh:
     agreed = agree_on_plan(load, None)
     kind = agreed.roles[agreed.role_of(dist.get_rank())].kind or "cpu"
     groups = agreed.tensor_groups or tuple((rank,) for rank in range(agreed.world_size))
+    if agreed.shard_ranks is not None:
+        shards = torch.tensor(groups).view(-1, agreed.shard_ranks, agreed.tensor_size)
+        return DeviceMesh(kind, shards, mesh_dim_names=("replicate", "shard", "tp"))
     return DeviceMesh(kind, torch.tensor(groups), mesh_dim_names=("dp", "tp"))

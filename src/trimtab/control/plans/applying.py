@@ -17,6 +17,7 @@ from trimtab.codec import Block
 from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.ddp import compress_ddp, compression_of
 from trimtab.control.compression.explanation import record_explanation
+from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.control.plans.active_plan import (
     ActivePlan,
     LaunchPlan,
@@ -27,6 +28,7 @@ from trimtab.control.plans.active_plan import (
 )
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.control.plans.present_ranks import NoPlanForRanksError, PresentRanks
+from trimtab.control.plans.sharded import compress_sharded, require_wrapper
 from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.doors.ddp import has_other_hook
@@ -81,7 +83,8 @@ def _agree_and_apply(
     def load() -> Plan:
         loaded = present.fit(read())
         require_runnable(root, loaded, rank)
-        require_same_bits(ddp, loaded)
+        require_wrapper(model, loaded)
+        require_same_bits(model, loaded)
         return loaded
 
     plan = agree_on_plan(load, group)
@@ -104,8 +107,11 @@ def _agree_and_apply(
             state.plan_follower = Follower(
                 ddp, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
             )
+    elif is_fsdp(model):
+        notes.append(compress_sharded(model, plan, seed))
     elif plan.bits is not None:
-        notes.append("gradients are not compressed: apply the plan to the DDP module for that")
+        wrapped = "DDP" if plan.wrapper == "ddp" else "sharded"
+        notes.append(f"gradients are not compressed: apply the plan to the {wrapped} module for that")
     active.notes = tuple(notes)
     if rank == 0:
         environment.logger().info("%s", "; ".join(notes))

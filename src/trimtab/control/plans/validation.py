@@ -7,7 +7,6 @@ from difflib import get_close_matches
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.errors import TrimtabError
@@ -55,14 +54,13 @@ def require_runnable(root: nn.Module, plan: Plan, rank: int) -> None:
         refuse_unsupported(f"role {role_name}: {operator}", known[operator], precision, device)
 
 
-def require_same_bits(ddp: DistributedDataParallel | None, plan: Plan) -> None:
-    """Raise if an earlier plan already registered a communication hook with other bits."""
-    earlier = state_of(ddp).compression_plan
+def require_same_bits(model: nn.Module, plan: Plan) -> None:
+    """Raise if an earlier plan already replaced the module's collectives with others."""
+    earlier = state_of(model).compression_plan
     if earlier is not None and _exchange(earlier) != _exchange(plan):
         raise TrimtabError(
             f"apply: an earlier plan set gradients of this module to {_exchange(earlier)}, and the new one to "
-            f"{_exchange(plan)}; DDP takes one communication hook: make a new "
-            "DistributedDataParallel for the new plan"
+            f"{_exchange(plan)}; they are set once: make a new module, wrapped anew, for the new plan"
         )
 
 
