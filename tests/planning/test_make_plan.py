@@ -260,10 +260,21 @@ def test_an_operator_that_does_not_exist_is_named() -> None:
         make_plan(uneven(), workload(), {"blocks.99": {"int8": 1.0}}, model="m", trimtab="0", batch_size=8)
 
 
-def test_without_probed_precisions_shares_are_all_there_is() -> None:
-    plan = make_plan(uneven(2.0), workload(), {}, model="m", trimtab="0", batch_size=12)
-    assert plan.shares == (8, 4)
-    assert any("no lower precision was probed" in reason for reason in plan.reasons)
+def test_without_probed_precisions_or_damages_shares_are_all_there_is() -> None:
+    cluster = uneven(2.0)
+    assert cluster.profile is not None
+    plain_only = {
+        name: replace(
+            device,
+            operators={key: time for key, time in device.operators.items() if not key.endswith("|int8")},
+        )
+        for name, device in cluster.profile.devices.items()
+    }
+    unprobed = replace(cluster, profile=replace(cluster.profile, devices=plain_only))
+    for given, words in ((cluster, "trimtab probe --damage"), (unprobed, "no lower precision was probed")):
+        plan = make_plan(given, workload(), {}, model="m", trimtab="0", batch_size=12)
+        assert plan.shares == (8, 4)
+        assert any(words in reason for reason in plan.reasons)
 
 
 # As data
