@@ -271,8 +271,8 @@ def test_without_probed_precisions_or_damages_shares_are_all_there_is() -> None:
         for name, device in cluster.profile.devices.items()
     }
     unprobed = replace(cluster, profile=replace(cluster.profile, devices=plain_only))
-    for given, words in ((cluster, "trimtab probe --damage"), (unprobed, "no lower precision was probed")):
-        plan = make_plan(given, workload(), {}, model="m", trimtab="0", batch_size=12)
+    for chosen, words in ((cluster, "trimtab probe --damage"), (unprobed, "no lower precision was probed")):
+        plan = make_plan(chosen, workload(), {}, model="m", trimtab="0", batch_size=12)
         assert plan.shares == (8, 4)
         assert any(words in reason for reason in plan.reasons)
 

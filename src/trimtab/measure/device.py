@@ -139,9 +139,7 @@ class DeviceProbe:
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
         self._task, self._device, self._cache = task, device, cache
-        self.workload: Workload = capture_workload(
-            task.spec.model, task.spec.batch, loss=task.spec.loss, autocast=task.autocast
-        )
+        self.workload = _captured(task)
         offered = offers(device)["linear"]
         for name in task.precisions:
             if name not in offered:
@@ -342,6 +340,17 @@ class DeviceProbe:
     def _adaptive_codec(self, profile: DeviceProfile) -> DeviceProfile:
         times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK)
         return replace(profile, adaptive_codec=times)
+
+
+def _captured(task: Task) -> Workload:
+    """The workload of the task's model, which runs if it does not on tensors without values."""
+    spec = task.spec
+    options: dict[str, Any] = {"loss": spec.loss, "autocast": task.autocast, "sizes": task.batches}
+    try:
+        return capture_workload(spec.model, spec.batch, **options)
+    except TrimtabError as error:
+        logger().debug("%s", error)
+        return capture_workload(spec.model, spec.batch, real=True, **options)
 
 
 def _gather(own: Any) -> list[Any]:

@@ -178,7 +178,7 @@ def _product(operator: Operator) -> int:
         return 2 * out.numel * prod(weight.shape[1:])
     if operator.kind == "linear":
         weight = next(t for t in operator.parameter_tensors if len(t.shape) == 2)
-        return 2 * out.numel * weight.numel // out.shape[-1]
+        return 2 * out.numel * weight.numel // max(1, out.shape[-1])
     # k follows from the sizes b·m·k and b·k·n of the operands and b·m·n of the result, whatever their order.
     operands = sorted(t.numel for t in (*operator.input_tensors, *operator.parameter_tensors))[-2:]
     batch = prod(out.shape[:-2]) if len(out.shape) > 2 else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from trimtab.strict_files import STRICT
 from trimtab.workload.buckets import ddp_buckets
 from trimtab.workload.operator import Operator
 from trimtab.workload.tensor import Tensor
-from trimtab.workload.workload import SCHEMA_VERSION, Parameter, RepeatedBlock, Workload
+from trimtab.workload.workload import SCHEMA_VERSION, Parameter, RepeatedBlock, UnitSpan, Workload
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,6 +33,7 @@ class StoredWorkload:
     """For each block and each of its runs after the second: how much larger its storage numbers are than those of
     the second run; None if the run is written."""
 
+    units: tuple[UnitSpan, ...] = ()
     buffer_bytes: int = 0
     autocast: str | None = None
     resizable: bool = True
@@ -54,20 +55,8 @@ class StoredWorkload:
                     for operator in repeated:
                         del written[operator.index]
             shifts.append(tuple(own))
-        return cls(
-            model=workload.model,
-            batch_size=workload.batch_size,
-            batch=workload.batch,
-            operators=tuple(written.values()),
-            parameters=workload.parameters,
-            bucket_cap_mb=workload.bucket_cap_mb,
-            blocks=workload.blocks,
-            storage_shifts=tuple(shifts),
-            buffer_bytes=workload.buffer_bytes,
-            autocast=workload.autocast,
-            resizable=workload.resizable,
-            caveat=workload.caveat,
-        )
+        same = {f.name: getattr(workload, f.name) for f in fields(cls) if hasattr(workload, f.name)}
+        return cls(**same | {"operators": tuple(written.values()), "storage_shifts": tuple(shifts)})
 
     @model_validator(mode="after")
     def _can_be_restored(self) -> StoredWorkload:
@@ -94,21 +83,9 @@ class StoredWorkload:
                 if shift is not None:
                     operators |= {o.index: o for o in _repeated(operators, block, run, shift)}
         listed = tuple(operators[index] for index in sorted(operators))
-        return Workload(
-            version=SCHEMA_VERSION,
-            model=self.model,
-            batch_size=self.batch_size,
-            batch=self.batch,
-            operators=listed,
-            parameters=self.parameters,
-            buckets=ddp_buckets(self.parameters, listed, self.bucket_cap_mb),
-            bucket_cap_mb=self.bucket_cap_mb,
-            blocks=self.blocks,
-            buffer_bytes=self.buffer_bytes,
-            autocast=self.autocast,
-            resizable=self.resizable,
-            caveat=self.caveat,
-        )
+        same = {f.name: getattr(self, f.name) for f in fields(Workload) if hasattr(self, f.name)}
+        whole = Workload(**same | {"version": SCHEMA_VERSION, "operators": listed, "buckets": ()})
+        return replace(whole, buckets=ddp_buckets(self.parameters, listed, self.bucket_cap_mb))
 
 
 def _storage(operators: tuple[Operator, ...], block: RepeatedBlock, run: int) -> int:

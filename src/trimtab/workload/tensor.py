@@ -38,8 +38,8 @@ class Tensor:
     dtype: str
     """Short name: fp32, bf16, fp16, int64, bool..."""
 
-    growth: tuple[int, ...] = ()
-    """Growth of each axis with one more sample; empty if none grows."""
+    growth: tuple[int | float, ...] = ()
+    """Growth of each axis with one more sample; empty if none grows. Fractions where sizes depend on values."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,9 @@ class Tensor:
         """The same tensor for a batch with so many more samples (or fewer, if negative)."""
         if not self.growth or not samples:
             return self
-        shape = tuple(size + step * samples for size, step in zip(self.shape, self.growth, strict=True))
+        shape = tuple(
+            max(0, round(size + step * samples)) for size, step in zip(self.shape, self.growth, strict=True)
+        )
         return Tensor(shape=shape, dtype=self.dtype, growth=self.growth)
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
-from trimtab.measure.capture.assemble import assemble
+from trimtab.measure.capture.assemble import Captured, assemble, grow_alike
 from trimtab.measure.capture.call import DTYPES, Call, Meta, tensors_in
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
@@ -35,12 +35,12 @@ def capture_workload(
     device: str | None = None,
     bucket_cap_mb: float | None = None,
     real: bool = False,
+    sizes: Sequence[int] = (),
 ) -> Workload:
     """The workload of one training step of a model.
 
-    The forward pass runs twice, with two batch sizes, on fake tensors without memory or values: a model
-    that fits on no available device is captured in seconds, and it may be on the meta device. The model
-    does not change.
+    The forward pass runs with two batch sizes, on fake tensors without memory or values: a model that fits on no
+    available device is captured in seconds, and it may be on the meta device. The model does not change.
 
     Args:
         model: as it will be trained, in its training mode and with its `requires_grad` flags.
@@ -50,8 +50,9 @@ def capture_workload(
         autocast: "bf16" or "fp16", if the step will run under `torch.autocast`.
         device: "cpu" or "cuda", if not the model's own: kernels and autocast rules differ.
         bucket_cap_mb: as DDP's.
-        real: run the model on its own tensors instead, if its control flow depends on values. It then runs once,
-            with this batch size, and the workload cannot be resized.
+        real: run the model on its own tensors instead, if its control flow depends on values.
+        sizes: batch sizes that will matter. Their smallest and largest are captured if the model does not accept one
+            sample more than `batch` has, or makes other calls then: operators in between are interpolated.
 
     Raises:
         TrimtabError: the model cannot run on fake tensors, or `set_precision` has changed it.
@@ -62,42 +63,54 @@ def capture_workload(
         raise TrimtabError(f"capture: autocast is 'bf16' or 'fp16'; got {autocast!r}")
     kind = _device_type(model, device)
 
-    def assembled(calls: list[Call], second: list[Call] | None, size: int) -> Workload:
+    own = _batch_size(batch)
+
+    def captured(size: int) -> Captured:
+        if real:
+            with torch.random.fork_rng():
+                calls = _forward(model, _resized(batch, own, size), _values(model), loss, autocast, kind)
+        else:
+            calls = _fake_forward(model, batch, size, loss, autocast, kind)
+        return Captured(size, calls)
+
+    def assembled(one: Captured, two: Captured | None) -> Workload:
         return assemble(
             model,
-            calls,
-            second,
-            batch=[_sized_meta(t, _batch_size(batch), size) for t in tensors_in(batch)],
-            batch_size=size,
+            one,
+            two,
+            batch=[_sized_meta(t, own, one.samples) for t in tensors_in(batch)],
             autocast=autocast,
             bucket_cap_mb=bucket_cap_mb,
         )
 
-    size = _batch_size(batch)
-    if real:
-        with torch.random.fork_rng():
-            return assembled(_forward(model, batch, _values(model), loss, autocast, kind), None, size)
     try:
-        calls = _fake_forward(model, batch, size, loss, autocast, kind)
+        first = captured(own)
     except Exception as error:
+        if real:
+            raise
         raise TrimtabError(
             f"capture: {type(model).__name__} did not run on fake tensors: "
             f"{type(error).__name__}: {_first_line(error)}. If it runs normally, it depends on values: use "
-            "capture_workload(..., real=True), which runs it once"
+            "capture_workload(..., real=True), which runs it"
         ) from error
-    try:
-        more = [
-            _fake_forward(model, batch, size + extra, loss, autocast, kind)
-            for extra in (1, 2)[: 1 + (size == 1)]
-        ]
-    except Exception:  # a model may accept only its own batch size
-        return assembled(calls, None, size)
-    workload = assembled(calls, more[0], size)
-    if size == 1 and not workload.resizable:
-        # An axis of length 1 needs fewer copies. Larger batches show how shapes grow, and apply to size 1 too.
-        general = assembled(more[0], more[1], 2)
-        return general.at_batch(1) if general.resizable else workload
-    return workload
+    # Sizes that depend on values differ by chance: batches that are further apart show better how they grow.
+    low, high = (min(sizes), max(sizes)) if len(set(sizes)) > 1 else (own, 2 * own)
+    # With one sample an axis may need fewer copies; larger batches show how shapes grow, and apply to one sample too.
+    close = [(own, own + 1), *([(2, 3)] if own == 1 else [])]
+    known = {own: first}
+    differing: tuple[Captured, Captured] | None = None
+    for pair in ([] if real else close) + [(low, high)]:
+        try:
+            for size in pair:
+                known.setdefault(size, known.get(size) or captured(size))
+        except Exception:  # a model may accept only some batch sizes
+            continue
+        one, two = known[pair[0]], known[pair[1]]
+        if grow_alike(one, two):
+            workload = assembled(one, two)
+            return workload.at_batch(own) if pair in close else workload
+        differing = two, one
+    return assembled(*differing) if differing is not None else assembled(first, None)
 
 
 def workload_of(
@@ -106,8 +119,7 @@ def workload_of(
     """Capture a model on the meta device, without allocating its parameters.
 
     Args:
-        real: build the model and run it once, for models whose forward depends on values. The workload then has
-            this batch size only.
+        real: build the model and run it, for models whose forward depends on values.
     """
     spec = load_model(model, torch.device("cpu" if real else "meta"), samples=samples)
     try:
@@ -121,6 +133,16 @@ def workload_of(
         )
     except TrimtabError as error:
         raise TrimtabError(f"{model}: {error}; on the command line: --real") from None
+
+
+def _resized(batch: Any, old: int, new: int) -> Any:
+    """The batch with another number of samples: its rows, repeated."""
+
+    def resized(value: Any) -> Any:
+        grows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == old
+        return value[torch.arange(new, device=value.device) % old] if grows and new != old else value
+
+    return tree_map(resized, batch)
 
 
 def _fake_forward(
