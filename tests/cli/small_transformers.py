@@ -50,9 +50,8 @@ def vit() -> MADE:
 
 
 def t5() -> MADE:
-    config = t.T5Config(
-        vocab_size=WORDS, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, decoder_start_token_id=0
-    )
+    config = t.T5Config(vocab_size=WORDS, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2)
+    config.decoder_start_token_id = 0
     return _text(t.T5ForConditionalGeneration(config))
 
 

@@ -31,7 +31,8 @@ class Pairs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right = x.view(2, len(x) // 2, 8)
-        return (self.layer(left) * right).sum()
+        y: torch.Tensor = (self.layer(left) * right).sum()
+        return y
 
 
 class Chosen(nn.Module):
