@@ -217,6 +217,11 @@ def hybrid(
     return {"only": [name for name in only.split(",") if name]}
 
 
+@_measures("product")
+def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json: Json = False) -> None:
+    """Hosts uneven in links and speeds: plain DDP, each adjustment alone, and the plan that has all of them."""
+
+
 @_measures("chaos", "chaos.chaos")
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the sequences.")] = 0,

@@ -46,6 +46,8 @@ CALIBRATION, MOST_TOKENS = 2, 8192
 than a rank will have, damage looks larger, never smaller."""
 
 
+_BATCH_MODES: tuple[Literal["fixed", "free"], ...] = ("fixed", "free")
+
 NAMES = ("fast", "slow")
 """Of the two hosts, and of their device classes."""
 
@@ -123,12 +125,15 @@ def make_plans(
     cluster: Cluster,
     memory_ratio: float | None = None,
     bits: Literal["auto", "adaptive"] = "auto",
+    fixed_bits: Literal["auto", "adaptive"] | None = "auto",
 ) -> Plans:
     """Probe the job, compute the damage of lower precision and plan. Every rank calls this.
 
     Args:
         memory_ratio: if the last device class has this part of the first one's memory: what it has is then too little
             for a plain step, and enough with half of what lower precision can save.
+        bits: of the plan with free shares.
+        fixed_bits: of the plan with a fixed batch.
     """
     device = task.device
     model = copy.deepcopy(task.model)
@@ -158,7 +163,9 @@ def make_plans(
     cluster = replace(cluster, devices=devices, profile=probed.profile)
     texts: list[Any] = [None]
     if dist.get_rank() == 0:
-        texts = [[plan_text(plan) for plan in _plan_both(task, model, cluster, workload, low, bits)]]
+        texts = [
+            [plan_text(plan) for plan in _plan_both(task, model, cluster, workload, low, fixed_bits, bits)]
+        ]
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Plans(fixed=fixed, free=free, cluster=cluster, workload=workload)
@@ -177,7 +184,7 @@ def _plan_both(
     cluster: Cluster,
     workload: Workload,
     low: Sequence[str],
-    bits: Literal["auto", "adaptive"],
+    *bits: Literal["auto", "adaptive"] | None,
 ) -> list[Plan]:
     """With a fixed batch, and with batch shares free."""
     total = task.samples * cluster.world_size
@@ -203,7 +210,7 @@ def _plan_both(
             trimtab=trimtab.__version__,
             batch_size=total,
             batch=batch,
-            bits=bits,
+            bits=own_bits,
         )
-        for batch in ("fixed", "free")
+        for batch, own_bits in zip(_BATCH_MODES, bits, strict=True)
     ]
