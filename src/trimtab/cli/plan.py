@@ -13,6 +13,9 @@ from trimtab.planning.make_plan import Bits
 from trimtab.planning.plan import Plan
 from trimtab.strict_files import require_writable
 
+BAR = 48
+"""Characters of the longest bar."""
+
 
 def plan(
     cluster: Annotated[
@@ -88,6 +91,10 @@ def plan(
             table = [{key: value for key, value in row.items() if key != column} for row in table]
     print_table(f"{out}: {made.batch} shares, {model}", table)
     print_table("predicted", [summary(made)])
+    if worth := adjustments(made):
+        print_table("what each adjustment is worth: the step with it alone, and without it", worth)
+    for line in drawn(made):
+        print(line)
     for reason in made.reasons:
         print(f"- {reason}")
 
@@ -137,6 +144,45 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
+def adjustments(plan: Plan) -> list[dict[str, Any]]:
+    """A table row for each adjustment, and for ranks that the job could do without."""
+    alone, without = plan.predicted.alone, plan.predicted.without
+    return [
+        {
+            "adjustment": name,
+            **{f"{key}_ms": _ms(of.get(name)) for key, of in (("alone", alone), ("without", without))},
+        }
+        for name in dict.fromkeys((*alone, *without))
+    ]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def tradeoff(plan: Plan) -> list[dict[str, Any]]:
+    """Time against damage: a row for each point of the curve."""
+    own = (plan.predicted.step_s, plan.predicted.damage)
+    return [
+        {"step_ms": step_s * 1e3, "damage": damage, "chosen": (step_s, damage) == own}
+        for step_s, damage in plan.predicted.tradeoff
+    ]
+
+
+def drawn(plan: Plan) -> list[str]:
+    """The curve of time against damage in plain characters: a bar for each step time, an arrow at the plan's own."""
+    points = tradeoff(plan)
+    if len(points) < 2:
+        return []
+    longest = max(point["step_ms"] for point in points)
+    lines = ["", "step time against damage (-> is this plan)", f"   {'damage':>8}  {'step ms':>8}"]
+    for point in points:
+        bar = "#" * max(1, round(BAR * point["step_ms"] / longest))
+        arrow = "->" if point["chosen"] else "  "
+        lines.append(f"{arrow} {point['damage']:8.2g}  {point['step_ms']:8.4g}  {bar}")
+    return [*lines, ""]
+
+
 def tree(plan: Plan, out: Path) -> dict[str, Any]:
     """The plan's summary for JSON; its file has all of it."""
     return {
@@ -145,6 +191,8 @@ def tree(plan: Plan, out: Path) -> dict[str, Any]:
         "model": plan.model,
         "batch": plan.batch,
         **summary(plan),
+        "adjustments": adjustments(plan),
+        "tradeoff": tradeoff(plan),
         "roles": rows(plan),
         "ranks": plan.ranks,
         "reasons": plan.reasons,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from math import fsum, isfinite
+from typing import TypeVar
 
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
@@ -44,6 +46,9 @@ FEW_CLASSES = 4
 
 CLOSE = 1e-3
 """Step times that differ by a smaller fraction count as equal."""
+
+
+Search = TypeVar("Search", bound="JobSearch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,16 @@ class JobSearch:
         self.alike = alike(workload)
         self.progress = progress
         self._done = 0
+        self.shared_only: JobCandidate | None = None
+        """With free shares: the best job that differs from plain DDP in its shares alone, if one was searched for."""
+
+    def on(self: Search, cluster: Cluster) -> Search:
+        """The search on other hosts with the same device classes; what was looked up is shared."""
+        other = copy(self)
+        other.cluster = replace(cluster, profile=self.profile)
+        other.tradeoffs = self.tradeoffs.on(other.cluster)
+        other.devices, other.counts = [rank.device for rank in cluster.ranks()], other.tradeoffs.counts
+        return other
 
     def tick(self) -> None:
         self._done += 1
@@ -201,6 +216,13 @@ class JobSearch:
             if device in slow
         )
 
+    def largest_damage(self, job: RoleLayout) -> float:
+        """Of all ranks wholly at their fastest precisions."""
+        return fsum(
+            job.counts[name] * fsum(map(_fastest_damage, self._options(device, job.samples[name]).values()))
+            for name, device in job.devices.items()
+        )
+
     # Free shares
 
     def free(self, setting: StepSetting, budget: float) -> JobCandidate:
@@ -217,16 +239,45 @@ class JobSearch:
         plain = self.even(setting)
         if plain.step_s < sharing.step_s and self.fits(plain):
             sharing = plain
+        if setting == self.uncompressed:
+            self.shared_only = sharing
         if not budget or sharing.step_s < GAIN * self._bound_s(sharing):
             return sharing
         lowering = self._searched(setting, budget)
-        evenly = pace_for(self.tradeoffs, even(self.devices, self.total), budget=budget)
+        evenly = self.one_pass(setting, budget, evenly=True)
         if evenly is not None:
-            lowering = min(lowering, self._realized(evenly, {}, setting), key=lambda one: one.step_s)
+            lowering = min(lowering, evenly, key=lambda one: one.step_s)
         if not lowering.damage:
             return min(sharing, lowering, key=lambda one: one.step_s)
         relieved = self._relieved(lowering)
         return sharing if sharing.step_s < GAIN * relieved.step_s else relieved
+
+    def one_pass(
+        self,
+        setting: StepSetting,
+        budget: float,
+        *,
+        evenly: bool = False,
+        like: JobCandidate | None = None,
+    ) -> JobCandidate | None:
+        """What a single pass finds: the fastest job within a damage budget; None if nothing fits.
+
+        Args:
+            evenly: whether shares are even.
+            like: a job whose transfers slow its devices down about as much.
+        """
+        self.tradeoffs.setting = setting
+        beside = {} if like is None else self._beside(like)
+        shared: Shared | None
+        if evenly:
+            samples = even(self.devices, self.total)
+            shared = pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
+        else:
+            try:
+                shared = quickest(self.tradeoffs, self.counts, self.total, budget=budget, beside_s=beside)
+            except DoesNotFitError:
+                shared = None
+        return None if shared is None else self._realized(shared, beside, setting)
 
     def _bound_s(self, candidate: JobCandidate) -> float:
         """No lowering makes the step shorter: all ranks gain as much as the one that could gain most."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from math import fsum
-from typing import Any, Literal
+from typing import Literal
 
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
+from trimtab.planning.adjustments import weigh
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
-from trimtab.planning.reasons import Adjustment, reasons_of
+from trimtab.planning.reasons import reasons_of
 from trimtab.planning.wrapper import fsdp_plan
 from trimtab.precision_names import OWN
-from trimtab.predict.collectives import Route
 from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
@@ -57,7 +56,8 @@ def make_plan(
         search = PlanSearch(cluster, workload, damages, batch_size, accumulate=accumulate, progress=progress)
         plain = search.plain()
         try:
-            chosen = search.choose(batch, _bits_to_try(search, bits), budget, plain)
+            to_try = _bits_to_try(search, bits)
+            chosen = search.choose(batch, to_try, budget, plain)
             break
         except DoesNotFitError as error:
             too_large = error
@@ -76,9 +76,13 @@ def make_plan(
             batch=batch,
             bits=_bits_to_try(whole, bits),
         )
+    worth = weigh(search, plain, chosen, batch, to_try, budget)
+    chosen, adjustments = worth.chosen, worth.adjustments
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
-    adjustments = _setting_adjustments(search, chosen)
+    reasons = reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)
+    if worth.skipped:
+        reasons.insert(-1, worth.skipped)
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
@@ -94,13 +98,14 @@ def make_plan(
             uniform_damage=uniform,
             alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
             without={one.name: one.without_s for one in adjustments if one.without_s is not None},
+            tradeoff=worth.tradeoff,
         ),
         budget=budget if batch == "free" else 0.0,
         accumulate=search.accumulate,
         layer_bits=dict(chosen.setting.layer_bits),
         route=chosen.setting.route,
         bucket_cap_mb=chosen.setting.bucket_cap_mb,
-        reasons=tuple(reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)),
+        reasons=tuple(reasons),
     )
 
 
@@ -128,34 +133,6 @@ def _accumulations(world: int, batch_size: int, batch: str) -> list[int]:
         for count in range(2, batch_size // world + 1)
         if batch_size % count == 0 and batch_size // count % unit == 0
     ]
-
-
-def _setting_adjustments(search: PlanSearch, chosen: JobCandidate) -> list[Adjustment]:
-    """What the ranks of a plan do alike, beside bits."""
-    setting = chosen.setting
-    made: list[Adjustment] = []
-
-    def add(name: str, words: str, **changed: Any) -> None:
-        without = search.with_setting(chosen, replace(setting, **changed)).step_s if changed else None
-        made.append(Adjustment(name=name, words=words, without_s=without))
-
-    if setting.accumulate > 1:
-        words = (
-            f"memory does not hold the batch: a step has {setting.accumulate} micro-batches of {search.total}"
-        )
-        add("accumulate", words)
-    if setting.route is not None and setting.route != Route():
-        add("route", f"compressed gradients are reduced by the route {setting.route.name}", route=Route())
-    if setting.bucket_cap_mb is not None:
-        add("buckets", f"DDP's buckets have {setting.bucket_cap_mb:g} MB", bucket_cap_mb=None)
-    if setting.layer_bits:
-        few = sum(1 for bits in setting.bits_of(search.workload).values() if bits == setting.bits)
-        raised = ", ".join(sorted({f"{bits}" for bits in setting.layer_bits.values()}))
-        add(
-            "layer_bits",
-            f"{len(setting.layer_bits)} parameters have time for {raised} bits, the other {few} have not",
-        )
-    return made
 
 
 def _roles(search: PlanSearch, candidate: JobCandidate) -> dict[str, Role]:

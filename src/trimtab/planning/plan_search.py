@@ -28,8 +28,8 @@ class PlanSearch(JobSearch):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         """As `JobSearch`."""
         super().__init__(*args, **keywords)
-        self.tried: dict[Bits, float] = {}
-        """Predicted step of the best candidate with each number of bits."""
+        self.tried: dict[Bits, JobCandidate] = {}
+        """The best candidate with each number of bits."""
 
     def choose(
         self, batch: Literal["fixed", "free"], bits: tuple[Bits, ...], budget: float, plain: JobCandidate
@@ -49,7 +49,7 @@ class PlanSearch(JobSearch):
                 continue  # the codec needs memory; without it there was enough
             if best is None or best.step_s >= GAIN * candidate.step_s:
                 best = candidate
-            self.tried[count] = candidate.step_s
+            self.tried[count] = candidate
         assert best is not None
         if best.step_s > plain.step_s and None in bits and self.fits(plain):
             best = plain  # the search is a heuristic; what is known to be better wins
@@ -130,4 +130,4 @@ def _last(
     return best
 
 
-__all__ = ["BUDGET", "GAIN", "JobCandidate", "PlanSearch"]
+__all__ = ["BUDGET", "GAIN", "Bits", "JobCandidate", "PlanSearch"]

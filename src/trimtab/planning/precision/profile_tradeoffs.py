@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from copy import copy
 from math import fsum
 
 from trimtab.cluster import Cluster
@@ -54,6 +55,12 @@ class ProfileTradeoffs(Tradeoffs):
                 self.limits[name] = below if limit is None else min(limit, below)
         self.setting = setting
         """May change, but for `accumulate`: the codec needs memory."""
+
+    def on(self, cluster: Cluster) -> ProfileTradeoffs:
+        """Those of the same device classes in another cluster; what was looked up is shared."""
+        other = copy(self)
+        other.cluster, other._peaks = cluster, {}
+        return other
 
     def _menu(self, device: str, samples: int) -> RankMenu:
         low, high = self._around(device, samples)

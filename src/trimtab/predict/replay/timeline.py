@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Literal
 
 Lane = Literal["compute", "codec", "wire"]
 PHASES = ("forward", "backward", "codec", "wire", "optimizer")
@@ -91,12 +88,12 @@ class Timeline:
         return max(range(len(seconds)), key=seconds.__getitem__)
 
 
-def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
-    """The bottleneck of the step, in words."""
+def bottleneck(timeline: Timeline, *, advice: bool = True) -> str:
+    """The bottleneck of the step, in words, if wanted with what usually helps."""
     parts = timeline.breakdown()
     total = timeline.step_s
     role = timeline.critical_role()
-    name = (names or [r.name for r in timeline.roles])[role]
+    name = timeline.roles[role].name
     if total <= 0:
         return "the step takes no time: it has no work"
     link = parts["wire"] / total
@@ -109,9 +106,7 @@ def bottleneck(timeline: Timeline, names: Sequence[str] | None = None) -> str:
         return f"encoding, decoding and reducing inside hosts: {codec:.0%} of the step"
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
-        return (
-            f"the devices of {name}: the others wait for them up to {max(waits):.0%} of the step; give them "
-            "smaller shares of the batch or a lower precision"
-        )
+        remedy = "; give them smaller shares of the batch or a lower precision" if advice else ""
+        return f"the devices of {name}: the others wait for them up to {max(waits):.0%} of the step{remedy}"
     exposed = f", {link:.0%} exposed communication" if link >= 0.02 else ""
     return f"computing: {compute:.0%} of the step{exposed}; the ranks are even to within {spread:.0%} of it"
