@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trimtab.api.explain import explain as explain
     from trimtab.api.explain import observe_loss as observe_loss
     from trimtab.api.loader import loader as loader
+    from trimtab.api.local_steps import agreed_weights as agreed_weights
+    from trimtab.api.local_steps import local_steps as local_steps
     from trimtab.api.mesh import mesh as mesh
     from trimtab.api.plan import plan as plan
     from trimtab.api.set_precision import set_precision as set_precision
@@ -31,11 +33,13 @@ _MODULES = {
     "Adaptive": "trimtab.control.compression.adaptive",
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
+    "agreed_weights": "trimtab.api.local_steps",
     "apply": "trimtab.api.apply",
     "compress": "trimtab.api.compress",
     "explain": "trimtab.api.explain",
     "load_state_dict": "trimtab.api.checkpoint",
     "loader": "trimtab.api.loader",
+    "local_steps": "trimtab.api.local_steps",
     "mesh": "trimtab.api.mesh",
     "observe_loss": "trimtab.api.explain",
     "plan": "trimtab.api.plan",

@@ -75,6 +75,9 @@ class ModelState:
     balancer: Any = None
     """`trimtab.control.tensor.balancer.Balancer` of a tensor-parallel model."""
 
+    local_steps: Any = None
+    """`trimtab.control.local_steps.LocalSteps` of a model that agrees on its weights now and then."""
+
     tensor_parallel: Any = None
     """`trimtab.sharding.unit_block.ShardedModel`: all units of a tensor-parallel model."""
 

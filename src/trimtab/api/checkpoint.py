@@ -12,8 +12,10 @@ import torch.distributed as dist
 from trimtab import environment
 from trimtab.control.compression.ddp import adaptive_of, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
+from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
 from trimtab.errors import TrimtabError
+from trimtab.local.worker import LocalWorker
 from trimtab.model_state import attach_state, state_of
 
 
@@ -28,6 +30,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
         "compression": compression and compression.state_dict(),
         "adaptive": controller and controller.state_dict(),
         "plan": plan_state(model),
+        "local_steps": None if (worker := _worker(model)) is None else worker.state_dict(),
     }
     own = {key: value for key, value in state.items() if value is not None}
     return {**(state_of(model).unused_state or {}), **own}
@@ -73,6 +76,15 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         outcomes.append(_outcome(state["compression"], compression))
     elif compression is not None:
         outcomes.append("bits start anew: gradients were not compressed when the checkpoint was made")
+    if "local_steps" in state:
+        worker = _worker(model)
+        if worker is None:
+            outcomes.append(
+                "the state of local steps is dropped: the model has none yet (trimtab.local_steps(every=...))"
+            )
+        else:
+            worker.load_state_dict(state["local_steps"])
+            outcomes.append("workers continue from their last agreement")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank == 0 and outcomes and not environment.disabled():
         before = state.get("compression", {}).get("world_size", world_size)
@@ -80,6 +92,14 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         restart = f" ({os.environ[environment.RESTART]})" if environment.RESTART in os.environ else ""
         logger = environment.logger()
         logger.info("resumed on %d ranks%s%s: %s", world_size, saved, restart, "; ".join(outcomes))
+
+
+def _worker(model: torch.nn.Module) -> LocalWorker | None:
+    steps = local_steps_of(model)
+    if steps is None:
+        return None
+    steps.finish_step()
+    return steps.worker
 
 
 def _outcome(saved: Mapping[str, Any], compression: Any) -> str:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.control.compression.ddp import adaptive_of
+from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import explain_plan
 from trimtab.doors.backend import TrimtabGroup
 from trimtab.model_state import state_of
@@ -18,6 +19,9 @@ def explain(model: torch.nn.Module) -> str:
     if controller is not None and controller.history:
         last = controller.history[-1]
         parts.append(f"since step {last.step}: {last.reasons[0]}")
+    local = local_steps_of(model)
+    if local is not None:
+        parts.append(local.explain())
     group = getattr(model, "process_group", dist.group.WORLD if dist.is_available() else None)
     if isinstance(group, TrimtabGroup):
         parts.append(group.describe())

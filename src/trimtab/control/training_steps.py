@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab.model_state import JobHook
@@ -32,7 +35,10 @@ class TrainingSteps:
     parameters. Passes without gradients, and recomputation by activation checkpointing, do not count.
     """
 
-    def __init__(self, model: nn.Module, parameters: set[int], listener: StepListener) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: set[int], listener: StepListener, *, skipped: bool = False
+    ) -> None:
+        """`skipped`: steps that a GradScaler skips, because a gradient is not finite, count too."""
         self._parameters, self._listener = parameters, weakref.ref(listener)
         self._known: list[weakref.ref[Optimizer]] = []
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -47,6 +53,8 @@ class TrainingSteps:
                 steps._after_optimizer(optimizer)
 
         weakref.finalize(model, register_optimizer_step_post_hook(after_step).remove).atexit = False
+        if skipped:
+            weakref.finalize(model, observe_skipped_steps(lambda own: after_step(own, (), {}))).atexit = False
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -78,3 +86,32 @@ class TrainingSteps:
 
     def _updates(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+
+_skip_observers: list[Callable[[Optimizer], None]] = []
+
+
+def observe_skipped_steps(observer: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call `observer` when a GradScaler skips an optimizer's step; returns what ends that.
+
+    torch has no hook for it: `GradScaler.step` is wrapped.
+    """
+    original = GradScaler.step
+    if not hasattr(original, "__wrapped__"):
+
+        @wraps(original)
+        def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            stepped: list[bool] = []
+            handle = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+            try:
+                result = original(self, optimizer, *args, **kwargs)
+            finally:
+                handle.remove()
+            if not stepped:
+                for observe in list(_skip_observers):
+                    observe(optimizer)
+            return result
+
+        GradScaler.step = step  # type: ignore[method-assign]
+    _skip_observers.append(observer)
+    return lambda: _skip_observers.remove(observer)

@@ -1,0 +1,159 @@
+"""How often workers agree, in how many bits, in how many fragments, and how large an outer step is. Pure functions.
+
+Two things limit it. The wire: what is sent in a round must fit the time of its steps. The loss: the longer workers go
+their own ways, and the more of them there are, the further the result is from that of training together. So a round
+is as short as the wire allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2, sqrt
+
+from trimtab.errors import TrimtabError
+from trimtab.local_settings import LocalSettings
+
+WIRE_PART = 0.85
+"""The part of a round that its exchange may take: beyond it, workers would wait for any variation."""
+
+PENALTY = {1: 0.0, 2: 0.0048, 4: 0.0137, 8: 0.0287}
+"""Relative increase of the loss by number of workers, with rounds of 30 steps (published fits for 124 M parameters)."""
+
+REFERENCE_EVERY = 30
+GROWTH = 0.5
+"""The penalty grows with this power of the length of a round: assumed, between the constant of the published fits and
+what a round of independent steps would do."""
+
+MOMENTUM = 0.2
+
+TRIED_BITS = (4, 2)
+SLOWER = 1.05
+"""Exchanging every step is preferred while a step takes at most this many times the computation."""
+
+MOST_EVERY = 500
+MOST_FRAGMENTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalChoice:
+    """Settings, or None where exchanging every step is as fast; with the reason in words."""
+
+    settings: LocalSettings | None
+    penalty: float
+    """Expected relative increase of the loss."""
+
+    step_s: float
+    """Predicted time of a step."""
+
+    reason: str
+
+
+def penalty(workers: int, every: int) -> float:
+    """Expected relative increase of the loss over training together."""
+    if workers < 2 or every < 2:
+        return 0.0
+    below = 1 << int(log2(workers))
+    low, high = _known(below), _known(2 * below)
+    at_reference = low + (high - low) * (workers / below - 1)
+    return float(at_reference * (every / REFERENCE_EVERY) ** GROWTH)
+
+
+def _known(workers: int) -> float:
+    return PENALTY[workers] if workers in PENALTY else PENALTY[8] * workers / 8
+
+
+def outer_rates(workers: int) -> tuple[float, float]:
+    """Learning rate and momentum of the outer step.
+
+    Averaging the steps of M workers averages their noise away: an optimizer that scales steps by the size of noisy
+    gradients, as Adam does, then makes steps that are too short by up to √M. The outer step makes up for that.
+    """
+    return sqrt(workers) * (1 - MOMENTUM), MOMENTUM
+
+
+def choose_local_steps(
+    *,
+    step_s: float,
+    exchange_s: dict[int, float],
+    every_step_s: float,
+    workers: int,
+    layers: int,
+    max_penalty: float = 0.01,
+) -> LocalChoice:
+    """The shortest round that the wire allows, within the penalty.
+
+    Args:
+        step_s: computation of the slowest worker's step.
+        exchange_s: by bits, the time in which all weights' changes are exchanged, nothing else going on.
+        every_step_s: of a step that exchanges its gradients as `trimtab.compress` would.
+        layers: groups of parameters that can be sent one after another.
+        max_penalty: the relative increase of the loss that is allowed.
+    """
+    if workers < 2:
+        return LocalChoice(
+            settings=None, penalty=0.0, step_s=step_s, reason="one worker: there is nobody to agree with"
+        )
+    if every_step_s <= SLOWER * step_s:
+        return LocalChoice(
+            settings=None,
+            penalty=0.0,
+            step_s=every_step_s,
+            reason=f"exchanging every step takes {_ms(every_step_s)} where computing takes {_ms(step_s)}: local steps "
+            "would gain nothing",
+        )
+    most = longest_round(workers, max_penalty)
+    best: tuple[int, int, float] | None = None
+    for bits in TRIED_BITS:
+        if bits not in exchange_s:
+            continue
+        needed = max(2, ceil(exchange_s[bits] / (WIRE_PART * step_s)))
+        every = min(needed, most)
+        seconds = max(step_s, exchange_s[bits] / every)
+        if best is None or seconds < best[2] * 0.98:
+            best = every, bits, seconds
+        if needed <= most:
+            break  # more bits are never worse
+    if best is None:
+        raise TrimtabError(f"local steps: the exchange was measured in none of {TRIED_BITS} bits")
+    every, bits, seconds = best
+    if seconds > every_step_s:
+        return LocalChoice(
+            settings=None,
+            penalty=0.0,
+            step_s=every_step_s,
+            reason=f"rounds of {every} steps, the longest within a penalty of {max_penalty:.1%}, would take "
+            f"{_ms(seconds)} a step, and exchanging every step takes {_ms(every_step_s)}",
+        )
+    settings = local_settings(every, bits, workers, layers)
+    return LocalChoice(
+        settings=settings,
+        penalty=penalty(workers, every),
+        step_s=seconds,
+        reason=f"workers agree every {every} steps, in {bits} bits and {settings.fragments} fragments: a step takes "
+        f"{_ms(seconds)} where exchanging every step takes {_ms(every_step_s)}; the loss is expected to be "
+        f"{penalty(workers, every):.1%} higher",
+    )
+
+
+def longest_round(workers: int, max_penalty: float) -> int:
+    """The longest round within a penalty, of at least 2 steps."""
+    at_reference = penalty(workers, REFERENCE_EVERY)
+    return max(2, min(MOST_EVERY, int(REFERENCE_EVERY * (max_penalty / at_reference) ** (1 / GROWTH))))
+
+
+def local_settings(every: int, bits: int | None, workers: int, layers: int) -> LocalSettings:
+    """Settings for rounds of a given length. Many fragments keep the wire busy all the time, and delays short."""
+    lr, momentum = outer_rates(workers)
+    fragments = max(1, min(MOST_FRAGMENTS, layers, every))
+    return LocalSettings(
+        every=every,
+        bits=bits,
+        outer_lr=lr,
+        outer_momentum=momentum,
+        fragments=fragments,
+        delay=every // fragments if every > 1 else 0,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

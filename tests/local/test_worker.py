@@ -1,0 +1,354 @@
+"""Local steps on real ranks, compared with the same rounds computed in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.support.pool import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trimtab
+from trimtab.control.local_steps import local_steps_of
+from trimtab.errors import TrimtabError
+from trimtab.local.fragments import split, turns
+
+WIDTH = 24
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    )
+
+
+def batch(step: int, rank: int, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(samples, WIDTH, generator=generator), torch.randn(samples, 3, generator=generator)
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, samples: int = 4
+) -> None:
+    inputs, targets = batch(step, rank, samples)
+    F.mse_loss(model(inputs), targets).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def in_one_process(
+    steps: int, samples: Sequence[int], settings: dict[str, Any]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every worker's weights, and the agreed ones, after so many steps and one more look before the next."""
+    workers = [net() for _ in samples]
+    optimizers = [optimizer_for(worker) for worker in workers]
+    named = dict(net().named_parameters())
+    fragments = split({name: p.numel() for name, p in named.items()}, settings["fragments"])
+    places = turns(settings["every"], len(fragments))
+    agreed = {name: p.detach().clone() for name, p in named.items()}
+    momentum = {name: torch.zeros_like(p) for name, p in agreed.items()}
+    flight: dict[int, tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]] = {}
+    own = [dict(worker.named_parameters()) for worker in workers]
+
+    def take(index: int) -> None:
+        _, change, sent = flight.pop(index)
+        for name in fragments[index]:
+            momentum[name] = settings["outer_momentum"] * momentum[name] + change[name]
+            agreed[name] = agreed[name] - settings["outer_lr"] * (
+                change[name] + settings["outer_momentum"] * momentum[name]
+            )
+            for parameters, before in zip(own, sent, strict=True):
+                parameters[name].data.copy_(agreed[name] + parameters[name].data - before[name])
+
+    for step in range(1, steps + 1):
+        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            one_step(worker, optimizer, step, rank, samples[rank])
+        for index, names in enumerate(fragments):
+            if index in flight and step - flight[index][0] >= settings["delay"]:
+                take(index)
+            if step % settings["every"] == places[index] % settings["every"]:
+                sent = [{name: parameters[name].detach().clone() for name in names} for parameters in own]
+                weights = [count / sum(samples) for count in samples]
+                change = {
+                    name: agreed[name] - sum(w * s[name] for w, s in zip(weights, sent, strict=True))
+                    for name in names
+                }
+                flight[index] = step, change, sent
+                if not settings["delay"]:
+                    take(index)
+    return [flat(worker) for worker in workers], torch.cat([value.reshape(-1) for value in agreed.values()])
+
+
+def on_ranks(
+    steps: int, samples: Sequence[int], settings: dict[str, Any], wrap: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    model: nn.Module = net()
+    if rank:  # all begin with the first rank's weights
+        for p in model.parameters():
+            p.data.zero_()
+    if wrap:
+        model = DistributedDataParallel(model)
+    trimtab.local_steps(model, **settings)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, rank, samples[rank])
+    model(batch(0, 0)[0])  # what follows the last step happens before the next forward pass
+    own = flat(model).clone()
+    with trimtab.agreed_weights(model):
+        agreed = flat(model).clone()
+    assert torch.equal(flat(model), own)
+    local = local_steps_of(model)
+    assert local is not None
+    local.close()
+    return own, agreed
+
+
+SETTINGS = {
+    "every step": {"every": 1, "fragments": 1, "delay": 0, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "rounds": {"every": 4, "fragments": 1, "delay": 0, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "delayed": {"every": 4, "fragments": 1, "delay": 3, "outer_lr": 0.7, "outer_momentum": 0.5},
+    "fragments": {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2},
+    "one each step": {"every": 4, "fragments": 4, "delay": 1, "outer_lr": 1.1, "outer_momentum": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rounds_are_those_of_one_process(ranks: Pool, name: str) -> None:
+    settings = SETTINGS[name]
+    samples = (4, 4, 4)
+    expected, agreed = in_one_process(14, samples, settings)
+    measured = ranks(3, on_ranks, 14, samples, {**settings, "bits": None}, False)
+    for (own, of_rank), reference in zip(measured, expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_rank, agreed, rtol=1e-5, atol=1e-6)
+        assert torch.equal(of_rank, measured[0][1]), "agreed weights are the same to the bit"
+
+
+def test_changes_count_by_samples_and_ddp_stays_silent(ranks: Pool) -> None:
+    settings, samples = SETTINGS["fragments"], (6, 1)
+    expected, agreed = in_one_process(14, samples, settings)
+    measured = ranks(2, on_ranks, 14, samples, {**settings, "bits": None}, True)
+    for (own, of_rank), reference in zip(measured, expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_rank, agreed, rtol=1e-5, atol=1e-6)
+    even, _ = in_one_process(14, (1, 1), settings)
+    assert not torch.allclose(expected[0], even[0], rtol=1e-3), "the shares matter"
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_in_few_bits_the_agreed_weights_are_equal_to_the_bit(ranks: Pool, bits: int) -> None:
+    settings, samples = SETTINGS["fragments"], (4, 4, 4)
+    exact, _ = in_one_process(24, samples, settings)
+    measured = ranks(3, on_ranks, 24, samples, {**settings, "bits": bits}, False)
+    assert all(torch.equal(agreed, measured[0][1]) for _, agreed in measured)
+    start = flat(net())
+    off = (measured[0][0] - exact[0]).norm() / (exact[0] - start).norm()
+    assert 0 < off < (0.5 if bits == 2 else 0.1), "rounded, and close"
+
+
+def diverged(steps: int) -> tuple[bool, torch.Tensor]:
+    """Rank 1's weights become NaN in the first round."""
+    model = net()
+    trimtab.local_steps(model, every=4, bits=None)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+        if step == 2 and dist.get_rank() == 1:
+            next(model.parameters()).data.fill_(float("nan"))
+    model(batch(0, 0)[0])
+    local = local_steps_of(model)
+    assert local is not None
+    with trimtab.agreed_weights(model):
+        agreed = flat(model).clone()
+    local.close()
+    return bool(torch.isfinite(flat(model)).all()), agreed
+
+
+def test_a_worker_with_nan_takes_the_weights_of_the_others(ranks: Pool) -> None:
+    outcome = ranks(2, diverged, 12)
+    assert [finite for finite, _ in outcome] == [True, True]
+    assert torch.equal(outcome[0][1], outcome[1][1])
+    assert bool(torch.isfinite(outcome[0][1]).all())
+
+
+def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train, save and load into a new model in the middle; and without the break."""
+    rank, runs = dist.get_rank(), []
+    for stop in (None, at):
+        model: nn.Module = net()
+        trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+        optimizer = optimizer_for(model)
+        for step in range(1, steps + 1):
+            one_step(model, optimizer, step, rank)
+            if step == stop:
+                file = io.BytesIO()
+                # As a script would save it: between two steps, on every rank.
+                torch.save((model.state_dict(), optimizer.state_dict(), trimtab.state_dict(model)), file)
+                before = local_steps_of(model)
+                assert before is not None
+                before.close()
+                file.seek(0)
+                saved = torch.load(file)
+                model = copy.deepcopy(net())
+                trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+                optimizer = optimizer_for(model)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                trimtab.load_state_dict(model, saved[2])
+        model(batch(0, 0)[0])
+        runs.append(flat(model).clone())
+        local = local_steps_of(model)
+        assert local is not None
+        local.close()
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("at", [3, 5, 6])
+def test_a_resumed_job_continues_to_the_bit(ranks: Pool, at: int) -> None:
+    for whole, continued in ranks(2, resumed, at, 15):
+        assert torch.equal(whole, continued)
+
+
+def grown(steps: int, state: dict[str, Any]) -> torch.Tensor:
+    model = net()
+    trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+    trimtab.load_state_dict(model, state)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+    model(batch(0, 0)[0])
+    with trimtab.agreed_weights(model):
+        agreed = flat(model).clone()
+    local = local_steps_of(model)
+    assert local is not None
+    local.close()
+    return agreed
+
+
+def saved_state(steps: int) -> dict[str, Any]:
+    model = net()
+    trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+    state = trimtab.state_dict(model)
+    local = local_steps_of(model)
+    assert local is not None
+    local.close()
+    return state
+
+
+def test_other_numbers_of_workers_continue_from_the_agreement(ranks: Pool) -> None:
+    state = ranks(2, saved_state, 9)[0]
+    agreed = ranks(3, grown, 12, state)
+    assert all(torch.equal(each, agreed[0]) for each in agreed)
+
+
+def with_grad_scaler() -> int:
+    """Rank 1's gradient is infinite in one step, which its GradScaler skips."""
+    model = net()
+    trimtab.local_steps(model, every=4, bits=None)
+    optimizer = optimizer_for(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(1, 10):
+        inputs, targets = batch(step, dist.get_rank())
+        loss = F.mse_loss(model(inputs), targets)
+        scaler.scale(loss * (float("inf") if step == 3 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    local = local_steps_of(model)
+    assert local is not None
+    local.finish_step()
+    local.close()
+    assert local.worker is not None
+    return local.worker.steps
+
+
+def test_a_step_that_a_grad_scaler_skips_counts(ranks: Pool) -> None:
+    assert ranks(2, with_grad_scaler) == [9, 9]
+
+
+def refusals() -> list[str]:
+    messages = []
+    for options in (
+        {"every": 0},
+        {"every": "often"},
+        {"every": 4, "delay": 5},
+        {"every": 4, "bits": 9},
+        {"every": 4, "fragments": 5, "delay": 0},
+        {"max_penalty": 0.0},
+        {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)},
+    ):
+        with pytest.raises(TrimtabError) as raised:
+            trimtab.local_steps(net(), **options)
+        messages.append(str(raised.value))
+    model = net()
+    trimtab.local_steps(model, every=4)
+    with pytest.raises(TrimtabError) as raised:
+        trimtab.local_steps(model, every=4)
+    messages.append(str(raised.value))
+    local = local_steps_of(model)
+    assert local is not None
+    local.close()
+    return messages
+
+
+def test_bad_input_is_refused_before_work_starts(ranks: Pool) -> None:
+    for messages in ranks(2, refusals):
+        for words, message in zip(
+            (
+                "every=0",
+                "'auto'",
+                "delay=5",
+                "bits=9",
+                "fragments=5",
+                "max_penalty",
+                "none of the model's",
+                "call it once",
+            ),
+            messages,
+            strict=True,
+        ):
+            assert words in message
+
+
+def automatic(steps: int) -> tuple[str, torch.Tensor]:
+    model = net()
+    trimtab.local_steps(model)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+    model(batch(0, 0)[0])
+    with trimtab.agreed_weights(model):
+        agreed = flat(model).clone()
+    local = local_steps_of(model)
+    assert local is not None
+    text = trimtab.explain(model)
+    local.close()
+    return text, agreed
+
+
+def test_settings_are_chosen_from_measurements(ranks: Pool) -> None:
+    outcome = ranks(2, automatic, 20)
+    assert "workers agree every" in outcome[0][0]
+    assert torch.equal(outcome[0][1], outcome[1][1])
+    assert not torch.equal(outcome[0][1], flat(net()))

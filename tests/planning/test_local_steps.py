@@ -1,0 +1,91 @@
+"""The choice of local steps: as short a round as the wire allows, within the penalty, or none at all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.planning.local_steps import (
+    SLOWER,
+    WIRE_PART,
+    choose_local_steps,
+    local_settings,
+    longest_round,
+    outer_rates,
+    penalty,
+)
+
+seconds = st.floats(1e-3, 100.0)
+
+
+def test_the_round_is_as_short_as_the_wire_allows() -> None:
+    choice = choose_local_steps(
+        step_s=0.34, exchange_s={4: 10.0, 2: 5.0}, every_step_s=10.34, workers=2, layers=50
+    )
+    assert choice.settings is not None
+    assert choice.settings.bits == 4, "more bits where they fit"
+    assert choice.settings.every == 35, "10 s of exchange in 0.85 of 35 steps of 0.34 s"
+    assert choice.step_s == 0.34
+    assert 0 < choice.penalty <= 0.01
+
+
+def test_fewer_bits_where_the_round_would_be_too_long() -> None:
+    choice = choose_local_steps(
+        step_s=0.34, exchange_s={4: 60.0, 2: 30.0}, every_step_s=60.0, workers=2, layers=50
+    )
+    assert choice.settings is not None
+    assert choice.settings.bits == 2
+    assert choice.settings.every <= longest_round(2, 0.01)
+
+
+def test_where_every_step_is_fast_enough_it_stays() -> None:
+    choice = choose_local_steps(
+        step_s=1.0, exchange_s={4: 0.1, 2: 0.05}, every_step_s=1.04, workers=4, layers=5
+    )
+    assert choice.settings is None
+    assert "would gain nothing" in choice.reason
+
+
+@given(seconds, seconds, seconds, st.integers(2, 64), st.floats(1e-3, 0.1))
+def test_the_choice_keeps_its_limits(
+    step_s: float, four: float, extra: float, workers: int, max_penalty: float
+) -> None:
+    choice = choose_local_steps(
+        step_s=step_s,
+        exchange_s={4: four, 2: four / 2},
+        every_step_s=step_s + extra,
+        workers=workers,
+        layers=20,
+        max_penalty=max_penalty,
+    )
+    if choice.settings is None:
+        assert choice.step_s == step_s + extra
+        return
+    assert choice.penalty <= max_penalty or choice.settings.every == 2, "a round has at least two steps"
+    assert choice.step_s <= step_s + extra
+    assert step_s + extra > SLOWER * step_s
+    exchange = {4: four, 2: four / 2}[choice.settings.bits or 0]
+    waits = exchange > WIRE_PART * step_s * choice.settings.every
+    assert not waits or choice.settings.every == longest_round(workers, max_penalty)
+
+
+@given(st.integers(2, 200), st.integers(2, 100))
+def test_the_penalty_grows_with_workers_and_rounds(workers: int, every: int) -> None:
+    assert penalty(workers + 1, every) >= penalty(workers, every) > 0
+    assert penalty(workers, every + 1) >= penalty(workers, every)
+    assert penalty(1, every) == 0
+
+
+def test_published_penalties() -> None:
+    assert penalty(2, 30) == pytest.approx(0.0048)
+    assert penalty(8, 30) == pytest.approx(0.0287)
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 300))
+def test_settings_of_any_round_are_valid(every: int, workers: int, layers: int) -> None:
+    settings = local_settings(every, 4, workers, layers)
+    assert settings.fragments <= min(every, layers)
+    assert (settings.delay == 0) == (every == 1)
+    lr, momentum = outer_rates(workers)
+    assert lr / (1 - momentum) == pytest.approx(workers**0.5)
