@@ -127,6 +127,23 @@ def hierarchy(
     """Two hosts of two ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
 
 
+@_measures("local steps")
+def local(
+    links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated.")] = "2",
+    full: Annotated[bool, typer.Option("--full", help="100 and 10 Mbit/s, 2 and 4 workers.")] = False,
+    repeats: Repeats = 3,
+    steps: Steps = 600,
+    seeds: Seeds = 3,
+    json: Json = False,
+) -> dict[str, Any]:
+    """Local steps over slow links, beside gradients in every step: speed, and loss at equal samples."""
+    counts = _numbers(workers, int)
+    if not all(2 <= count <= 4 for count in counts):
+        raise TrimtabError(f"{workers!r}: give numbers of workers from 2 to 4")
+    return {"links": links.split(","), "workers": counts}
+
+
 @_measures("scale")
 def scale(
     ranks: Annotated[str, typer.Option(help="World sizes, comma-separated.")] = "1000,10000",

@@ -2,8 +2,8 @@
 
 It also registers the backend "trimtab", so that the script may use it by name.
 
-python -m trimtab.cli.bootstrap [--plan FILE] SCRIPT ARGS
-python -m trimtab.cli.bootstrap [--plan FILE] -m MODULE ARGS
+python -m trimtab.cli.bootstrap [--plan FILE | --local-steps auto|H] SCRIPT ARGS
+python -m trimtab.cli.bootstrap [--plan FILE | --local-steps auto|H] -m MODULE ARGS
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-def wrap_ddp() -> None:
+def wrap_ddp(local_every: str | None = None) -> None:
     """From here on every new DistributedDataParallel is compressed where that pays, or runs as the plan says.
+
+    With `local_every` it takes local steps instead, with rounds of so many, or "auto".
 
     A communication hook that the script registers takes precedence: trimtab's hook then passes every bucket to it.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     from trimtab.api.compress import compress
+    from trimtab.api.local_steps import local_steps
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
@@ -52,6 +55,9 @@ def wrap_ddp() -> None:
             kwargs["bucket_cap_mb"] = cap
         construct(self, *args, **kwargs)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
+        if local_every is not None:
+            local_steps(self, every="auto" if local_every == "auto" else int(local_every))
+            return
         if not apply_launch_plan(self):
             try:
                 compress(self)
@@ -77,15 +83,20 @@ def main() -> NoReturn:
     """Run the script named on the command line as `__main__`, and leave."""
     end_with_parent(signal.SIGKILL)
     backend.register()
-    if sys.argv[1] == "--plan":
-        from trimtab.control.plans.active_plan import LaunchPlan
+    local_every = None
+    if sys.argv[1] in ("--plan", "--local-steps"):
+        name, value, *rest = sys.argv[1:]
+        if name == "--plan":
+            from trimtab.control.plans.active_plan import LaunchPlan
 
-        LaunchPlan.path = Path(sys.argv[2])
-        sys.argv = [sys.argv[0], *sys.argv[3:]]
+            LaunchPlan.path = Path(value)
+        else:
+            local_every = value
+        sys.argv = [sys.argv[0], *rest]
     status = 0
     try:
         if not environment.disabled():
-            wrap_ddp()
+            wrap_ddp(local_every)
         _run_script()
     except SystemExit as exit_:
         status = _status(exit_.code)

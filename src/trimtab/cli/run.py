@@ -54,12 +54,18 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parser.prog = "trimtab run"
     parser.description = (
         "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
-        "in fewer bits where that pays. The flags are torchrun's, plus --plan. With --max-restarts N ranks that are "
-        "lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made anew for those "
-        "that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
+        "in fewer bits where that pays. The flags are torchrun's, plus --plan and --local-steps. With --max-restarts "
+        "N ranks that are lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made "
+        "anew for those that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
     )
     parser.add_argument(
         "--plan", help="What each rank does, from `trimtab plan`: precisions, bits and batch shares."
+    )
+    parser.add_argument(
+        "--local-steps",
+        metavar="auto|H",
+        help="Ranks train by themselves and agree on their weights every H steps, instead of exchanging gradients in "
+        "every step; for slow links.",
     )
     parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
@@ -70,9 +76,15 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
+    own: list[str] = []
     if parsed.plan is not None:
-        flags = _without_plan(flags)
+        flags = _without("--plan", flags)
         _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
+        own += ["--plan", str(Path(parsed.plan).resolve())]
+    if parsed.local_steps is not None:
+        flags = _without("--local-steps", flags)
+        _check_local_steps(parsed.local_steps, parsed.plan)
+        own += ["--local-steps", parsed.local_steps]
     if parsed.max_restarts and parsed.nnodes == "1" and _has_default_rendezvous(parsed):
         # A fixed port's store outlives the ranks, and Gloo finds the dead ones' addresses in it.
         flags = ["--standalone", *flags]
@@ -83,7 +95,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         *(sys.executable, "-m", "trimtab.cli.agent"),
         *flags,
         *("-m", BOOTSTRAP),
-        *(("--plan", str(Path(parsed.plan).resolve())) if parsed.plan is not None else ()),
+        *own,
         *script,
         *parsed.training_script_args,
     ]
@@ -118,12 +130,22 @@ def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:
     return all(getattr(parsed, name) == getattr(default, name) for name in names)
 
 
-def _without_plan(flags: Sequence[str]) -> list[str]:
+def _check_local_steps(every: str, plan: str | None) -> None:
+    if every != "auto" and not (every.isdigit() and int(every) > 0):
+        raise TrimtabError(f"run: --local-steps {every}: give a number of steps of at least 1, or auto")
+    if plan is not None:
+        raise TrimtabError(
+            "run: --local-steps and --plan exclude each other: a plan exchanges gradients in every step"
+        )
+
+
+def _without(name: str, flags: Sequence[str]) -> list[str]:
+    """torchrun's flags, without one of ours and its value."""
     kept: list[str] = []
     for flag in flags:
-        if kept and kept[-1] == "--plan":
+        if kept and kept[-1] == name:
             kept.pop()
-        elif not flag.startswith("--plan="):
+        elif not flag.startswith(f"{name}="):
             kept.append(flag)
     return kept
 

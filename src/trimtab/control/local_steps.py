@@ -65,6 +65,8 @@ class LocalSteps(JobBound):
         if every is not None:
             settings = local_settings(every, 4, group.size(), self._parameters)
             self._agree(replace(settings, **changes), None)
+            if group.rank() == 0:
+                logger().info("%s", self.explain())
         else:
             _broadcast(trained, group)
             self._start = {name: p.detach().float().clone() for name, p in trained.items()}

@@ -43,11 +43,16 @@ class AgreedFragment:
         self.momentum = torch.zeros_like(self.agreed)
         self._sent = torch.empty_like(self.agreed)
         self._change = torch.empty_like(self.agreed)
-        self._groups = groups
+        self._groups, self._seed = groups, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
         self._reduction = self._plan(seed)
         self._future: Any = None
         self.read(self.agreed)
+
+    def drop_feedback(self) -> None:
+        """From now on what rounding leaves out is lost."""
+        self.feedback = None
+        self._reduction = self._plan(self._seed)
 
     def _plan(self, seed: int) -> Reduction:
         bits, stages = self.settings.bits, self._groups[1:]

@@ -98,6 +98,11 @@ class LocalWorker(JobBound):
                 if not self.settings.delay:
                     self._buffers.take()
 
+    def without_feedback(self) -> None:
+        """Drop what rounding leaves out, instead of sending it next time; for comparisons."""
+        for fragment in self.fragments:
+            fragment.drop_feedback()
+
     def missed(self, steps: int) -> None:
         """Steps that the worker took before this was made; their turns are over."""
         self.steps += steps
