@@ -10,7 +10,7 @@ import pytest
 from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile, workload
 
 from trimtab.cluster import Cluster, Device, Host
-from trimtab.cluster.profile import LOCAL
+from trimtab.cluster.profile import LOCAL, Line
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.estimate import estimated, rates, with_estimates
 from trimtab.predict.operators.measured import Measured
@@ -19,7 +19,14 @@ from trimtab.predict.replay.inputs import BucketTransfers, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import bottleneck
 from trimtab.predict.replay.trace import save_trace
-from trimtab.predict.step import JobSetting, RankSetting, build_step, predict_memory, predict_step
+from trimtab.predict.step import (
+    JobSetting,
+    RankSetting,
+    build_step,
+    codec_time,
+    predict_memory,
+    predict_step,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,6 +181,87 @@ def test_a_precision_the_device_lacks_is_not_estimated() -> None:
     found = estimated("V100", Device(kind="cuda", speed=1.0, model="Tesla V100-SXM2-16GB"), profile().devices)
     assert not any(key.endswith("|int8") for key in found.operators)
     assert any(key.endswith("|fp32") for key in found.operators)
+
+
+def test_layers_in_other_bits_send_other_bytes() -> None:
+    coded = {"4": device_profile().codec["4"], "8": device_profile().codec["4"]}
+    devices = {name: replace(one, codec=coded) for name, one in profile().devices.items()}
+    measured = Measured(workload(), replace(profile(), devices=devices))
+
+    def sent(job: JobSetting) -> float:
+        _, buckets = build_step(measured, cluster(), job)
+        return sum(transfer.seconds for bucket in buckets for transfer in bucket.transfers)
+
+    names = [name for name, bits in setting(bits=4).bits_of(workload()).items() if bits]
+    four, eight = sent(setting(bits=4)), sent(setting(bits=8))
+    assert sent(replace(setting(bits=4), layer_bits=dict.fromkeys(names, 8))) == eight
+    some = replace(setting(bits=4), layer_bits={names[0]: 8})
+    assert four < sent(some) < eight
+    exact = replace(setting(bits=4), layer_bits=dict.fromkeys(names))
+    assert sent(exact) > eight
+    assert sent(replace(setting(bits=4), block=128)) > four, "every block has a range"
+
+
+def test_error_feedback_costs_what_was_measured() -> None:
+    owing = replace(device_profile().codec["4"], feedback=Line(a=5e-9, c=0.0))
+    devices = {name: replace(one, codec={"4": owing}) for name, one in profile().devices.items()}
+    measured = Measured(workload(), replace(profile(), devices=devices))
+
+    def local_s(job: JobSetting) -> float:
+        roles, _ = build_step(measured, cluster(), job)
+        return sum(seconds for bucket in roles[0].local for seconds in bucket)
+
+    values = sum(p.tensor.numel for p in workload().parameters)
+    more = local_s(replace(setting(bits=4), error_feedback=True)) - local_s(setting(bits=4))
+    # Two ranks gather: every value is encoded once. It is decoded again, to know what was sent.
+    assert more == pytest.approx(values * (owing.feedback.a + owing.decode.a))
+
+
+def test_adaptive_bits_have_their_own_codec() -> None:
+    quick = replace(device_profile().codec["4"], encode=Line(a=0.0, c=0.0))
+    device = replace(device_profile(), adaptive_codec=quick)
+    given = replace(profile(), devices={FAST: device, SLOW: device_profile()})
+    assert codec_time(given, FAST, 3, 128) is quick
+    assert codec_time(given, SLOW, 3, 128) is given.devices[SLOW].codec["4"], "the nearest measured bits"
+    with pytest.raises(TrimtabError, match="at 3 bits"):
+        codec_time(given, FAST, 3)
+
+
+def test_smaller_buckets_start_earlier_and_send_more_messages() -> None:
+    measured = Measured(workload(), profile())
+    (large, few), (small, many) = (
+        build_step(measured, cluster(), replace(setting(), bucket_cap_mb=cap)) for cap in (25.0, 0.05)
+    )
+    assert len(many) > len(few)
+    assert small[0].ready_s[0] < large[0].ready_s[0]
+    assert small[0].ready_s[-1] == pytest.approx(large[0].ready_s[-1])
+    latencies = [sum(b.transfers[0].latency_s for b in buckets) for buckets in (few, many)]
+    assert latencies[1] == pytest.approx(latencies[0] * len(many) / len(few))
+
+
+@pytest.mark.parametrize(("samples", "count"), [(6, 3), (7, 3), (2, 4)])
+def test_micro_batches_are_exchanged_once(samples: int, count: int) -> None:
+    measured = Measured(workload(), profile())
+    whole = setting(samples, samples)
+    roles, buckets = build_step(measured, cluster(), replace(whole, accumulate=count))
+    once, same = build_step(measured, cluster(), whole)
+    assert buckets == same
+    # Times are linear in the samples, and a rank without samples computes one that does not count.
+    computed = max(samples, count)
+    elements = sum(p.tensor.numel for p in workload().parameters)
+    adding = (count - 1) * elements * 1e-9 * 12 / 28
+    assert roles[0].ready_s[-1] == pytest.approx(once[0].ready_s[-1] * computed / samples + adding)
+    assert roles[0].optimizer_s == once[0].optimizer_s
+
+
+def test_micro_batches_need_less_memory_than_the_whole_and_more_than_one() -> None:
+    measured = Measured(workload(), profile())
+
+    def peak(job: JobSetting) -> int:
+        return predict_memory(measured, cluster(), job)[FAST].peak
+
+    part, whole = peak(setting(4, 4)), peak(setting(16, 16))
+    assert part < peak(replace(setting(16, 16), accumulate=4)) < whole
 
 
 def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
