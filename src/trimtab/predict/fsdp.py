@@ -277,7 +277,7 @@ def _gather(unit: FsdpUnit, shard: Placement, bits: int | None) -> _Exchange:
     own = sum(shard_numel(p, ways) for p in unit.parameters)
     work = (Work(encoded=own, encodes=1), Work(decoded=own * ways, decodes=ways))
     return _Exchange(
-        shard=(all_gather(_nbytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
+        shard=(all_gather(shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
         copied=(own, own * ways),
         work=work if bits else (),
         bits=bits,
@@ -289,7 +289,7 @@ def _reduce(
 ) -> _Exchange:
     ways, others, hybrid = shard.world, shard.world - 1, shard.world < placement.world
     own = sum(shard_numel(p, ways) for p in unit.trainable)
-    payload = _nbytes(unit.trainable, ways, bits)
+    payload = shard_bytes(unit.trainable, ways, bits)
     if bits is None:
         between = (all_reduce(ways * payload, placement.leaders()),) if hybrid else ()
         return _Exchange(
@@ -314,8 +314,8 @@ def _reduce(
     )
 
 
-def _nbytes(parameters: Sequence[Parameter], ways: int, bits: int | None, block: int = BLOCK) -> int:
-    """A shard of these parameters on the wire: small ones and vectors travel exactly."""
+def shard_bytes(parameters: Sequence[Parameter], ways: int, bits: int | None, block: int = BLOCK) -> int:
+    """A shard of these parameters on the wire; small parameters and vectors travel exactly."""
     total = 0
     for p in parameters:
         numel, itemsize = shard_numel(p, ways), p.tensor.nbytes // max(1, p.tensor.numel)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trimtab.bench.scenarios.predict import ranks
+from trimtab.bench.scenarios.predict import fsdp, ranks
 from trimtab.bench.scenarios.predict.ddp import LINKS, MODELS, PLANS, HeldOutPlan, predict_jobs
 from trimtab.bench.scenarios.predict.predict import KINDS, predict, regret, summary
 from trimtab.bench.scenarios.predict.rows import row as row_of
@@ -31,6 +31,12 @@ def test_at_least_twelve_plans_of_three_models_are_held_out() -> None:
 def test_no_plan_computes_what_was_probed(link: str) -> None:
     # Probed are steps in one precision throughout.
     assert not [p for p in PLANS[link] if p.shares[0] in ranks.PROBED and p.low in ("none", "all")]
+
+
+def test_no_sharded_plan_has_probed_shares() -> None:
+    assert {sum(plan.shares) for plan in fsdp.PLANS} == {ranks.UNITS}
+    assert not [plan for plan in fsdp.PLANS if plan.shares[0] in ranks.PROBED]
+    assert len(set(map(str, fsdp.PLANS))) == len(fsdp.PLANS)
 
 
 def test_a_round_is_compared_with_itself() -> None:
@@ -166,3 +172,13 @@ def test_jobs_end_to_end() -> None:
             "repeat_error",
             "bottleneck",
         }
+
+
+@pytest.mark.soak
+def test_sharded_jobs_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsdp.LINKS, "cpu", ("none",))
+    rows = fsdp.fsdp_rows("cpu", 1, lambda done, total: None)
+    assert [row["plan"] for row in rows] == [str(plan) for plan in fsdp.PLANS]
+    for row in rows:
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
+        assert 0 < row["predicted_ms"] < 60_000

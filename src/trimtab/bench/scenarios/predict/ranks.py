@@ -22,10 +22,8 @@ from trimtab.cluster import Cluster
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
-    CodecTime,
     CollectiveTime,
     DeviceProfile,
-    Line,
     Profile,
 )
 from trimtab.codec import Block
@@ -174,13 +172,21 @@ class Job:
         A step takes as long as its slower rank, and where times vary that is longer than the longer of two typical
         times. So steps are not averaged before they are replayed, but after.
         """
-        step_sets = self._steps()
-        casts = cast_lines(self.device, self._casts)
-        codec = {str(bits): codec_times(bits, self.device, rounds=1) for bits in self.bits}
+        profiles, link = self._profiles(), next(iter(self.cluster.links), LOCAL)
+        if not self.bits:
+            return profiles
+        if self._beyond is None:
+            self._beyond = ReductionOverhead(self.workload, self.bits, PLACEMENT, self.device)
+        self._beyond.round()
+        seconds = self._beyond.seconds(profiles[0], link, NAMES)
+        return [with_overhead(profile, link, seconds) for profile in profiles]
+
+    def _profiles(self) -> list[Profile]:
+        step_sets, kernels = self._steps(), self._kernels()
         link, measured = next(iter(self.cluster.links), LOCAL), self._links()
         both: list[Any] = [None, None]
-        dist.all_gather_object(both, [self._profile(steps, casts, codec) for steps in step_sets])
-        profiles = [
+        dist.all_gather_object(both, [self._profile(steps, kernels) for steps in step_sets])
+        return [
             Profile(
                 version=PROFILE_VERSION,
                 trimtab=trimtab.__version__,
@@ -190,13 +196,12 @@ class Job:
             )
             for pair in zip(*both, strict=True)
         ]
-        if not self.bits:
-            return profiles
-        if self._beyond is None:
-            self._beyond = ReductionOverhead(self.workload, self.bits, PLACEMENT, self.device)
-        self._beyond.round()
-        seconds = self._beyond.seconds(profiles[0], link, NAMES)
-        return [with_overhead(profile, link, seconds) for profile in profiles]
+
+    def _kernels(self) -> DeviceProfile:
+        """What runs beside the model's operators."""
+        casts = cast_lines(self.device, self._casts)
+        codec = {str(bits): codec_times(bits, self.device, rounds=1) for bits in self.bits}
+        return DeviceProfile(called=self.name, casts=casts, codec=codec)
 
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
@@ -215,11 +220,9 @@ class Job:
         # Plain steps last: they are the best source for operators whose precision is not set.
         return sets if self.name == FAST else [sets[0] | sets[1]] * 2
 
-    def _profile(
-        self, steps: Mapping[tuple[bool, int], StepTimes], casts: dict[str, Line], codec: dict[str, CodecTime]
-    ) -> DeviceProfile:
+    def _profile(self, steps: Mapping[tuple[bool, int], StepTimes], kernels: DeviceProfile) -> DeviceProfile:
         timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
-        return with_steps(DeviceProfile(called=self.name, casts=casts, codec=codec), self.workload, timed)
+        return with_steps(kernels, self.workload, timed)
 
     def memory(self, plan: JobSetting) -> list[float]:
         """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""
