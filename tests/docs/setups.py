@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
 
-def model_and_plan(path: str) -> tuple[nn.Module, TensorDataset]:
+def model_and_plan(path: str, **changes: Any) -> tuple[nn.Module, TensorDataset]:
     """A model, data for it, and in the file a plan for a fast and a slow rank."""
     model = net()
     if dist.get_rank() == 0:
         roles = {"fast": role("A", 5), "slow": role("B", 3, up="bf16", down="bf16")}
-        save_plan(plan_for(model, roles=roles, bits=4), path)
+        save_plan(plan_for(model, roles=roles, bits=4, **changes), path)
     dist.barrier()
     return model, corpus(64)
 

@@ -11,6 +11,7 @@ from tests.predict.profiles import workload
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import load_plan, save_plan
+from trimtab.planning.replan import devices_of, plan_for_ranks
 from trimtab.planning.roles import even, layout
 from trimtab.planning.wrapper import ddp_fits, ddp_peaks, fsdp_candidate
 from trimtab.predict.fsdp_units import Sharding
@@ -120,3 +121,10 @@ def test_candidates_say_what_fits() -> None:
     assert fsdp_candidate(measured, cluster, job, {FAST: None, SLOW: 1000}) is None
     with pytest.raises(TrimtabError, match="same number of ranks, at least two"):
         fsdp_candidate(measured, cluster, job, limits, sharding=Sharding(hybrid=True))
+
+
+def test_a_plan_for_fsdp_is_not_made_anew_for_other_numbers_of_ranks() -> None:
+    plan = planned(four(SMALL), 8)
+    assert plan_for_ranks(plan, devices_of(plan)) is plan
+    with pytest.raises(TrimtabError, match="over 4 ranks, and what a rank of 3 would have to hold"):
+        plan_for_ranks(plan, devices_of(plan)[:3])

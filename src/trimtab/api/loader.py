@@ -62,7 +62,7 @@ def loader(
         max_batch: the most samples that this rank has memory for at once; on a GPU it is also measured.
         min_batch: the fewest samples of a rank at once (BatchNorm on vectors needs 2).
         adjust: when shares follow measured speeds; None keeps the shares fixed. With a plan for equal shares
-            they are fixed too, unless an `Adjust` is given.
+            or for FSDP2 they are fixed too, unless an `Adjust` is given.
         shuffle: in an order that depends on `seed` and the epoch alone.
         drop_last: drop the last samples of an epoch if they do not fill a step.
         group: the ranks that train together; by default all.
@@ -99,7 +99,10 @@ def loader(
         )
     if active_plan is not None:
         shares = active_plan.plan.shares
-        if active_plan.plan.batch == "fixed" and adjust is FOLLOW_SPEEDS:
+        if adjust is FOLLOW_SPEEDS and (
+            active_plan.plan.batch == "fixed" or active_plan.plan.wrapper == "fsdp"
+        ):
+            # FSDP2 waits for other ranks in every unit, so a rank's own time is not known.
             adjust = None
     speeds = [1.0] * world_size if shares is None else [float(share) for share in shares]
     if len(speeds) != world_size or min(speeds) <= 0:
