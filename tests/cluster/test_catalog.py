@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.cluster.catalog import CATALOG, lookup
+from trimtab.cluster.catalog import CATALOG, lookup, lookup_typed
 from trimtab.precision.devices import cuda_precisions
 
 
@@ -52,3 +52,30 @@ def test_rates_are_those_of_the_devices_own_precisions() -> None:
 def test_lower_precision_is_never_listed_as_slower() -> None:
     for device in CATALOG:
         assert min(device.tflops.values()) == device.tflops["fp32"], device.model
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("rtx3090", "RTX 3090"),
+        ("RTX-4090", "RTX 4090"),
+        ("t4", "T4"),
+        ("a100-80gb", "A100 80GB"),
+        ("A100", "A100 40GB"),
+        ("h100_pcie", "H100 PCIe"),
+        ("l40s", "L40S"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("two T4", None),
+        ("T4 or so", None),
+        ("", None),
+    ],
+)
+def test_a_typed_name_is_found(name: str, model: str | None) -> None:
+    device = lookup_typed(name)
+    assert (device.model if device is not None else None) == model
+
+
+def test_every_card_is_found_by_its_own_name() -> None:
+    for device in CATALOG:
+        if device.kind == "cuda":
+            assert lookup_typed(device.model) == device

@@ -45,6 +45,14 @@ def plan(
         str, typer.Option(help="variance, measured, depth, curvature or random.")
     ] = "variance",
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="Plan without one of this host or class.")] = None,
+    add: Annotated[list[str] | None, typer.Option(help="Plan with more devices: 2xT4.")] = None,
+    link_factor: Annotated[
+        float | None, typer.Option(help="Plan with links this many times as fast.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rate between hosts that have no link in the file: 1gbit.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="File to write (.json).")] = Path("plan.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -55,6 +63,7 @@ def plan(
     from trimtab.api.plan import plan as make_plan
     from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.cluster import load_cluster, model_name
+    from trimtab.planning.cluster_changes import changed
     from trimtab.planning.plan import save_plan
 
     if out.suffix.lower() != ".json":
@@ -66,6 +75,7 @@ def plan(
     loaded_cluster = load_cluster(cluster)
     try:
         model = model_name(loaded_cluster, model)
+        loaded_cluster = changed(loaded_cluster, remove=remove, add=add, link_factor=link_factor, link=link)
         with progress_bar("planning") as progress:
             made = make_plan(
                 model,

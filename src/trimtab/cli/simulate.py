@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path  # typer resolves annotations at run time
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ import trimtab
 from trimtab.cluster import Cluster
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.planning.cases import Case
 from trimtab.planning.plan import Plan
 from trimtab.planning.what_if import Outcome
 from trimtab.workload import Workload
@@ -19,10 +22,12 @@ from trimtab.workload import Workload
 SHOWN = (
     "what",
     "ranks",
+    "batch_size",
     "step_ms",
     "samples_per_s",
     "wire_ms",
     "codec_ms",
+    "price_per_hour",
     "cost_per_million_samples",
     "estimated",
 )
@@ -37,16 +42,35 @@ def simulate(
         str | None, typer.Option(help="As for `trimtab probe`; by default the only one that was probed.")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="What each rank does, from `trimtab plan`.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank that the plan does not cover.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank, without a plan.")] = 4,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Global batch of every what-if; by default the plan's, or --batch for each of its ranks.",
+        ),
+    ] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
     remove: Annotated[list[str] | None, typer.Option(help="What if this host or class had one less?")] = None,
     add: Annotated[list[str] | None, typer.Option(help="What if there were more devices: 2xT4.")] = None,
     link_factor: Annotated[
         float | None, typer.Option(help="What if links were this many times as fast?")
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rate between hosts that have no link in the file: 1gbit.")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="Price of a device for an hour: T4=0.35. Repeatable.")
+    ] = None,
+    budget_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Which what-if is fastest for at most this price per hour?")
+    ] = None,
     bits: Annotated[
         int | None, typer.Option(min=1, max=8, help="What if gradients were sent in this many bits?")
     ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Plan no further what-if after this time; even shares are used then.")
+    ] = 120.0,
     real: Annotated[
         bool,
         typer.Option(
@@ -58,12 +82,16 @@ def simulate(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """How long would a step take on this cluster, with this plan, with these devices?
+    """How long would a step take on this cluster, with this plan, with these devices? Which are worth renting?
 
-    Example: [bold]trimtab simulate --cluster cluster.json --model gpt2 --add 2xT4 --link-factor 10 --bits 4[/bold]
+    Every change to the cluster is planned anew and compared with the cluster as given at its own best.
+
+    Example: [bold]trimtab simulate --cluster cluster.json --add 2xT4 --price T4=0.35 --link-factor 10[/bold]
     """
     from trimtab.cli.terminal import print_table
     from trimtab.cluster import check_profile, load_cluster, model_name
+    from trimtab.planning.cases import changed_clusters, verdicts
+    from trimtab.planning.cluster_changes import parsed_prices, priced, with_link
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
@@ -73,35 +101,72 @@ def simulate(
             check_profile(base.profile, trimtab=trimtab.__version__)
         model = model_name(base, model)
         workload = _workload(base, model, batch, autocast, real)
-        if plan is None:
-            setting = even(base, batch)
-        else:
-            base, setting = planned(_plan_for(plan, base, model), base)
-        outcomes = what_ifs(
-            base,
-            workload,
-            setting,
-            remove=remove or [],
-            add=add or [],
-            link_factor=link_factor,
-            bits=bits,
-            samples=batch,
-        )
+        prices = parsed_prices(price or [])
+        base = priced(base if link is None else with_link(base, link), prices)
+        changes = changed_clusters(base, remove=remove or [], add=add or [], link_factor=link_factor)
+        changes = [(name, priced(changed, prices)) for name, changed in changes]
+        job, setting = base, even(base, batch)
+        if plan is not None:
+            loaded = _plan_for(plan, base, model)
+            job, setting = planned(loaded, base)
+            batch_size = batch_size or loaded.batch_size
+        outcomes = what_ifs(job, workload, setting, bits=bits)
+        cases = _cases(changes, workload, _damages(base, model), batch, batch_size, seconds)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
-    for warning in dict.fromkeys((*(outcome.out_of_reach for outcome in outcomes), workload.caveat)):
+    far = [one.out_of_reach for one in outcomes if one.out_of_reach] or [one.out_of_reach for one in cases]
+    for warning in dict.fromkeys((*far, workload.caveat)):
         if warning is not None:
             logger().warning("%s: %s", cluster, warning)
     if trace is not None:
         save_trace(trace, outcomes[0].timeline, outcomes[0].roles)
+    words = verdicts(cases, budget_per_hour) if cases else []
     if as_json:
-        print(json.dumps({"model": model, "outcomes": [tree(outcome) for outcome in outcomes]}, indent=2))
+        trees = [tree(outcomes[0]), *(case.row() for case in cases), *map(tree, outcomes[1:])]
+        print(json.dumps({"model": model, "outcomes": trees, "verdicts": words}, indent=2))
         return
     rows = [outcome.row() for outcome in outcomes]
     print_table(f"one step of {model}", [{k: row[k] for k in SHOWN if k in row} for row in rows])
     print_table("ranks, as given", ranks(outcomes[0]))
-    for outcome in outcomes:
-        print(outcome.words())
+    if cases:
+        print_table(
+            "each planned anew", [{k: v for k, v in case.row().items() if k in SHOWN} for case in cases]
+        )
+    for text in (*(outcome.words() for outcome in outcomes), *words):
+        print(text)
+
+
+def _damages(cluster: Cluster, model: str) -> dict[str, dict[str, float]]:
+    """What is known of lower precisions; without it what-ifs are planned in the model's own."""
+    stored = None if cluster.profile is None else cluster.profile.models.get(model)
+    return {} if stored is None else stored.damages
+
+
+def _cases(
+    changes: Sequence[tuple[str, Cluster]],
+    workload: Workload,
+    damages: dict[str, dict[str, float]],
+    samples: int,
+    batch_size: int | None,
+    seconds: float,
+) -> list[Case]:
+    """The clusters, each with its plan as long as there is time."""
+    from trimtab.planning.cases import planned_case
+    from trimtab.planning.what_if import even
+    from trimtab.planning.what_if import simulate as replayed
+
+    cases = []
+    start = time.perf_counter()
+    for name, cluster in changes:
+        total = batch_size or samples * cluster.world_size
+        if time.perf_counter() - start < seconds:
+            cases.append(planned_case(name, cluster, workload, damages, total))
+            continue
+        each = max(1, total // cluster.world_size)
+        step_s = replayed(cluster, workload, even(cluster, each)).timeline.step_s
+        logger().warning("%s: no time was left to plan it; predicted with even shares (--seconds)", name)
+        cases.append(Case(name=name, cluster=cluster, batch_size=each * cluster.world_size, step_s=step_s))
+    return cases
 
 
 def _workload(cluster: Cluster, model: str, samples: int, autocast: str | None, real: bool) -> Workload:

@@ -51,6 +51,25 @@ def lookup(name: str) -> KnownDevice | None:
     return next((d for d in CATALOG if re.search(d.pattern, name, re.IGNORECASE)), None)
 
 
+_BESIDES = re.compile(r"NVIDIA|GEFORCE|TESLA|AMD|INSTINCT|SXM\d*|PCIE|NVL|HBM\d\w*|\d+GB|X")
+"""Words that may stand beside what a device is recognized by."""
+
+
+def lookup_typed(name: str) -> KnownDevice | None:
+    """The device that a person means: ``RTX 3090``, ``rtx3090`` and ``RTX-3090`` are the same."""
+    spaced = re.sub(r"[-_\s]+", " ", name).strip()
+    for text in (name, spaced.upper(), re.sub(r"(?<=[A-Z])(?=\d)", " ", spaced.upper())):
+        device = lookup(text)
+        if device is None:
+            continue
+        if device.kind == "cpu":
+            return device
+        rest = re.sub(device.pattern, "", text, count=1, flags=re.IGNORECASE)
+        if all(_BESIDES.fullmatch(word.upper()) for word in re.findall(r"\w+", rest)):
+            return device
+    return None
+
+
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 
 # fmt: off

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
-from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster import Cluster
 from trimtab.cluster.profile import Profile
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import job_route
@@ -17,7 +14,7 @@ from trimtab.planning.roles import setting_of
 from trimtab.predict.collectives import BLOCK
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.memory.step_peak import Memory
-from trimtab.predict.operators.estimate import known_as, with_estimates
+from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.inputs import RoleWork
 from trimtab.predict.replay.replay import replay
@@ -70,10 +67,8 @@ class Outcome:
     @property
     def cost_per_million(self) -> float | None:
         """Cost of a million samples in the currency of the cluster file; None unless every device has a price."""
-        counts = rank_counts(self.cluster)
-        prices = {name: self.cluster.devices[name].price_per_hour for name in counts}
-        hourly = [price * counts[name] for name, price in prices.items() if price is not None]
-        return sum(hourly) / 3600 / self.samples_per_s * 1e6 if len(hourly) == len(counts) else None
+        hourly = price_per_hour(self.cluster)
+        return None if hourly is None else hourly / 3600 / self.samples_per_s * 1e6
 
     def row(self) -> dict[str, Any]:
         """The outcome as one row of a table."""
@@ -105,6 +100,13 @@ class Outcome:
                     f"{need.operator}); give it a smaller share or lower precisions"
                 )
         return ". ".join(sentences)
+
+
+def price_per_hour(cluster: Cluster) -> float | None:
+    """What all devices of a cluster cost; None unless every one has a price."""
+    prices = [(cluster.devices[name].price_per_hour, count) for name, count in rank_counts(cluster).items()]
+    known = [price * count for price, count in prices if price is not None]
+    return sum(known) if len(known) == len(prices) else None
 
 
 def simulate(
@@ -196,6 +198,12 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
     Raises:
         TrimtabError: the plan is for another number of ranks or other devices.
     """
+    if plan.wrapper != "ddp" or plan.tensor_groups:
+        how = "tensor parallelism" if plan.tensor_groups else "FSDP2"
+        raise TrimtabError(
+            f"simulate: only DDP's steps are replayed here, and this plan uses {how}; the plan itself holds what is "
+            f"predicted for it: {plan.predicted.step_s * 1e3:.4g} ms a step"
+        )
     roles = {
         name: RoleSetting(device=role.device, samples=role.samples, precisions=role.precisions)
         for name, role in plan.roles.items()
@@ -209,108 +217,12 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
     return changed, JobSetting.of(setting_of(plan), ranks)
 
 
-# What if
-
-
-def without(cluster: Cluster, what: str) -> Cluster:
-    """The cluster without one rank: of the host of that name, or of the first host with that device class."""
-    for index, host in enumerate(cluster.hosts):
-        fits = [d for d in host.devices if d == what or fnmatchcase(host.name, what)]
-        if not fits:
-            continue
-        others = [*cluster.hosts[:index], *cluster.hosts[index + 1 :]]
-        left = dict(host.devices)
-        left[fits[-1]] -= 1
-        left = {device: count for device, count in left.items() if count}
-        kept = (
-            [replace(host, devices=left, count=1, name=f"{host.name}-x" if host.count > 1 else host.name)]
-            if left
-            else []
-        )
-        if host.count > 1:
-            kept.append(replace(host, count=host.count - 1))
-        if not (others or kept):
-            raise TrimtabError(f"simulate: without {what!r} the cluster is empty")
-        return replace(cluster, hosts=(*others[:index], *kept, *others[index:]))
-    names = ", ".join([*(h.name for h in cluster.hosts), *cluster.devices])
-    raise TrimtabError(f"simulate: there is no host or device class {what!r}; there are {names}")
-
-
-def added(cluster: Cluster, what: str) -> Cluster:
-    """The cluster with more devices: ``2xT4`` is a new host with two, on the link that the others have."""
-    matched = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9_-]+)", what)
-    if matched is None:
-        raise TrimtabError(
-            f"simulate: cannot add {what!r}; write 2xT4, or 1x and a device class of the cluster"
-        )
-    count, name = int(matched[1] or 1), matched[2]
-    devices = dict(cluster.devices)
-    if name not in devices:
-        probe = Device(kind="cuda", speed=1.0)
-        known = known_as(name, probe)
-        if known is None:
-            raise TrimtabError(
-                f"simulate: {name!r} is neither a device class of the cluster ({', '.join(devices)}) nor in the "
-                "catalog; probe one and merge its file"
-            )
-        devices[name] = Device(kind=known.kind, speed=1.0, memory_gib=known.memory_gib, model=known.model)
-    link = next((host.link for host in cluster.hosts if host.link is not None), None)
-    host = Host(name=f"added-{name}", devices={name: count}, link=link)
-    return replace(cluster, devices=devices, hosts=(*cluster.hosts, host))
-
-
-def faster_links(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with links this many times as fast; latencies stay the same."""
-    if not factor > 0:
-        raise TrimtabError(f"simulate: a link cannot be {factor:g} times as fast")
-    links = {
-        n: Link(gbit_per_s=k.gbit_per_s * factor, latency_us=k.latency_us) for n, k in cluster.links.items()
-    }
-    profile = cluster.profile
-    if profile is not None:
-        scaled = {
-            name: {c: replace(time, per_byte_s=time.per_byte_s / factor) for c, time in collectives.items()}
-            for name, collectives in profile.links.items()
-        }
-        profile = replace(profile, links=scaled)
-    return replace(cluster, links=links, profile=profile)
-
-
-def adapted(setting: JobSetting, cluster: Cluster, samples: int) -> JobSetting:
-    """The setting for another cluster: new device classes take `samples`, with nothing lowered."""
-    ranks: Mapping[str, RankSetting] = {
-        name: setting.ranks.get(name, RankSetting(samples=samples, precisions={}))
-        for name in rank_counts(cluster)
-    }
-    return replace(setting, ranks=ranks)
-
-
 def what_ifs(
-    cluster: Cluster,
-    workload: Workload,
-    setting: JobSetting,
-    *,
-    remove: Sequence[str] = (),
-    add: Sequence[str] = (),
-    link_factor: float | None = None,
-    bits: int | None = None,
-    samples: int | None = None,
+    cluster: Cluster, workload: Workload, setting: JobSetting, *, bits: int | None = None
 ) -> list[Outcome]:
-    """The job as given, and with each single change. New ranks take `samples`, by default the workload's batch."""
-    samples = workload.batch_size if samples is None else samples
-    cases = [("as given", cluster, setting)]
-    cases += [
-        (f"without {what}", changed := without(cluster, what), adapted(setting, changed, samples))
-        for what in remove
-    ]
-    cases += [
-        (f"with {what}", changed := added(cluster, what), adapted(setting, changed, samples)) for what in add
-    ]
-    if link_factor is not None:
-        cases.append((f"links {link_factor:g} times as fast", faster_links(cluster, link_factor), setting))
+    """The job as given, and if asked with other bits. Other clusters are planned: see `trimtab.planning.cases`."""
+    cases = [("as given", setting)]
     if bits is not None:
-        cases.append(
-            (f"gradients in {bits} bits", cluster, replace(setting, bits=bits, layer_bits={}, block=BLOCK))
-        )
+        cases.append((f"gradients in {bits} bits", replace(setting, bits=bits, route=None, layer_bits={})))
     like = Measured(workload, _profile(cluster))
-    return [simulate(one, workload, how, name=name, like=like) for name, one, how in cases]
+    return [simulate(cluster, workload, how, name=name, like=like) for name, how in cases]

@@ -235,7 +235,7 @@ def _rates(cluster: Cluster, profile: Profile, link: str) -> dict[Collective, Fi
     )
     raise TrimtabError(
         f"links: nothing is known about the link between {where}; give every host a link class with a rate in the "
-        "cluster file, or run `trimtab probe` under torchrun on all of its ranks"
+        "cluster file (or --link 1gbit), or run `trimtab probe` under torchrun on all of its ranks"
     )
 
 

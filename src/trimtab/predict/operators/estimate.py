@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from trimtab.cluster import Cluster, Device
-from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup
+from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup, lookup_typed
 from trimtab.cluster.profile import CodecTime, DeviceProfile, Line, OperatorTime, Profile
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.costs import OperatorKey
@@ -86,7 +86,7 @@ def rates(profile: DeviceProfile) -> dict[str, float]:
 
 def known_as(name: str, device: Device) -> KnownDevice | None:
     """The catalog's entry of a device class: by its model, or else by the class's own name."""
-    return lookup(device.model) if device.model else lookup(re.sub(r"[-_]", " ", name).upper())
+    return lookup(device.model) if device.model else lookup_typed(name)
 
 
 def _scaled_profile(
