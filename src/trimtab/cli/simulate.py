@@ -114,8 +114,10 @@ def simulate(
         cases = _cases(changes, workload, _damages(base, model), batch, batch_size, seconds)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
-    far = [one.out_of_reach for one in outcomes if one.out_of_reach] or [one.out_of_reach for one in cases]
-    for warning in dict.fromkeys((*far, workload.caveat)):
+    far = [one.out_of_reach for one in outcomes]
+    for warning in dict.fromkeys(
+        (*(far if any(far) else [one.out_of_reach for one in cases]), workload.caveat)
+    ):
         if warning is not None:
             logger().warning("%s: %s", cluster, warning)
     if trace is not None:
