@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from tests.support.faults import Throttle
 
-from trimtab.measure.tensor_ranks import Transfer, measure_transfer
+from trimtab.measure.tensor_ranks import measure_transfer
+from trimtab.predict.migration import Transfer
 from trimtab.sharding.group import TensorGroup
 
 if TYPE_CHECKING:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimtab.measure.timing import lockstep_seconds, repeated_seconds
-from trimtab.predict.migration import MigrationCost
+from trimtab.predict.migration import Transfer
 from trimtab.sharding.clock import Clock
 from trimtab.sharding.group import TensorGroup
 
@@ -51,26 +50,6 @@ def measure_rank_speeds(
     by_rank = [torch.empty_like(own) for _ in range(group.size)]
     dist.all_gather(by_rank, own, group=group.process_group)
     return [float(speed) for speed, _ in by_rank], [None if m < 0 else float(m) for _, m in by_rank]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """Seconds of one all-to-all in which one rank's slices go to the others: fixed + per_byte * bytes."""
-
-    fixed: float
-    per_byte: float
-    exposed: float
-    """The fraction of it that concurrent matrix products do not hide: 0 if all is hidden, 1 if nothing is."""
-
-    def own(self, work_bytes: float, copies: int, blocks: int) -> MigrationCost:
-        """The cost of moving parameters and optimizer state permanently: one all-to-all per block."""
-        return MigrationCost(fixed=self.fixed * blocks, slope=self.per_byte * work_bytes * copies)
-
-    def lease(self, work_bytes: float, blocks: int) -> MigrationCost:
-        """The cost of sending weights out and gradients back in every step."""
-        return MigrationCost(
-            fixed=self.exposed * self.fixed * 2 * blocks, slope=self.exposed * self.per_byte * work_bytes * 2
-        )
 
 
 def measure_transfer(group: TensorGroup, device: torch.device) -> Transfer:

@@ -29,19 +29,3 @@ class ShareTime:
     def share_within(self, seconds: float) -> float:
         """The share that takes so long; 0 if even none takes longer."""
         return max(0.0, seconds - self.fixed) / self.whole
-
-
-def narrowed(whole_s: float, share: float, narrow: tuple[tuple[float, float], ...] = ()) -> float:
-    """Seconds of one operator of a block on a rank with a share of its units.
-
-    Args:
-        whole_s: with all units.
-        narrow: (share, seconds) that were measured with fewer. Between them and beyond, the time is linear in the
-            share; where nothing was measured it is assumed to be in proportion to it.
-    """
-    if share >= 1 or not narrow:
-        return whole_s * share
-    points = sorted((*narrow, (1.0, whole_s)))
-    place = next((i for i, (at, _) in enumerate(points) if at >= share), 1)
-    (low, a), (high, b) = points[max(1, place) - 1], points[max(1, place)]
-    return max(0.0, a + (b - a) * (share - low) / (high - low))

@@ -15,8 +15,9 @@ from trimtab.control.tensor.balancer import balance, balancer_of, decisions
 from trimtab.control.tensor.resizing import resized
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
-from trimtab.measure.tensor_ranks import Transfer, UnitClock
+from trimtab.measure.tensor_ranks import UnitClock
 from trimtab.planning.tensor.rebalance import Rules
+from trimtab.predict.migration import Transfer
 from trimtab.sharding import assignment
 from trimtab.sharding.lease import leased
 from trimtab.sharding.unit_block import sharded_model

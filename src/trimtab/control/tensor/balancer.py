@@ -27,7 +27,7 @@ from trimtab import environment
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
-from trimtab.measure.tensor_ranks import Transfer, UnitClock, measure_transfer
+from trimtab.measure.tensor_ranks import UnitClock, measure_transfer
 from trimtab.model_state import attach_state, find_state, state_of
 from trimtab.planning.tensor.rebalance import (
     Costs,
@@ -40,6 +40,7 @@ from trimtab.planning.tensor.rebalance import (
     expected_steps,
     uneven,
 )
+from trimtab.predict.migration import Transfer
 from trimtab.sharding.lease import end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move
 from trimtab.sharding.unit_block import sharded_model

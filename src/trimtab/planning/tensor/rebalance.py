@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Literal
 
 from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
 from trimtab.predict.migration import MigrationCost
+from trimtab.predict.share_time import ShareTime
 
 Mode = Literal["home", "own", "lease"]
 
@@ -79,10 +81,15 @@ class Rank:
     most: float = 1.0
     """Largest fraction that its memory allows it to own."""
 
+    @cached_property
+    def time(self) -> ShareTime:
+        """Its time as a function of its share, independent of its current one."""
+        return ShareTime.measured(self.blocks, self.rest, self.share, self.pruned)
+
     @property
     def whole(self) -> float:
-        """Seconds of all work on this rank, independent of its current share."""
-        return self.blocks / (self.share * (1 - self.pruned))
+        """Seconds of all work on this rank."""
+        return self.time.whole
 
     @property
     def owned(self) -> float:
@@ -188,7 +195,7 @@ def counts_for(units: Mapping[str, int], shares: Sequence[float]) -> dict[str, t
 def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[float], Mode]]:
     """Shares, fractions left out and mode of every candidate."""
     owned = [rank.owned for rank in ranks]
-    alone = [rank.rest + rank.whole * rank.owned for rank in ranks]
+    alone = [rank.time.seconds(rank.owned) for rank in ranks]
     fastest = min(rank.whole for rank in ranks)
     slow = [i for i, rank in enumerate(ranks) if rank.whole > rules.threshold * fastest]
     slow.sort(key=lambda i: alone[i], reverse=True)
@@ -220,8 +227,9 @@ def _resized(
     """What these ranks leave out to finish by `level`, as far as that is allowed."""
     pruned = [0.0] * len(ranks)
     for i in which:
-        full = ranks[i].whole * owned[i]
-        pruned[i] = min(rules.gamma_max, max(0.0, (ranks[i].rest + full - level) / full)) if full > 0 else 0.0
+        if ranks[i].whole * owned[i] > 0:
+            kept = ranks[i].time.share_within(level) / owned[i]
+            pruned[i] = min(rules.gamma_max, max(0.0, 1 - kept))
     return pruned
 
 
@@ -255,8 +263,7 @@ def _judged(
 ) -> Decision:
     moved = sum(max(0.0, share - rank.owned) for share, rank in zip(shares, ranks, strict=True))
     time = max(
-        rank.rest + rank.whole * share * (1 - part)
-        for rank, share, part in zip(ranks, shares, pruned, strict=True)
+        rank.time.seconds(share, part) for rank, share, part in zip(ranks, shares, pruned, strict=True)
     )
     once = 0.0
     if mode == "own" and costs.own is not None:

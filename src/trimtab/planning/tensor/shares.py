@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
+from trimtab.predict.share_time import ShareTime
 
 _STEPS = 32
 """Rounding to multiples may cost at most about 1 / this of an average share."""
@@ -24,7 +25,7 @@ class Shares:
 
     counts: tuple[int, ...]
     time: float
-    """max(fixed + per_unit * count), in the unit of the given times; ranks without units count their fixed time."""
+    """In the unit of the given times; ranks without units count their fixed time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ def water_fill(
     most: Sequence[int | None] | None = None,
     multiple: int = 1,
 ) -> Shares:
-    """Share `units` so that the last rank finishes as early as possible: minimize max(fixed + per_unit * count).
+    """Share `units` so that the last rank finishes as early as possible; a rank's time is a `ShareTime`.
 
     Args:
         per_unit: for each rank, seconds per unit; infinite for a rank that must have none.
@@ -74,12 +75,11 @@ def water_fill(
             f"tensor shares: {units} units do not fit: the ranks have room for {', '.join(map(str, room))}; "
             "use more ranks or more memory"
         )
-    counts = _start(units, per_unit, fixed, room, multiple)
+    times = [ShareTime(*pair) for pair in zip(fixed, per_unit, strict=True)]
+    counts = _start(units, times, room, multiple)
     # One multiple after another goes to the rank that finishes first with it; a rank without room for a whole
     # multiple takes what fits.
-    waiting = [
-        (fixed[i] + per_unit[i] * (counts[i] + multiple), i) for i in range(ranks) if counts[i] < room[i]
-    ]
+    waiting = [(times[i].seconds(counts[i] + multiple), i) for i in range(ranks) if counts[i] < room[i]]
     heapq.heapify(waiting)
     left = units - sum(counts)
     while left:
@@ -88,13 +88,14 @@ def water_fill(
         counts[rank] += taken
         left -= taken
         if counts[rank] < room[rank]:
-            heapq.heappush(waiting, (fixed[rank] + per_unit[rank] * (counts[rank] + multiple), rank))
-    return Shares(counts=tuple(counts), time=_time(counts, per_unit, fixed))
+            heapq.heappush(waiting, (times[rank].seconds(counts[rank] + multiple), rank))
+    slowest = max(time.seconds(count) for time, count in zip(times, counts, strict=True))
+    return Shares(counts=tuple(counts), time=slowest)
 
 
 def water_level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
     """When the last rank would finish if units could be divided: a lower bound for any shares."""
-    return max(_level(units, per_unit, fixed), *fixed)
+    return max(_level(units, [ShareTime(*pair) for pair in zip(fixed, per_unit, strict=True)]), *fixed)
 
 
 def share_blocks(
@@ -136,35 +137,26 @@ def hardware_multiple(units: int) -> int:
     return multiple
 
 
-def _start(
-    units: int, per_unit: Sequence[float], fixed: Sequence[float], room: Sequence[int], multiple: int
-) -> list[int]:
+def _start(units: int, times: Sequence[ShareTime], room: Sequence[int], multiple: int) -> list[int]:
     """Shares a little below the water level, so that few steps remain."""
-    finite = [i for i, time in enumerate(per_unit) if room[i]]
+    finite = [i for i, most in enumerate(room) if most]
+    counts = [0] * len(times)
     if not finite:
-        return [0] * len(per_unit)
-    level = _level(units, [per_unit[i] for i in finite], [fixed[i] for i in finite])
-    counts = [0] * len(per_unit)
+        return counts
+    level = _level(units, [times[i] for i in finite])
     for i in finite:
-        whole = int(max(0.0, level - fixed[i]) / per_unit[i] * (1 - 1e-12)) // multiple * multiple
+        whole = int(times[i].share_within(level) * (1 - 1e-12)) // multiple * multiple
         counts[i] = min(whole, room[i] // multiple * multiple)
     return counts
 
 
-def _level(units: int, per_unit: Sequence[float], fixed: Sequence[float]) -> float:
+def _level(units: int, times: Sequence[ShareTime]) -> float:
     """When the ranks that take part finish together; ranks whose fixed time is longer do not take part."""
-    active = list(range(len(per_unit)))
+    active = list(times)
     while True:
-        rate = sum(1 / per_unit[i] for i in active)
-        level = (units + sum(fixed[i] / per_unit[i] for i in active)) / rate
-        staying = [i for i in active if fixed[i] < level]
+        rate = sum(1 / time.whole for time in active)
+        level = (units + sum(time.fixed / time.whole for time in active)) / rate
+        staying = [time for time in active if time.fixed < level]
         if len(staying) in (0, len(active)):
             return level
         active = staying
-
-
-def _time(counts: Sequence[int], per_unit: Sequence[float], fixed: Sequence[float]) -> float:
-    return max(
-        base + (time * count if count else 0.0)
-        for base, time, count in zip(fixed, per_unit, counts, strict=True)
-    )
