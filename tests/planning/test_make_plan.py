@@ -180,16 +180,16 @@ def test_memory_is_a_hard_constraint_in_both_modes() -> None:
     search = PlanSearch(both, workload(), damages(), 31)
     with pytest.raises(TrimtabError, match="fits only with operators lowered"):
         search.choose("free", (None,), 0.0, search.plain())
-    assert planned(both, 31, budget=0.0).wrapper == "fsdp"  # which damages nothing
+    assert planned(both, 31, budget=0.0, layout="data").wrapper == "fsdp"  # which damages nothing
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
     with pytest.raises(TrimtabError, match=r"slow: a step needs .* MiB are missing"):
-        planned(uneven(1.0, slow=BETWEEN / 4), 4, batch="fixed")
+        planned(uneven(1.0, slow=BETWEEN / 4), 4, batch="fixed", layout="data")
     with pytest.raises(TrimtabError, match=r"slow: a single sample needs .* MiB are missing"):
-        planned(uneven(1.0, slow=BETWEEN / 4))
+        planned(uneven(1.0, slow=BETWEEN / 4), layout="data")
     with pytest.raises(TrimtabError, match=r"a batch of 61 does not fit: .* are too many.*micro-batches"):
-        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 61)
+        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 61, layout="data")
 
 
 @pytest.mark.parametrize(("batch", "total"), [("fixed", 64), ("free", 64), ("free", 32)])

@@ -26,6 +26,7 @@ from trimtab.models.spec import load_model
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
+from trimtab.planning.tensor.plan_layout import LayoutOption
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import PRECISIONS
 from trimtab.predict.damage import Damage
@@ -50,6 +51,7 @@ def plan(
     batch: Literal["fixed", "free"] = "free",
     damage: float = BUDGET,
     bits: Bits = "auto",
+    layout: LayoutOption = "auto",
     indicator: str = "variance",
     precisions: Sequence[str] | None = None,
     autocast: str | None = None,
@@ -70,6 +72,8 @@ def plan(
             "fixed" gives every rank the same share and lowers only operators of slow ranks.
         damage: allowed with "free": the expected squared relative error of a step's gradient.
         bits: bits of gradients: 1 to 8, None, "adaptive", or "auto" for the fastest according to the prediction.
+        layout: "data" gives every rank a copy of the model; a number makes tensor groups of so many ranks, which
+            hold a copy together; "auto" makes them where that is predicted to be faster, or a copy does not fit.
         indicator: how damage is estimated; see `trimtab.measure.gradient_damage`.
         precisions: to choose from; by default all that were probed.
         autocast: "bf16" or "fp16", if the job runs under it.
@@ -133,6 +137,7 @@ def plan(
         batch=batch,
         budget=damage,
         bits=bits,
+        layout=layout,
         progress=progress,
     )
     samples = [(role.device, role.samples) for role in made.roles.values()]

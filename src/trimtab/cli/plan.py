@@ -37,6 +37,13 @@ def plan(
     bits: Annotated[
         str, typer.Option(help="Bits of gradients: 1 to 8, none, adaptive, or auto for the fastest.")
     ] = "auto",
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="data: a copy of the model on every rank. N: tensor groups of N ranks. auto: groups where they are "
+            "faster or a copy does not fit."
+        ),
+    ] = "auto",
     precision: Annotated[
         str | None,
         typer.Option(help="Precisions to choose from, comma-separated; by default all that were probed."),
@@ -71,6 +78,8 @@ def plan(
     require_writable(out)
     if batch not in ("free", "fixed"):
         raise TrimtabError(f"plan: --batch is free or fixed; got {batch!r}")
+    if layout not in ("auto", "data") and not (layout.isdecimal() and int(layout) > 1):
+        raise TrimtabError(f"plan: --layout is auto, data, or a number of ranks from 2; got {layout!r}")
     chosen_bits = parse_bits(bits)
     loaded_cluster = load_cluster(cluster)
     try:
@@ -84,6 +93,7 @@ def plan(
                 batch=batch,  # type: ignore[arg-type]  # checked above
                 damage=damage,
                 bits=chosen_bits,
+                layout=int(layout) if layout.isdecimal() else layout,  # type: ignore[arg-type]  # checked above
                 indicator=indicator,
                 precisions=None if precision is None else [p for p in precision.split(",") if p],
                 autocast=autocast,

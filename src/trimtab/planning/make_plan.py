@@ -14,6 +14,7 @@ from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.planning.reasons import reasons_of
+from trimtab.planning.tensor.plan_layout import LayoutOption, with_layout
 from trimtab.planning.wrapper import fsdp_plan
 from trimtab.precision_names import OWN
 from trimtab.workload import Workload
@@ -35,6 +36,7 @@ def make_plan(
     batch: Literal["fixed", "free"] = "free",
     budget: float = BUDGET,
     bits: Bits = "auto",
+    layout: LayoutOption = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """Decide what every rank does. Pure: the same input gives the same plan on any machine.
@@ -48,10 +50,39 @@ def make_plan(
             and lowers operators where that gains more.
         budget: damage allowed with "free".
         bits: of gradients; "auto" takes the fastest of uncompressed and the measured ones of `TRIED`.
+        layout: "data" gives every rank a copy of the model, a number makes tensor groups of so many ranks; "auto"
+            does that where it is predicted to be faster, or where a copy does not fit.
 
     Raises:
         TrimtabError: something was not measured or does not fit; the message says what to do.
     """
+    search = PlanSearch(cluster, workload, damages, batch_size)
+    return with_layout(
+        search,
+        lambda: _data_parallel(
+            cluster, workload, damages, model, trimtab, batch_size, batch, budget, bits, progress
+        ),
+        layout,
+        model=model,
+        trimtab=trimtab,
+        batch=batch,
+        bits=_bits_to_try(search, bits),
+    )
+
+
+def _data_parallel(
+    cluster: Cluster,
+    workload: Workload,
+    damages: Mapping[str, Mapping[str, float]],
+    model: str,
+    trimtab: str,
+    batch_size: int,
+    batch: Literal["fixed", "free"],
+    budget: float,
+    bits: Bits,
+    progress: Callable[[int, int], None],
+) -> Plan:
+    """The plan with a copy of the model on every rank, or in FSDP2 where that does not fit."""
     for accumulate in _accumulations(cluster.world_size, batch_size, batch):
         search = PlanSearch(cluster, workload, damages, batch_size, accumulate=accumulate, progress=progress)
         plain = search.plain()

@@ -43,6 +43,9 @@ Counts = Mapping[str, int]
 FLOWING = 0.5
 """Rate of an all-reduce of activations while a bucket is sent over the same links, and of the bucket."""
 
+FEW_GROUPS = 4
+"""Of more kinds of groups only the slowest are simulated."""
+
 _DONE = 1e-12
 
 
@@ -96,6 +99,10 @@ class _Group:
     optimizer_s: tuple[float, ...]
 
     @cached_property
+    def stream_s(self) -> float:
+        return fsum(part.seconds for part in self.stream)
+
+    @cached_property
     def all_reduce_s(self) -> float:
         return fsum(part.seconds for part in self.stream if part.kind != "compute")
 
@@ -129,10 +136,11 @@ class TensorJob:
         kinds: dict[object, _Group] = {}
         of_group = []
         for ranks, samples in zip(setting.groups, setting.samples, strict=True):
-            key = self._kind(ranks, samples)
+            key = self.kind(ranks, samples)
             kinds[key] = self._group(ranks, samples, setting.counts, workload if exchanging else None)
             of_group.append(kinds[key])
-        groups = list(kinds.values())
+        # Nobody waits for the faster ones.
+        groups = sorted(kinds.values(), key=lambda group: -group.stream_s)[:FEW_GROUPS]
         buckets, drag, contended = self._exchange(setting, workload) if exchanging else ([], 0.0, False)
         ends, exchanged = _run([group.stream for group in groups], buckets, drag, contended)
         step_s = max(
@@ -183,7 +191,7 @@ class TensorJob:
             )
         return line.seconds(elements)
 
-    def _kind(self, ranks: Sequence[int], samples: int) -> object:
+    def kind(self, ranks: Sequence[int], samples: int) -> object:
         """Groups with the same are alike."""
         hosts: dict[str, int] = {}
         members = [self.ranks[rank] for rank in ranks]
@@ -195,7 +203,7 @@ class TensorJob:
         self, ranks: Sequence[int], samples: int, counts: Sequence[Counts], reduced: Workload | None
     ) -> _Group:
         """The stream of a group; `reduced` is the workload whose buckets it fills."""
-        key = self._kind(ranks, samples), tuple(tuple(own.items()) for own in counts), reduced is not None
+        key = self.kind(ranks, samples), tuple(tuple(own.items()) for own in counts), reduced is not None
         if key not in self._groups:
             self._groups[key] = self._built(ranks, samples, counts, reduced)
         return self._groups[key]
@@ -304,7 +312,12 @@ class TensorJob:
 
 
 def _elements(workload: Workload) -> int:
-    return sum(p.tensor.numel for p in workload.parameters if p.trainable)
+    known = workload.__dict__.get("_elements")  # asked for often, and a workload does not change
+    if known is None:
+        known = workload.__dict__["_elements"] = sum(
+            p.tensor.numel for p in workload.parameters if p.trainable
+        )
+    return int(known)
 
 
 def _slowest(

@@ -211,6 +211,7 @@ def _plan_both(
             batch_size=total,
             batch=batch,
             bits=own_bits,
+            layout="data",
         )
         for batch, own_bits in zip(_BATCH_MODES, bits, strict=True)
     ]

@@ -1,0 +1,215 @@
+"""A plan with tensor groups where that pays or memory demands it, else the data-parallel plan. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
+from trimtab.planning.plan_search import GAIN, PlanSearch
+from trimtab.planning.precision.options import DoesNotFitError
+from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch
+from trimtab.predict.tensor import TensorJob
+
+LayoutOption = Literal["auto", "data"] | int
+""""data" for a copy of the model on every rank, a number for tensor groups of so many ranks."""
+
+
+def with_layout(
+    search: PlanSearch,
+    data_parallel: Callable[[], Plan],
+    layout: LayoutOption,
+    *,
+    model: str,
+    trimtab: str,
+    batch: Literal["fixed", "free"],
+    bits: Sequence[int | Literal["adaptive"] | None],
+) -> Plan:
+    """The data-parallel plan, unless groups of ranks that hold a copy together are faster, or it does not fit.
+
+    Args:
+        bits: of gradients, to choose from. Those that adapt during training are predicted as 4.
+
+    Raises:
+        TrimtabError: as `data_parallel`, or if no layout fits or the one that was asked for is impossible.
+    """
+    world = len(search.devices)
+    if layout == "data" or world == 1:
+        return data_parallel()
+    if not search.workload.units:
+        why = f"no blocks of {search.workload.model} are known that tensor parallelism could divide"
+        if layout != "auto":
+            raise TrimtabError(f"plan: layout {layout}: {why}; plan with --layout data")
+        return _noted(data_parallel(), f"there are no tensor groups: {why}")
+    layouts = LayoutSearch(
+        job=TensorJob(search.measured.operators, search.cluster),
+        total=search.total,
+        limits=search.tradeoffs.limits,
+        batch=batch,
+    )
+    sizes = layouts.sizes()
+    adaptive = "adaptive" in bits
+    known = search.bits_measured()
+    tried = [(4 if 4 in known else min(known)) if each == "adaptive" else each for each in bits]
+    if layout != "auto":
+        if layout not in sizes:
+            possible = ", ".join(map(str, sizes)) or "none"
+            raise TrimtabError(
+                f"plan: layout {layout}: tensor groups of {layout} ranks are impossible with {world} ranks and this "
+                f"model; possible sizes: {possible}"
+            )
+        best = layouts.best(layout, tried)
+        if best is None:
+            raise TrimtabError(
+                f"plan: layout {layout}: no rank has memory for its part of the model and of a batch of "
+                f"{search.total}; lower the batch size, or use larger groups"
+            )
+        return _plan(search, layouts, best, model, trimtab, batch, adaptive, "as asked for")
+    failure = ""
+    plan: Plan | None = None
+    try:
+        plan = data_parallel()
+    except DoesNotFitError as error:
+        failure = str(error)
+    if plan is not None and world > MANY_RANKS:  # a search takes long here
+        sums = {size: layouts.sums_s(size) for size in sizes}
+        sizes = [size for size in sizes if GAIN * sums[size] < plan.predicted.step_s]
+        if sums and not sizes:
+            return _noted(
+                plan,
+                f"there are no tensor groups: in them {_ms(min(sums.values()))} of a step or more "
+                "would be needed to sum activations",
+            )
+    fitting = [each for size in sizes if (each := layouts.best(size, tried)) is not None]
+    best = min(fitting, key=lambda each: each.order, default=None)
+    if plan is None:
+        if best is None:
+            raise DoesNotFitError(f"{failure} (nor does it fit in tensor groups)")
+        why = f"a copy on every rank does not fit: {failure}"
+        return _plan(search, layouts, best, model, trimtab, batch, adaptive, why)
+    if best is None:
+        return plan
+    seconds = best.step.step_s
+    if plan.predicted.step_s < GAIN * seconds:
+        size = len(best.shares)
+        return _noted(
+            plan,
+            f"there are no tensor groups: in groups of {size} ranks a step would take "
+            f"{_ms(seconds)}, {_ms(best.step.all_reduce_s)} of it to sum activations",
+        )
+    return _plan(
+        search,
+        layouts,
+        best,
+        model,
+        trimtab,
+        batch,
+        adaptive,
+        f"{_otherwise(plan)} a step would take {_ms(plan.predicted.step_s)}",
+    )
+
+
+def _otherwise(plan: Plan) -> str:
+    return "with a copy on every rank" if plan.wrapper == "ddp" else "with the model sharded by FSDP2"
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    """The plan with one more reason; the last one remains the conclusion."""
+    return replace(plan, reasons=(*plan.reasons[:-1], note, *plan.reasons[-1:]))
+
+
+def _plan(
+    search: PlanSearch,
+    layouts: LayoutSearch,
+    layout: Layout,
+    model: str,
+    trimtab: str,
+    batch: Literal["fixed", "free"],
+    adaptive: bool,
+    why: str,
+) -> Plan:
+    setting, step = layout.setting, layout.step
+    devices = search.devices
+    roles: dict[str, Role] = {}
+    of_rank: list[str] = [""] * len(devices)
+    names: dict[tuple[str, int, int], str] = {}
+    for index, group in enumerate(setting.groups):
+        for place, rank in enumerate(group):
+            key = devices[rank], place, setting.samples[index]
+            if key not in names:
+                name = f"{devices[rank][:20]}_t{place}"
+                while name in roles:
+                    name += "_"
+                names[key] = name
+                roles[name] = Role(
+                    device=devices[rank],
+                    kind=search.cluster.devices[devices[rank]].kind,
+                    samples=setting.samples[index],
+                    precisions={},
+                    compute_s=step.compute_s[index][place],
+                    peak_bytes=layouts.peak(
+                        devices[rank],
+                        setting.counts[place],
+                        setting.samples[index],
+                        len(setting.groups),
+                        setting.bits,
+                    ),
+                    memory_bytes=search.tradeoffs.limits[devices[rank]],
+                    tensor_share=layout.shares[place],
+                )
+            of_rank[rank] = names[key]
+    ranks: list[tuple[str, int]] = []
+    for name in of_rank:
+        if ranks and ranks[-1][0] == name:
+            ranks[-1] = name, ranks[-1][1] + 1
+        else:
+            ranks.append((name, 1))
+    plain_s = search.plain().step_s
+    chosen = "adaptive" if adaptive and len(setting.groups) > 1 else setting.bits
+    return Plan(
+        version=PLAN_VERSION,
+        trimtab=trimtab,
+        model=model,
+        batch=batch,
+        bits=chosen,  # type: ignore[arg-type]
+        roles=roles,
+        ranks=tuple(ranks),
+        tensor_groups=setting.groups,
+        predicted=Predicted(
+            step_s=step.step_s, plain_step_s=plain_s, damage=0.0, uniform_damage=search.uniform_damage()
+        ),
+        reasons=tuple(_reasons(layout, devices, why, plain_s)),
+    )
+
+
+def _reasons(layout: Layout, devices: Sequence[str], why: str, plain_s: float) -> list[str]:
+    setting, step = layout.setting, layout.step
+    groups = "; ".join(
+        "+".join(f"{rank} ({devices[rank]})" for rank in group) for group in setting.groups[:4]
+    )
+    more = f"; and {len(setting.groups) - 4} more" if len(setting.groups) > 4 else ""
+    shares = "/".join(f"{share:.2f}" for share in layout.shares)
+    reasons = [
+        f"{len(layout.shares)} ranks hold a copy of the model together, {why}",
+        f"tensor groups: ranks {groups}{more}; units are divided as {shares}, so that the ranks of a group finish "
+        "together",
+    ]
+    if len(setting.groups) > 1:
+        samples = "/".join(map(str, setting.samples[:8]))
+        sent = "uncompressed" if setting.bits is None else f"in {setting.bits} bits"
+        reasons.append(
+            f"samples by group: {samples}{'/...' if len(setting.samples) > 8 else ''}; groups exchange the gradients "
+            f"of their units {sent}, which adds {_ms(step.exchange_s)}"
+        )
+    reasons.append("nothing is lowered: sharded projections compute in the model's own precision")
+    reasons.append(
+        f"a step is predicted to take {_ms(step.step_s)}, {_ms(step.all_reduce_s)} of it to sum activations, instead "
+        f"of plain DDP's {_ms(plain_s)}"
+    )
+    return reasons
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

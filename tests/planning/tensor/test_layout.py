@@ -1,0 +1,179 @@
+"""Layouts: against every possible one where there are few ranks, within memory, and only where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+from tests.planning.planning import damages, planned
+from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
+
+from trimtab.cluster import Cluster, Device, Host
+from trimtab.errors import TrimtabError
+from trimtab.planning.make_plan import make_plan
+from trimtab.planning.tensor.layout import Layout, LayoutSearch
+from trimtab.predict.operators.measured import Measured
+from trimtab.predict.tensor import TensorJob
+
+GRID = 8
+"""The oracle's shares are multiples of 1 / this."""
+
+
+def ranks_on_hosts(*names: str, per_byte: float = 8e-9, memory: float | None = None) -> Cluster:
+    """A host for each rank, with links of this rate."""
+    given = profile(3.0)
+    links = {
+        link: {name: replace(time, per_byte_s=per_byte, per_message_s=1e-5) for name, time in kinds.items()}
+        for link, kinds in given.links.items()
+    }
+    return replace(
+        cluster(),
+        devices={name: Device(kind="cpu", speed=1.0, memory_gib=memory) for name in (FAST, SLOW)},
+        hosts=tuple(Host(name=f"h{i}", devices={name: 1}, link="lan") for i, name in enumerate(names)),
+        profile=replace(given, links=links),
+    )
+
+
+def search_on(on: Cluster, total: int, limit: int | None = None) -> LayoutSearch:
+    assert on.profile is not None
+    job = TensorJob(Measured(workload(), on.profile), on)
+    return LayoutSearch(job=job, total=total, limits={FAST: limit, SLOW: limit})
+
+
+def largest(search: LayoutSearch, layout: Layout) -> int:
+    """The most memory that a rank of the first group needs."""
+    setting = layout.setting
+    return max(
+        search.peak(FAST, own, setting.samples[0], len(setting.groups), None) for own in setting.counts
+    )
+
+
+def splits(total: int, parts: int) -> list[tuple[int, ...]]:
+    return [s for s in product(range(1, total + 1), repeat=parts) if sum(s) == total]
+
+
+def oracle(search: LayoutSearch, size: int) -> float:
+    """The shortest step over all orders of ranks, all shares on the grid and all ways to share the batch."""
+    world = len(search.job.ranks)
+    best = float("inf")
+    seen = set()
+    for order in permutations(range(world)):
+        groups = tuple(order[i : i + size] for i in range(0, world, size))
+        kind = tuple(search.job.kind(group, 0) for group in groups)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for shares in splits(GRID, size):
+            for samples in splits(search.total, len(groups)):
+                layout = search.at(groups, [share / GRID for share in shares], samples, None)
+                best = min(best, layout.step.step_s if not layout.over else float("inf"))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("names", "size", "total"),
+    [
+        ((FAST, SLOW), 2, 4),
+        ((FAST, SLOW, FAST), 3, 2),
+        ((FAST, SLOW, FAST, SLOW), 2, 5),
+        ((FAST, FAST, FAST, SLOW), 2, 5),
+    ],
+)
+@pytest.mark.parametrize("per_byte", [0.0, 2e-7])
+def test_nothing_on_the_grid_is_faster(
+    names: tuple[str, ...], size: int, total: int, per_byte: float
+) -> None:
+    search = search_on(ranks_on_hosts(*names, per_byte=per_byte), total)
+    best = search.best(size)
+    assert best is not None
+    assert best.step.step_s <= 1.01 * oracle(search, size)
+
+
+def test_units_follow_speed_within_a_group_and_samples_between_groups() -> None:
+    best = search_on(ranks_on_hosts(FAST, FAST, SLOW, SLOW, per_byte=0.0), 8).best(2)
+    assert best is not None
+    devices = [[FAST if rank < 2 else SLOW for rank in group] for group in best.setting.groups]
+    if devices[0] == devices[1]:
+        assert best.shares[0] > 0.6
+        assert best.setting.samples == (4, 4)
+    else:
+        assert best.shares == (0.5, 0.5)
+        assert best.setting.samples[0] > best.setting.samples[1]
+
+
+def test_many_ranks_form_groups_inside_hosts() -> None:
+    many = replace(
+        ranks_on_hosts(FAST),
+        hosts=(
+            Host(name="a", devices={FAST: 4}, link="lan", count=8),
+            Host(name="b", devices={SLOW: 4}, link="lan", count=8),
+        ),
+    )
+    search = search_on(many, 128)
+    best = search.best(4)
+    assert best is not None
+    hosts = [{search.job.ranks[rank].host for rank in group} for group in best.setting.groups]
+    assert all(len(names) == 1 for names in hosts)
+    assert sum(best.setting.samples) == 128
+
+
+def test_a_layout_that_does_not_fit_is_not_returned() -> None:
+    on = ranks_on_hosts(FAST, SLOW)
+    roomy = search_on(on, 4)
+    best = roomy.best(2)
+    assert best is not None
+    tight = largest(roomy, best) - 1
+    squeezed = search_on(on, 4, tight).best(2)
+    assert squeezed is not None
+    assert largest(roomy, squeezed) <= tight
+    assert squeezed.step.step_s >= best.step.step_s
+    assert search_on(on, 4, 1000).best(2) is None
+
+
+def test_a_copy_on_every_rank_unless_groups_gain() -> None:
+    on = ranks_on_hosts(FAST, SLOW, per_byte=1e-6)
+    plan = planned(on, 4, budget=0.0)
+    assert plan.tensor_groups == ()
+    assert any("in groups of 2 ranks a step would take" in reason for reason in plan.reasons)
+    assert planned(on, 4, budget=0.0, layout="data").reasons != plan.reasons
+
+
+def test_what_is_asked_for_is_planned_with_roles_by_place() -> None:
+    plan = planned(ranks_on_hosts(FAST, SLOW, FAST, SLOW), 8, layout=2, bits=None)
+    assert plan.tensor_size == 2
+    assert plan.batch_size == 8
+    for group in plan.tensor_groups:
+        shares = [plan.roles[plan.role_of(rank)].tensor_share for rank in group]
+        assert sum(shares) == pytest.approx(1)
+    assert "2 ranks hold a copy of the model together, as asked for" in plan.reasons[0]
+    with pytest.raises(TrimtabError, match="possible sizes: 2, 4"):
+        planned(ranks_on_hosts(FAST, SLOW, FAST, SLOW), 8, layout=3)
+
+
+def test_memory_demands_groups() -> None:
+    search = search_on(ranks_on_hosts(FAST, SLOW), 2)
+    limit = 1.05 * largest(search, search.at(((0, 1),), (0.5, 0.5), (2,), None)) / 2**30
+    plan = planned(ranks_on_hosts(FAST, SLOW, memory=limit), 2, budget=0.0)
+    assert plan.tensor_size == 2
+    assert "a copy on every rank does not fit" in plan.reasons[0]
+    assert all(role.peak_bytes <= limit * 2**30 for role in plan.roles.values())
+
+
+def test_without_known_units_every_rank_has_a_copy() -> None:
+    on, unknown = ranks_on_hosts(FAST, SLOW), replace(workload(), units=())
+
+    def plan(layout: str | int) -> tuple[str, ...]:
+        return make_plan(
+            on,
+            unknown,
+            damages(),
+            model="m",
+            trimtab="0",
+            batch_size=4,
+            layout=layout,  # type: ignore[arg-type]
+        ).reasons
+
+    assert any("no blocks of Gpt are known" in reason for reason in plan("auto"))
+    with pytest.raises(TrimtabError, match="plan with --layout data"):
+        plan(2)
