@@ -42,7 +42,16 @@ def test_the_command_writes_a_plan_and_says_what_it_holds(
 ) -> None:
     run(folder)
     said = capsys.readouterr().out
-    for words in ("free shares", "compute ms", "uniform low", "times as fast", "- shares follow speed"):
+    for words in (
+        "free shares",
+        "compute ms",
+        "uniform low",
+        "times as fast",
+        "- shares follow speed",
+        "without ms",
+        "step time against damage",
+        "-o",
+    ):
         assert words in " ".join(said.split()), words
     found = load_plan(folder / "p.json")
     assert sum(found.shares) == 12
@@ -52,6 +61,9 @@ def test_the_command_writes_a_plan_and_says_what_it_holds(
     assert tree["batch"] == "fixed"
     assert tree["hash"] == load_plan(folder / "p.json").hash
     assert tree["gain"] > 1
+    (own,) = (point for point in tree["tradeoff"] if point["chosen"])
+    assert own["step_ms"] == tree["step_ms"]
+    assert {"precision", "rank 0 (fast)"} <= {row["adjustment"] for row in tree["adjustments"]}
 
 
 def test_a_plan_that_fails_leaves_the_old_file(folder: Path) -> None:

@@ -13,8 +13,8 @@ from trimtab.planning.make_plan import Bits
 from trimtab.planning.plan import Plan
 from trimtab.strict_files import require_writable
 
-BAR = 48
-"""Characters of the longest bar."""
+WIDTH = 48
+"""Characters of the curve of step time against damage."""
 
 
 def plan(
@@ -190,17 +190,18 @@ def tradeoff(plan: Plan) -> list[dict[str, Any]]:
 
 
 def drawn(plan: Plan) -> list[str]:
-    """The curve of time against damage in plain characters: a bar for each step time, an arrow at the plan's own."""
+    """The curve of step time against damage in plain characters; the plan's own point is a star."""
     points = tradeoff(plan)
     if len(points) < 2:
         return []
-    longest = max(point["step_ms"] for point in points)
-    lines = ["", "step time against damage (-> is this plan)", f"   {'damage':>8}  {'step ms':>8}"]
+    slowest, fastest = points[0]["step_ms"], points[-1]["step_ms"]
+    lines = ["step time against damage, from the fastest step (* is this plan)", "  damage   step ms"]
     for point in points:
-        bar = "#" * max(1, round(BAR * point["step_ms"] / longest))
-        arrow = "->" if point["chosen"] else "  "
-        lines.append(f"{arrow} {point['damage']:8.2g}  {point['step_ms']:8.4g}  {bar}")
-    return [*lines, ""]
+        stem = "-" * round(WIDTH * (point["step_ms"] - fastest) / (slowest - fastest))
+        lines.append(
+            f"{point['damage']:8.2g}  {point['step_ms']:8.4g}  |{stem}{'*' if point['chosen'] else 'o'}"
+        )
+    return ["", *lines, ""]
 
 
 def tree(plan: Plan, out: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from trimtab.errors import TrimtabError
 from trimtab.planning.job_search import CLOSE, FEW_CLASSES
 from trimtab.planning.plan_search import GAIN, Bits, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import Chosen, lowered
@@ -203,10 +204,13 @@ def _setting_adjustments(search: PlanSearch, plain: JobCandidate, chosen: JobCan
         add("buckets", words, alone_s=min(alone.step_s, plain.step_s), bucket_cap_mb=None)
     if setting.layer_bits:
         few = sum(1 for bits in setting.bits_of(search.workload).values() if bits == setting.bits)
-        raised = ", ".join(sorted({f"{bits}" for bits in setting.layer_bits.values()}))
+        raised, count = (
+            ", ".join(sorted({f"{bits}" for bits in setting.layer_bits.values()})),
+            len(setting.layer_bits),
+        )
         add(
             "layer_bits",
-            f"{len(setting.layer_bits)} parameters have time for {raised} bits, the other {few} have not",
+            f"{count} of {count + few} parameters are sent in {raised} bits, because there is time",
         )
     return made
 
@@ -237,7 +241,10 @@ def _ranks_adjustments(
 def _without_ranks(
     search: PlanSearch, chosen: JobCandidate, device: str, link: str | None, batch: str, budget: float
 ) -> float | None:
-    """The step of the same batch on the other ranks, found in one pass; None if it does not fit them."""
+    """The step of the same batch on the other ranks, found in one pass.
+
+    None if it does not fit them, or nothing is known about the link between them.
+    """
     hosts = [
         replace(host, devices=left) if host.link == link else host
         for host in search.cluster.hosts
@@ -245,13 +252,17 @@ def _without_ranks(
     ]
     others = search.on(replace(search.cluster, hosts=tuple(hosts)))
     setting = chosen.setting if len(others.devices) > 1 else others.uncompressed
-    setting = replace(setting, route=None)  # the one of these hosts may not exist on others
-    if batch == "free":
-        job = others.one_pass(setting, max(budget, chosen.damage))
-    else:
-        even = others.even(setting)
-        precisions = {role: chosen.chosen[chosen.job.of(own)[0]] for role, own in even.job.devices.items()}
-        job = _candidate(others, even.job, precisions, even)
+    job: JobCandidate | None
+    try:
+        setting = others.routed(setting)
+        if batch == "free":
+            job = others.one_pass(setting, max(budget, chosen.damage))
+        else:
+            even = others.even(setting)
+            by_role = {role: chosen.chosen[chosen.job.of(own)[0]] for role, own in even.job.devices.items()}
+            job = _candidate(others, even.job, by_role, even)
+    except TrimtabError:  # of one host whose ranks' own link was not measured
+        return None
     return job.step_s if job is not None and others.fits(job) else None
 
 

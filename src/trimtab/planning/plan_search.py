@@ -61,9 +61,13 @@ class PlanSearch(JobSearch):
         if bits is None:
             return self.uncompressed
         if bits == "adaptive":
-            compressed = replace(self.uncompressed, bits=ADAPTIVE_BITS, block=ADAPTIVE_BLOCK)
-        else:
-            compressed = replace(self.uncompressed, bits=bits)
+            return self.routed(replace(self.uncompressed, bits=ADAPTIVE_BITS, block=ADAPTIVE_BLOCK))
+        return self.routed(replace(self.uncompressed, bits=bits))
+
+    def routed(self, compressed: StepSetting) -> StepSetting:
+        """The setting on the route that is fastest with even shares."""
+        if compressed.bits is None:
+            return compressed
         routes = routes_to_try(self.cluster, self.profile, self.workload, compressed)
         settings = [replace(compressed, route=route) for route in routes]
         if len(settings) == 1:

@@ -39,17 +39,16 @@ class Adjustment:
         if self.without_s >= step_s:
             return f"without {self.name} the step {compared(self.without_s, step_s)}"
         return (
-            f"without {self.name} the step would take {shown(self.without_s)} instead of {shown(step_s)}: it holds the "
-            "others up more than it helps them"
+            f"without {self.name} the step would take {shown(self.without_s)} instead of {shown(step_s)}: the "
+            "job is faster without"
         )
 
 
 def compared(other_s: float, step_s: float) -> str:
     """Another step time relative to the plan's: "is 38 % longer"."""
-    percent = round(100 * (other_s / step_s - 1))
-    if not percent:
-        return "is as long"
-    return f"is {abs(percent)} % {'longer' if percent > 0 else 'shorter'}"
+    percent = 100 * (other_s / step_s - 1)
+    size = f"{abs(percent):.0f}" if abs(percent) >= 1 else f"{abs(percent):.1f}"
+    return "is as long" if size == "0.0" else f"is {size} % {'longer' if percent > 0 else 'shorter'}"
 
 
 def reasons_of(
@@ -106,7 +105,7 @@ def _worth(adjustments: Sequence[Adjustment], step_s: float) -> list[str]:
     cards = {one.name: one for one in adjustments if one.ranks}
     reasons = []
     for one in adjustments:
-        words = "" if one.name in cards else one.reason(step_s)
+        words = "" if one.ranks else one.reason(step_s)
         named = words.partition(": ")[0]
         if named in cards and (card_s := cards[named].without_s) is not None and card_s >= step_s:
             cards.pop(named)
