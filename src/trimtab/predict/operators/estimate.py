@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Literal
 
 from trimtab.cluster import Cluster, Device
@@ -62,26 +63,42 @@ def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) 
             f"{', '.join(d.model for d in CATALOG[:4])}"
         )
     for title, profile in measured.items():
-        own = rates(profile)
-        if not profile.estimated and "fp32" in own and profile.optimiser is not None:
-            return _scaled_profile(title, profile, own, known)
+        if not profile.estimated and rates(profile).keys() & known.tflops and profile.optimiser is not None:
+            return scaled_profile(title, profile, known)
     raise TrimtabError(
         f"device class {name!r} ({known.model}) can only be estimated from a measured device; run `trimtab probe` "
-        "on one, with a model that has linear layers"
+        "on one, with a model that has linear layers or convolutions"
     )
 
 
 def rates(profile: DeviceProfile) -> dict[str, float]:
-    """Operations per second of the fastest linear layer in each precision."""
+    """Operations per second of the fastest linear layer or convolution in each precision."""
     best: dict[str, float] = {}
     for text, times in profile.operators.items():
         key = OperatorKey.parse(text)
-        sizes = re.match(r"(\d+)x(\d+)x(\d+)", key.shape)
-        if key.kind == "linear" and sizes is not None and times.forward_s > 0:
-            rows, inputs, outputs = map(int, sizes.groups())
-            rate = 2 * rows * inputs * outputs / times.forward_s
-            best[key.precision] = max(best.get(key.precision, 0.0), rate)
-    return best
+        flops = _linear_flops(key.shape) if key.kind == "linear" else _conv_flops(key.shape)
+        if key.kind in ("linear", "conv") and times.forward_s > 0:
+            best[key.precision] = max(best.get(key.precision, 0.0), flops / times.forward_s)
+    return {precision: rate for precision, rate in best.items() if rate}
+
+
+def _linear_flops(shape: str) -> float:
+    sizes = re.match(r"(\d+)x(\d+)x(\d+)", shape)
+    return 2.0 * prod(map(int, sizes.groups())) if sizes is not None else 0.0
+
+
+def _conv_flops(shape: str) -> float:
+    """Of a convolution whose sizes are known by its key; 0 if they are not."""
+    sizes = re.match(r"([\dx]+)[^,]*,w([\dx]+)", shape)
+    options = {name: [*map(int, values.split())] for name, values in re.findall(r"(\w+)=\(([\d ]+)\)", shape)}
+    if sizes is None or not {"stride", "padding", "dilation"} <= options.keys():
+        return 0.0
+    (count, _, *inputs), (outputs, *kernel) = ([*map(int, text.split("x"))] for text in sizes.groups())
+    steps = zip(inputs, kernel[1:], options["stride"], options["padding"], options["dilation"], strict=True)
+    places = [
+        (size + 2 * pad - reach * (width - 1) - 1) // stride + 1 for size, width, stride, pad, reach in steps
+    ]
+    return 2.0 * count * outputs * prod(places) * prod(kernel)
 
 
 def known_as(name: str, device: Device) -> KnownDevice | None:
@@ -89,10 +106,10 @@ def known_as(name: str, device: Device) -> KnownDevice | None:
     return lookup(device.model) if device.model else lookup_typed(name)
 
 
-def _scaled_profile(
-    title: str, profile: DeviceProfile, own: Mapping[str, float], known: KnownDevice
-) -> DeviceProfile:
+def scaled_profile(title: str, profile: DeviceProfile, known: KnownDevice) -> DeviceProfile:
+    """The measured times of class `title`, scaled to what another device should reach."""
     assert profile.optimiser is not None
+    own = rates(profile)
     bandwidth = ADAM_BYTES / profile.optimiser.a / (known.gb_per_s * 1e9 * REACHED_BANDWIDTH)
     operators = {}
     for text, times in profile.operators.items():
@@ -118,12 +135,12 @@ def _factor(key: OperatorKey, own: Mapping[str, float], known: KnownDevice, band
     """How many times longer an operator takes; None if the device does not support its precision."""
     if key.kind not in PRODUCTS:
         return bandwidth
-    ratios = []
-    for name in passes(key.precision):
-        if name not in known.tflops:
-            return None
-        ratios.append(own.get(name, own["fp32"]) / (known.tflops[name] * 1e12 * REACHED))
-    return sum(ratios) / len(ratios)
+    names = passes(key.precision)
+    if any(name not in known.tflops for name in names):
+        return None
+    by_precision = {p: own[p] / (known.tflops[p] * 1e12 * REACHED) for p in own if p in known.tflops}
+    usual = by_precision.get("fp32", next(iter(by_precision.values())))  # of what was not measured
+    return sum(by_precision.get(name, usual) for name in names) / len(names)
 
 
 def _scaled_codec(codec: CodecTime, factor: float) -> CodecTime:
