@@ -81,12 +81,16 @@ class ModelState:
     tensor_parallel: Any = None
     """`trimtab.sharding.unit_block.ShardedModel`: all units of a tensor-parallel model."""
 
+    whole_fingerprint: str | None = None
+    """Fingerprint of a tensor-parallel model before it was sharded: that of its plans."""
+
     unit_block: Any = None
     """`trimtab.sharding.unit_block` unit block of an attention module with dropout, and the kind of attention."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and saved models keep what their forward pass needs; the rest belongs to the running job."""
-        return {"tensor_parallel": self.tensor_parallel, "unit_block": self.unit_block}
+        kept = ("tensor_parallel", "whole_fingerprint", "unit_block")
+        return {name: getattr(self, name) for name in kept}
 
 
 def state_of(module: object) -> ModelState:

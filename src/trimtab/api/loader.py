@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trimtab import environment
 from trimtab.control.plans.active_plan import active_plan_for
+from trimtab.control.plans.tensor_layout import group_share
 from trimtab.control.rank_values import gather_numbers, rank_and_world_size
 from trimtab.control.shares.loader import FOLLOW_SPEEDS, Loader
 from trimtab.control.shares.sampler import ShareSampler
@@ -65,7 +67,8 @@ def loader(
             or for FSDP2 they are fixed too, unless an `Adjust` is given.
         shuffle: in an order that depends on `seed` and the epoch alone.
         drop_last: drop the last samples of an epoch if they do not fill a step.
-        group: the ranks that train together; by default all.
+        group: the ranks that train together; by default all. In a tensor-parallel job the data-parallel ones,
+            ``mesh.get_group("dp")``, with ``adjust=None``: ranks of a tensor group then get the same samples.
         options: passed to torch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, ...
     """
     if isinstance(dataset, IterableDataset):
@@ -78,10 +81,15 @@ def loader(
             raise TrimtabError(f"loader: {name} is chosen by trimtab; use shuffle and seed")
     if plan is not None and shares is not None:
         raise TrimtabError("loader: give shares or plan, not both")
-    rank, world_size = rank_and_world_size(group, "loader")
     active_plan = None
     if shares is None and not environment.disabled():
+        if group is None and isinstance(plan, DistributedDataParallel):
+            group = plan.process_group
         active_plan = active_plan_for(plan, group)
+    rank, world_size = rank_and_world_size(group, "loader")
+    tensor_groups = () if active_plan is None else active_plan.plan.tensor_groups
+    if tensor_groups:
+        rank, world_size = group_share(tensor_groups, group)
     planned = 1 if active_plan is None else active_plan.plan.accumulate
     if accumulate is None:
         accumulate = planned
@@ -100,15 +108,19 @@ def loader(
     if active_plan is not None:
         shares = active_plan.plan.shares
         if adjust is FOLLOW_SPEEDS and (
-            active_plan.plan.batch == "fixed" or active_plan.plan.wrapper == "fsdp"
+            active_plan.plan.batch == "fixed" or active_plan.plan.wrapper == "fsdp" or tensor_groups
         ):
-            # FSDP2 waits for other ranks in every unit, so a rank's own time is not known.
+            # FSDP2 waits for other ranks in every unit, and a tensor group in every block: a rank's own time is not
+            # known.
             adjust = None
     speeds = [1.0] * world_size if shares is None else [float(share) for share in shares]
     if len(speeds) != world_size or min(speeds) <= 0:
         raise TrimtabError(f"loader: shares={list(speeds)}: give each of {world_size} ranks a speed above 0")
-    max_batches = gather_numbers([-1.0 if max_batch is None else float(max_batch)], group)
-    limits = [None if limit < 0 else int(limit) * accumulate for (limit,) in max_batches]
+    own_limit = float("inf") if max_batch is None else float(max_batch)
+    by_rank = [limit for (limit,) in gather_numbers([own_limit], None if tensor_groups else group)]
+    if tensor_groups:
+        by_rank = [min(by_rank[member] for member in members) for members in tensor_groups]
+    limits = [None if limit == float("inf") else int(limit) * accumulate for limit in by_rank]
     sampler = ShareSampler(
         len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
         batch_size=batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Literal
 
 import torch
@@ -11,8 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab import environment
+from trimtab.control.plans.active_plan import agree_on_plan, read_plan
+from trimtab.control.plans.tensor_layout import planned_shares
 from trimtab.errors import TrimtabError
+from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.tensor_ranks import measure_rank_speeds
+from trimtab.model_state import attach_state
+from trimtab.planning.plan import Plan
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import convert
@@ -20,7 +26,15 @@ from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.unit_kinds import UnitKind
 from trimtab.sharding.unit_table import UnitTable
 
-Shares = Sequence[float] | Mapping[str, Sequence[Sequence[int]]] | Literal["measured"] | None
+Shares = (
+    Sequence[float]
+    | Mapping[str, Sequence[Sequence[int]]]
+    | Literal["measured"]
+    | Plan
+    | str
+    | PathLike[str]
+    | None
+)
 
 _DIMENSION = "tp"
 _BYTES_IN_TRAINING = 4
@@ -49,8 +63,9 @@ def tensor_parallel(
     Args:
         mesh: with one dimension, or with a dimension called ``tp``; the others are for data parallelism.
         shares: how units are divided: None for evenly; one number per rank, in proportion to it;
-            ``"measured"`` by each rank's matrix-product speed and free memory; or for each block by name the
-            units of each rank (`trimtab.sharding.assignment`).
+            ``"measured"`` by each rank's matrix-product speed and free memory; a plan with tensor groups or the
+            path of its file, as it says; or for each block by name the units of each rank
+            (`trimtab.sharding.assignment`).
         headroom: space for more units on each rank, as a fraction of its units: `move` then changes no sizes.
         kinds: the units of your own module types: `Mlp`, `Attention`, or several.
         replicate: patterns of module names to replicate on every rank.
@@ -79,6 +94,7 @@ def tensor_parallel(
     if environment.disabled() and shares is not None:
         environment.logger().info("TRIMTAB_DISABLE is set: units are divided evenly")
         shares = None
+    whole = fingerprint(model)
     convert(
         model,
         group,
@@ -89,6 +105,7 @@ def tensor_parallel(
         seed=seed,
         replica=replica,
     )
+    attach_state(model).whole_fingerprint = whole
     if balance is not None and not environment.disabled():
         from trimtab.control.tensor.balancer import balance as keep_even
 
@@ -135,11 +152,19 @@ def _tables(
         for name, (units, each) in blocks.items()
     }
     memory: list[float | None] | None = None
+    if isinstance(shares, (Plan, PathLike)) or (isinstance(shares, str) and shares.endswith(".json")):
+        members = tuple(dist.get_process_group_ranks(group.process_group))
+        source = shares
+        plan = agree_on_plan(lambda: read_plan(source), group.process_group)
+        shares = planned_shares(plan, members)
     if shares is None:
         speeds = [1.0] * group.size
     elif isinstance(shares, str):
         if shares != "measured":
-            raise TrimtabError(f"tensor_parallel: shares={shares!r} is unknown; the only word is 'measured'")
+            raise TrimtabError(
+                f"tensor_parallel: shares={shares!r} is unknown; the only word is 'measured', and the path of a plan "
+                "ends in .json"
+            )
         speeds, memory = measure_rank_speeds(group, like.device, like.dtype)
         if group.rank == 0:
             relative = ", ".join(f"{speed / max(speeds):.2f}" for speed in speeds)

@@ -139,7 +139,8 @@ class Plan:
     """With FSDP2: how many ranks in a row share a copy of the model (HSDP); None for all."""
 
     tensor_groups: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)] = ()
-    """Ranks that hold one copy of the model together, by tensor parallelism; empty if every rank holds a copy."""
+    """Ranks that hold one copy of the model together, by tensor parallelism, in ascending order, as torch's groups
+    are; empty if every rank holds a copy."""
 
     accumulate: Count = 1
     """Micro-batches of a step."""
@@ -172,8 +173,16 @@ class Plan:
         if len({len(group) for group in self.tensor_groups}) > 1:
             raise ValueError("tensor_groups: all groups must have the same number of ranks")
         for group in self.tensor_groups:
+            if list(group) != sorted(group):
+                raise ValueError(f"tensor_groups: ranks {list(group)} must be in ascending order")
             if len({self.roles[self.role_of(rank)].samples for rank in group}) > 1:
                 raise ValueError(f"tensor_groups: ranks {list(group)} must have the same samples")
+        for place in zip(*self.tensor_groups, strict=True):
+            if len({self.roles[self.role_of(rank)].tensor_share for rank in place}) > 1:
+                raise ValueError(
+                    f"tensor_groups: ranks {list(place)[:8]} are in the same place of their groups and must have the "
+                    "same tensor_share"
+                )
         return self
 
     @property
@@ -194,7 +203,9 @@ class Plan:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples by rank."""
+        """Samples by rank, or by tensor group if there are any."""
+        if self.tensor_groups:
+            return tuple(self.roles[self.role_of(group[0])].samples for group in self.tensor_groups)
         return tuple(self.roles[name].samples for name, count in self.ranks for _ in range(count))
 
     @property

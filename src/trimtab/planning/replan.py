@@ -95,6 +95,11 @@ def plan_for_ranks(plan: Plan, devices: Sequence[str | None]) -> Plan:
     present = _known(plan, tradeoffs, devices)
     if present == devices_of(plan):
         return plan
+    if plan.tensor_groups:
+        raise TrimtabError(
+            f"the plan has tensor groups of {plan.tensor_size} ranks, and for other ranks they would hold other units; "
+            "make a new plan with `trimtab plan`"
+        )
     if plan.wrapper == "fsdp" and len(present) != plan.world_size:
         raise TrimtabError(
             f"the plan shards the model over {plan.world_size} ranks, and what a rank of {len(present)} would have to "

@@ -59,7 +59,7 @@ def oracle(search: LayoutSearch, size: int) -> float:
     best = float("inf")
     seen = set()
     for order in permutations(range(world)):
-        groups = tuple(order[i : i + size] for i in range(0, world, size))
+        groups = tuple(tuple(sorted(order[i : i + size])) for i in range(0, world, size))
         kind = tuple(search.job.kind(group, 0) for group in groups)
         if kind in seen:
             continue

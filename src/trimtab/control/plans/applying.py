@@ -29,6 +29,7 @@ from trimtab.control.plans.active_plan import (
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.control.plans.present_ranks import NoPlanForRanksError, PresentRanks
 from trimtab.control.plans.sharded import compress_sharded, require_wrapper
+from trimtab.control.plans.tensor_layout import group_of, require_layout
 from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.doors.ddp import has_other_hook
@@ -76,12 +77,14 @@ def _agree_and_apply(
 ) -> ActivePlan:
     ddp = model if isinstance(model, DistributedDataParallel) else None
     root = _root(model)
-    group = None if ddp is None else ddp.process_group
+    group = group_of(model)
     present = PresentRanks(group)
     rank = present.rank
 
     def load() -> Plan:
-        loaded = present.fit(read())
+        unfitted = read()
+        require_layout(model, unfitted)
+        loaded = present.fit(unfitted)
         require_runnable(root, loaded, rank)
         require_wrapper(model, loaded)
         require_same_bits(model, loaded)
@@ -103,13 +106,15 @@ def _agree_and_apply(
         if state.plan_follower is not None:
             state.plan_follower.close()
             state.plan_follower = None
-        if follow is not None and plan.world_size > 1:
+        if plan.tensor_groups:
+            notes.append("speeds are not followed in tensor groups; see tensor_parallel(balance='auto')")
+        elif follow is not None and plan.world_size > 1:
             state.plan_follower = Follower(
                 ddp, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
             )
     elif is_fsdp(model):
         notes.append(compress_sharded(model, plan, seed))
-    elif plan.bits is not None:
+    elif plan.bits is not None and len(plan.tensor_groups) != 1:
         wrapped = "DDP" if plan.wrapper == "ddp" else "sharded"
         notes.append(f"gradients are not compressed: apply the plan to the {wrapped} module for that")
     active.notes = tuple(notes)
@@ -143,7 +148,7 @@ def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> str:
     """Resume with the plan of a checkpoint, made anew if it is for other ranks; returns what became of it."""
     plan = parse_plan(state["plan"], source="the plan in the checkpoint")
     root = _root(model)
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    group = group_of(model)
     rank, world_size = rank_and_world_size(group, "apply")
     active, saved = active_plan_of(model), plan
     devices = [None] * world_size if active is None else devices_of(active.plan)

@@ -39,6 +39,9 @@ class PresentRanks:
 
     def fit(self, plan: Plan) -> Plan:
         """The plan, or with `--nnodes MIN:MAX` one that is made from it for the ranks that are there."""
+        if plan.tensor_groups and dist.is_initialized():  # `group` may be the peers of one place
+            require_world_size(plan, dist.get_world_size())
+            return plan
         if not self._elastic:
             require_world_size(plan, self.world_size)
             return plan
@@ -66,7 +69,8 @@ class PresentRanks:
         """Remember on this node which device class this rank is."""
         path = _record()
         if path is not None:
-            path.write_text(devices_of(plan)[self.rank], encoding="utf-8")
+            rank = dist.get_rank() if plan.tensor_groups else self.rank
+            path.write_text(devices_of(plan)[rank], encoding="utf-8")
 
 
 def require_world_size(plan: Plan, world_size: int) -> None:

@@ -105,16 +105,14 @@ class LayoutSearch:
         return self.job.step(setting).all_reduce_s
 
     def groupings(self, size: int) -> list[Groups]:
-        """Ways to form groups, each kind once; the members of a group are sorted by speed."""
+        """Ways to form groups, each kind once; ranks are in ascending order, as in torch's groups."""
         ranks = range(len(self.job.ranks))
         ways = (
             list(_partitions(tuple(ranks), size)) if len(self.job.ranks) <= FEW_RANKS else self._likely(size)
         )
         kinds: dict[object, Groups] = {}
         for way in ways:
-            groups = tuple(
-                tuple(sorted(group, key=lambda rank: (self._pace(rank), rank))) for group in sorted(way)
-            )
+            groups = tuple(sorted(tuple(sorted(group)) for group in way))
             kinds.setdefault(tuple(sorted(str(self.job.kind(group, 0)) for group in groups)), groups)
         return list(kinds.values())
 

@@ -1,0 +1,136 @@
+"""Plans with tensor groups, carried out: shares of units and samples, and the training of a single device."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.sharding.jobs import adamw, difference
+from tests.sharding.models import LENGTH, VOCABULARY, make
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import trimtab
+from trimtab.api.tensor_parallel import tensor_parallel
+from trimtab.errors import TrimtabError
+from trimtab.measure.fingerprint import fingerprint
+from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role, save_plan
+from trimtab.sharding.unit_block import sharded_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.pool import Pool
+
+GROUPS = {2: ((0, 1),), 4: ((0, 3), (1, 2))}
+SAMPLES = (4, 2)
+SHARES = (2 / 3, 1 / 3)
+
+
+def plan_for(model: torch.nn.Module, **changes: Any) -> Plan:
+    """Groups of two, of which the first takes twice the samples and the first rank twice the units."""
+    groups = GROUPS[dist.get_world_size()]
+    roles, names = {}, {}
+    for index, group in enumerate(groups):
+        for place, rank in enumerate(group):
+            names[rank] = f"g{index}p{place}"
+            roles[names[rank]] = Role(
+                device="A",
+                kind="cpu",
+                samples=SAMPLES[index],
+                precisions={},
+                compute_s=1e-3,
+                peak_bytes=1,
+                tensor_share=SHARES[place],
+            )
+    fields: dict[str, Any] = {
+        "version": PLAN_VERSION,
+        "trimtab": trimtab.__version__,
+        "model": fingerprint(model),
+        "batch": "free",
+        "bits": None,
+        "roles": roles,
+        "ranks": tuple((names[rank], 1) for rank in sorted(names)),
+        "tensor_groups": groups,
+        "predicted": Predicted(step_s=1e-3, plain_step_s=1e-3, damage=0.0, uniform_damage=0.0),
+    }
+    return Plan(**(fields | changes))
+
+
+def train(folder: str) -> tuple[list[int], list[tuple[int, ...]], float, list[str]]:
+    """Follow a plan for a few steps; gives the samples of each step, the units, and how far a single device is."""
+    alone = make("gpt")
+    plan = plan_for(alone)
+    path = f"{folder}/plan{dist.get_rank()}.json"
+    save_plan(plan, path)
+    mesh = trimtab.mesh(plan)
+    model: Any = tensor_parallel(copy.deepcopy(alone), mesh, shares=path)
+    if len(plan.tensor_groups) > 1:
+        model = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    trimtab.apply(model, path)
+    tokens = torch.randint(VOCABULARY, (36, LENGTH), generator=torch.Generator().manual_seed(3))
+    # A DDP module says which ranks share the batch.
+    options = (
+        {"plan": model} if len(plan.tensor_groups) > 1 else {"plan": path, "group": mesh.get_group("dp")}
+    )
+    data = trimtab.loader(torch.utils.data.TensorDataset(tokens), plan.batch_size, **options)
+    optimizer, alone_optimizer = adamw(model), adamw(alone)
+    sizes, worst = [], 0.0
+    for (batch,) in data:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, batch)
+        for group in plan.tensor_groups:
+            assert all(torch.equal(everyone[rank], everyone[group[0]]) for rank in group)
+        whole = torch.cat([everyone[group[0]] for group in plan.tensor_groups])
+        assert len({tuple(row) for row in whole.tolist()}) == len(whole)
+        data.weigh(model(batch)).backward()
+        alone(whole).backward()
+        for each in (optimizer, alone_optimizer):
+            each.step()
+            each.zero_grad()
+        worst = max(worst, difference(alone, getattr(model, "module", model), lambda p: p.data))
+        sizes.append(len(batch))
+    counts = [block.table.counts for block in sharded_model(model, "").blocks.values()]
+    return sizes, counts, worst, trimtab.explain(model).split("; ")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_plan_with_tensor_groups_trains_as_a_single_device(ranks: Pool, tmp_path: Path, world: int) -> None:
+    for rank, (sizes, counts, worst, _) in enumerate(ranks(world, train, str(tmp_path), allow_groups=True)):
+        own = next(index for index, group in enumerate(GROUPS[world]) if rank in group)
+        assert set(sizes) == {SAMPLES[own]}
+        assert set(counts) == {(4, 2), (64, 32)}  # of 6 heads, of 96 hidden units
+        assert worst < 1e-9
+
+
+def refused(case: str) -> str:
+    model = make("gpt")
+    plan = plan_for(model)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+    try:
+        if case == "another mesh":
+            tensor_parallel(model, mesh, shares=plan)
+        if case == "other groups":
+            tensor_parallel(model, mesh)
+        trimtab.apply(model, plan)
+    except TrimtabError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("not sharded", "this model is not sharded; build the plan's mesh"),
+        ("another mesh", r"the mesh shards over ranks \(\d,\), and the plan's tensor groups are \(0, 1\)"),
+        ("other groups", r"the model is sharded over ranks \(\d,\)"),
+    ],
+)
+def test_other_layouts_are_refused_with_the_way_out(ranks: Pool, case: str, message: str) -> None:
+    for error in ranks(2, refused, case, allow_groups=True):
+        assert re.search(message, error), error
+        assert "trimtab.mesh(plan)" in error
