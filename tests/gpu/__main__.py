@@ -23,7 +23,7 @@ LONGEST = 9 * 60
 """Seconds after which the run shows where every thread is, and ends: a hang must not cost a day."""
 
 
-SLICED = ("test_adaptive", "test_ddp", "test_doors", "test_shared_memory", "test_mps")
+SLICED = ("test_adaptive", "test_ddp", "test_doors", "test_local_steps", "test_shared_memory", "test_mps")
 """Tests that divide the GPU among ranks: they run first, before this process itself has a context on it."""
 
 
