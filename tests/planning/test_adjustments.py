@@ -78,6 +78,18 @@ def test_bits_are_worth_what_the_link_would_take_longer() -> None:
     assert said(plan, f"gradients are sent in {plan.bits} bits").endswith(words)
 
 
+def test_bits_that_were_asked_for_hide_nothing_of_the_others() -> None:
+    free, chosen = planned(uneven(2.0), 12), planned(uneven(2.0), 12, bits=4)
+    assert chosen.bits == 4
+    for name in ("shares", "precision"):
+        assert chosen.predicted.alone[name] == pytest.approx(free.predicted.alone[name], rel=1e-3)
+    adaptive = planned(uneven(2.0), 12, bits="adaptive")
+    assert said(adaptive, "bits adapt to the gradients", "without it the step")
+    assert not any("gradients are sent" in reason for reason in adaptive.reasons)
+    fixed = planned(uneven(1.04), batch="fixed", bits=4)
+    assert fixed.predicted.alone["precision"] < fixed.predicted.plain_step_s
+
+
 def test_a_card_that_hurts_is_named() -> None:
     plan = planned(uneven(20.0), 4, budget=0.0)
     predicted = plan.predicted

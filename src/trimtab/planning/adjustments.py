@@ -53,7 +53,7 @@ def weigh(
         bits: what the search chose among.
         budget: damage allowed with free shares.
     """
-    alone = singles(search, plain, batch, bits, budget)
+    alone = singles(search, plain, batch, budget)
     for single in alone.values():
         if single.step_s < chosen.step_s and single.bits in bits:
             chosen = single
@@ -76,7 +76,7 @@ def weigh(
     return Worth(
         chosen=chosen,
         adjustments=(
-            *_adjustments(search, plain, chosen, alone),
+            *_adjustments(search, plain, chosen, alone, adaptive="adaptive" in bits),
             *_setting_adjustments(search, plain, chosen),
             *(_ranks_adjustments(search, chosen, batch, budget) if few else ()),
         ),
@@ -89,27 +89,23 @@ def singles(
     search: PlanSearch,
     plain: JobCandidate,
     batch: Literal["fixed", "free"],
-    bits: Sequence[Bits],
     budget: float,
 ) -> dict[str, JobCandidate]:
     """The best job with each adjustment alone; plain DDP where the adjustment gains too little to be made."""
     uncompressed = search.uncompressed
-    found: dict[str, list[JobCandidate]] = {"precision": []}
+    found: dict[str, list[JobCandidate | None]] = {}
     if batch == "fixed":
-        found["precision"] += [search.tried[None]] if None in search.tried else []
+        found["precision"] = [search.tried.get(None) or search.fixed(uncompressed)]
     else:
         if len(search.devices) > 1:
-            sharing = search.shared_only
-            found["shares"] = [sharing] if sharing is not None else []
-        evenly = search.one_pass(uncompressed, budget, evenly=True) if budget else None
-        found["precision"] += [evenly] if evenly is not None else []
-    compressed = [search.even(one.setting) for count, one in search.tried.items() if count is not None]
-    if compressed:
-        found["bits"] = compressed
+            found["shares"] = [search.shared_only or search.one_pass(uncompressed, 0.0)]
+        found["precision"] = [search.one_pass(uncompressed, budget, evenly=True)]
+    if any(count is not None for count in search.tried):
+        found["bits"] = [search.even(one.setting) for count, one in search.tried.items() if count is not None]
     alone: dict[str, JobCandidate] = {}
     for name, candidates in found.items():
         gain = 1.0 if name == "shares" else GAIN  # shares change nothing about the result
-        fitting = [one for one in (plain, *candidates) if search.fits(one)]
+        fitting = [one for one in (plain, *candidates) if one is not None and search.fits(one)]
         if fitting:
             best = min(fitting, key=lambda one: one.step_s)
             alone[name] = best if fitting[0] is not plain or plain.step_s >= gain * best.step_s else plain
@@ -140,14 +136,19 @@ def _candidate(
 
 
 def _adjustments(
-    search: PlanSearch, plain: JobCandidate, chosen: JobCandidate, alone: Mapping[str, JobCandidate]
+    search: PlanSearch,
+    plain: JobCandidate,
+    chosen: JobCandidate,
+    alone: Mapping[str, JobCandidate],
+    *,
+    adaptive: bool,
 ) -> list[Adjustment]:
     """Shares, precision and bits, and the precision of each role that is lowered."""
     less = without(search, plain, chosen)
     made = [
         Adjustment(
             name=name,
-            words=_words(search, chosen, name) if name in less else "",
+            words=_words(search, chosen, name, adaptive) if name in less else "",
             without_s=less[name].step_s if name in less and search.fits(less[name]) else None,
             alone_s=alone[name].step_s if name in alone else None,
         )
@@ -169,7 +170,7 @@ def _adjustments(
     return made
 
 
-def _words(search: PlanSearch, chosen: JobCandidate, name: str) -> str:
+def _words(search: PlanSearch, chosen: JobCandidate, name: str, adaptive: bool) -> str:
     """What the plan does, where it is not told by role."""
     job = chosen.job
     if name == "shares":
@@ -179,6 +180,8 @@ def _words(search: PlanSearch, chosen: JobCandidate, name: str) -> str:
         ]
         more = f" and {len(shares) - 8} other roles" if len(shares) > 8 else ""
         return f"shares follow speed, which does not change the result: {', '.join(shares[:8])}{more}"
+    if name == "bits" and adaptive:
+        return f"bits adapt to the gradients during training; predicted with {chosen.bits}"
     return f"gradients are sent in {chosen.bits} bits" if name == "bits" else ""
 
 

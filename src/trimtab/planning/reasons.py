@@ -163,12 +163,8 @@ def _unprobed(search: PlanSearch, candidate: JobCandidate) -> list[str]:
 
 
 def _bits_reasons(search: PlanSearch, candidate: JobCandidate, bits: int | str | None) -> list[str]:
-    if bits == "adaptive":
-        return [f"bits adapt to the gradients during training; predicted with {candidate.bits}"]
-    if bits != "auto" or len(search.devices) == 1:
-        return []
-    if candidate.bits is not None:
-        return []  # said as an adjustment
+    if bits != "auto" or len(search.devices) == 1 or candidate.bits is not None:
+        return []  # bits that are used are an adjustment
     if not search.bits_measured():
         return ["gradients are sent uncompressed: the codec was not measured on every device class"]
     return [f"gradients are sent uncompressed: fewer bits would gain less than {GAIN - 1:.0%}"]
