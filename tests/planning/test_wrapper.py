@@ -84,7 +84,7 @@ def test_hsdp_where_hosts_have_several_ranks_and_the_link_is_slow() -> None:
     # A half of the model has to fit.
     room = replace(cluster.devices[SLOW], memory_gib=3_500_000 / GIB)
     cluster = replace(cluster, profile=profile, devices={**cluster.devices, SLOW: room})
-    plan = planned(cluster, 8, bits=None)
+    plan = planned(cluster, 8, bits=None, layout="data")
     assert (plan.wrapper, plan.shard_ranks) == ("fsdp", 2)
     assert "HSDP shards it inside each host over 2 ranks" in plan.reasons[0]
 
