@@ -122,6 +122,8 @@ def test_a_plan_for_another_cluster_is_refused() -> None:
 
 
 def test_a_plan_that_is_not_replayed_says_what_it_predicts() -> None:
-    sharded = replace(plan(most=role(FAST, 3), least=role(SLOW, 1)), wrapper="fsdp")
-    with pytest.raises(TrimtabError, match=r"this plan uses FSDP2; the plan itself holds .* 1000 ms a step"):
-        planned(sharded, cluster())
+    together = replace(plan(most=role(FAST, 3), least=role(SLOW, 3)), tensor_groups=((0, 1),))
+    with pytest.raises(
+        TrimtabError, match=r"uses tensor parallelism; the plan itself holds .* 1000 ms a step"
+    ):
+        planned(together, cluster())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.planning.planning import FAST, SLOW, planned, uneven
@@ -12,10 +13,17 @@ from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import load_plan, save_plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
-from trimtab.planning.roles import even, layout
+from trimtab.planning.roles import even, layout, sharding_of
+from trimtab.planning.what_if import planned as job_of
+from trimtab.planning.what_if import simulate
 from trimtab.planning.wrapper import ddp_fits, ddp_peaks, fsdp_candidate
 from trimtab.predict.fsdp_units import Sharding
 from trimtab.predict.operators.measured import Measured
+
+if TYPE_CHECKING:
+    from trimtab.planning.plan import Plan
+    from trimtab.predict.step import JobSetting
+    from trimtab.workload import Workload
 
 GIB = 2**30
 SMALL = 3_200_000 / GIB
@@ -53,6 +61,23 @@ def test_what_does_not_fit_is_sharded(batch: str, tmp_path: object) -> None:
         assert plan.shares[0] > plan.shares[-1]
     save_plan(plan, f"{tmp_path}/plan.json")
     assert load_plan(f"{tmp_path}/plan.json") == plan
+
+
+def test_simulating_the_plan_predicts_the_same() -> None:
+    cluster = four(SMALL)
+    plan = planned(cluster, 8, layout="data")
+    assert sharding_of(plan) == Sharding()
+    outcome = simulate(*_job(plan, cluster), sharding=sharding_of(plan))
+    assert outcome.timeline.step_s == pytest.approx(plan.predicted.step_s)
+    assert {name: memory.peak for name, memory in outcome.memory.items()} == {
+        name: role.peak_bytes for name, role in plan.roles.items()
+    }
+    assert sharding_of(planned(four(1.0), 8, layout="data")) is None
+
+
+def _job(plan: Plan, cluster: Cluster) -> tuple[Cluster, Workload, JobSetting]:
+    roles, setting = job_of(plan, cluster)
+    return roles, workload(), setting
 
 
 def test_shares_leave_out_no_memory() -> None:

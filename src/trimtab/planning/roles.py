@@ -9,6 +9,7 @@ from trimtab.cluster import Cluster
 from trimtab.planning.plan import Plan
 from trimtab.planning.precision.options import Chosen, lowered
 from trimtab.predict.collectives import BLOCK
+from trimtab.predict.fsdp_units import Sharding
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
 from trimtab.predict.step_setting import StepSetting
@@ -111,6 +112,11 @@ def setting_of(plan: Plan) -> StepSetting:
         bucket_cap_mb=plan.bucket_cap_mb,
         accumulate=plan.accumulate,
     )
+
+
+def sharding_of(plan: Plan) -> Sharding | None:
+    """How a plan shards the model; None under DDP."""
+    return Sharding(hybrid=plan.shard_ranks is not None) if plan.wrapper == "fsdp" else None
 
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:

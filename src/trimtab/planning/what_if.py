@@ -13,10 +13,12 @@ from trimtab.planning.plan import Plan
 from trimtab.planning.roles import setting_of
 from trimtab.predict.collectives import BLOCK
 from trimtab.predict.extrapolation import out_of_reach
+from trimtab.predict.fsdp import build_fsdp, predict_sharded_memory
+from trimtab.predict.fsdp_units import Sharding
 from trimtab.predict.memory.step_peak import Memory
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
-from trimtab.predict.replay.inputs import RoleWork
+from trimtab.predict.replay.inputs import BucketTransfers, RoleWork
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.replay.timeline import Timeline, bottleneck
 from trimtab.predict.replayed_job import RoleSetting, by_roles
@@ -25,7 +27,6 @@ from trimtab.predict.step import (
     RankSetting,
     build_step,
     predict_memory,
-    predict_step,
     rank_counts,
 )
 from trimtab.workload import Workload
@@ -116,10 +117,11 @@ def simulate(
     *,
     name: str = "as given",
     like: Measured | None = None,
+    sharding: Sharding | None = None,
 ) -> Outcome:
     """Predict one job. Without a setting every rank takes the workload's batch, with nothing lowered or compressed.
 
-    `like` is the same model on another cluster, whose lookups are shared.
+    `like` is the same model on another cluster, whose lookups are shared. With a `sharding` the model runs under FSDP2.
 
     Raises:
         TrimtabError: the cluster has no profile, or an operator, link or codec was not measured.
@@ -130,16 +132,18 @@ def simulate(
     if setting is None:
         setting = even(cluster, workload.batch_size)
     setting = _routed(measured, cluster, setting)
-    roles, buckets = build_step(measured, cluster, setting)
+    roles, buckets = _built(measured, cluster, setting, sharding)
     timeline = replay(roles, buckets)
     return Outcome(
         name=name,
         cluster=cluster,
         setting=setting,
         timeline=timeline,
-        advice=_advice(measured, cluster, setting, timeline),
+        advice=_advice(measured, cluster, setting, timeline, sharding),
         roles=roles,
-        memory=predict_memory(measured, cluster, setting),
+        memory=predict_memory(measured, cluster, setting)
+        if sharding is None
+        else predict_sharded_memory(measured, cluster, setting, sharding),
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
         out_of_reach=out_of_reach(
             filled, workload.model, [(n, setting.ranks[n].samples) for n in rank_counts(cluster)]
@@ -156,7 +160,21 @@ def _routed(measured: Measured, cluster: Cluster, setting: JobSetting) -> JobSet
     )
 
 
-def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline: Timeline) -> str:
+def _built(
+    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding | None
+) -> tuple[tuple[RoleWork, ...], tuple[BucketTransfers, ...]]:
+    if sharding is None:
+        return build_step(measured, cluster, setting)
+    return build_fsdp(measured, cluster, setting, sharding)
+
+
+def _advice(
+    measured: Measured,
+    cluster: Cluster,
+    setting: JobSetting,
+    timeline: Timeline,
+    sharding: Sharding | None,
+) -> str:
     """What another number of bits would do, where the exchange of gradients matters; every measured one is tried."""
     parts = timeline.breakdown()
     if parts["wire"] + parts["codec"] < EXCHANGE_MATTERS * timeline.step_s:
@@ -167,7 +185,7 @@ def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline:
         if bits != setting.bits:
             uniform = replace(setting, bits=bits, route=None, layer_bits={}, block=BLOCK)
             other = _routed(measured, cluster, uniform)
-            steps[bits] = predict_step(measured, cluster, other).step_s
+            steps[bits] = replay(*_built(measured, cluster, other, sharding)).step_s
     if not steps:
         return "use a faster link, or probe the codec to see what fewer bits would do"
     best = min(steps, key=lambda bits: steps[bits])
@@ -198,11 +216,10 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
     Raises:
         TrimtabError: the plan is for another number of ranks or other devices.
     """
-    if plan.wrapper != "ddp" or plan.tensor_groups:
-        how = "tensor parallelism" if plan.tensor_groups else "FSDP2"
+    if plan.tensor_groups:
         raise TrimtabError(
-            f"simulate: only DDP's steps are replayed here, and this plan uses {how}; the plan itself holds what is "
-            f"predicted for it: {plan.predicted.step_s * 1e3:.4g} ms a step"
+            "simulate: only steps of DDP and FSDP2 are replayed here, and this plan uses tensor parallelism; the plan "
+            f"itself holds what is predicted for it: {plan.predicted.step_s * 1e3:.4g} ms a step"
         )
     roles = {
         name: RoleSetting(device=role.device, samples=role.samples, precisions=role.precisions)
@@ -218,11 +235,16 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
 
 
 def what_ifs(
-    cluster: Cluster, workload: Workload, setting: JobSetting, *, bits: int | None = None
+    cluster: Cluster,
+    workload: Workload,
+    setting: JobSetting,
+    *,
+    bits: int | None = None,
+    sharding: Sharding | None = None,
 ) -> list[Outcome]:
     """The job as given, and if asked with other bits. Other clusters are planned: see `trimtab.planning.cases`."""
     cases = [("as given", setting)]
     if bits is not None:
         cases.append((f"gradients in {bits} bits", replace(setting, bits=bits, route=None, layer_bits={})))
     like = Measured(workload, _profile(cluster))
-    return [simulate(cluster, workload, how, name=name, like=like) for name, how in cases]
+    return [simulate(cluster, workload, how, name=name, like=like, sharding=sharding) for name, how in cases]

@@ -56,6 +56,8 @@ from trimtab.predict.collectives import (
     stages,
 )
 from trimtab.predict.fsdp_units import ALL_RANKS, FsdpUnit, Sharding, fsdp_units, shard_numel
+from trimtab.predict.memory.sharded_peak import sharded_memory
+from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import build_step, codec_time, job_links
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster
     from trimtab.cluster.profile import CodecTime
     from trimtab.predict.links import JobLinks
+    from trimtab.predict.memory.step_peak import Memory
     from trimtab.predict.operators.measured import Measured
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.predict.step import JobSetting
@@ -92,6 +95,24 @@ def predict_fsdp(
         TrimtabError: naming what was not measured, or why the hosts cannot be used.
     """
     return replay(*build_fsdp(measured, cluster, setting, sharding))
+
+
+def predict_sharded_memory(
+    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding = ALL_RANKS
+) -> dict[str, Memory]:
+    """The memory of one rank of each device class."""
+    ways = sharding.ways(Placement.on(cluster))
+    return {
+        name: sharded_memory(
+            measured.at(own.samples),
+            matched(measured.workload, own.precisions) if own.precisions else None,
+            ways=ways,
+            kind=cluster.devices[name].kind,
+            keep=sharding.keep,
+            bits=setting.bits,
+        )
+        for name, own in setting.ranks.items()
+    }
 
 
 def build_fsdp(
