@@ -276,7 +276,7 @@ def _reasons(search: PlanSearch, chosen: FsdpCandidate) -> list[str]:
         f"{chosen.ways} ranks: {_gib(chosen.peaks[worst])}",
         f"samples: {shares}",
         sent,
-        f"a step is predicted to take {chosen.step_s * 1e3:.3g} ms, most of it in {bottleneck(chosen.timeline)}",
+        f"a step is predicted to take {chosen.step_s * 1e3:.3g} ms, most of it in {bottleneck(chosen.timeline, advice=False)}",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +63,16 @@ def test_a_segment_waits_for_the_bucket_it_needs() -> None:
     assert replay(roles, buckets(0.5, 0.25)).step_s == pytest.approx(4.25)
     many = [RoleWork(name=str(index), segments=stream) for index in range(9)]
     assert replay(many, buckets(1.5, 0.25)).step_s == pytest.approx(done.step_s)
+    # The slower one in each stretch counts, although one of them is slower in their sum at every moment.
+    times = [(5.0, 1.0)] + [(2.0, 3.0)] * 8
+    unlike = [
+        RoleWork(
+            name=str(index),
+            segments=tuple(replace(s, seconds=t) for s, t in zip(stream, (0.0, *pair, 0.0), strict=True)),
+        )
+        for index, pair in enumerate(times)
+    ]
+    assert replay(unlike, buckets(5.0, 0.25)).step_s == pytest.approx(5 + 3 + 0.25)
 
 
 def test_a_bucket_starts_when_the_last_rank_is_ready() -> None:

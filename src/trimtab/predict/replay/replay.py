@@ -70,20 +70,23 @@ def replay(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> Tim
 
     Every bucket must be completed by a segment of every role, exactly once. Of more than `FEW_ROLES` only those are
     simulated that no other one is slower than in everything: nobody waits for the others, whose own times are
-    estimated from the slower one's. Their buckets are joined to at most `MOST_BUCKETS`. Where ranks also wait in the
-    middle of a step, all roles and buckets are simulated.
+    estimated from the slower one's. Their buckets are joined to at most `MOST_BUCKETS`, unless ranks also wait in the
+    middle of a step.
     """
     check_inputs(roles, buckets)
-    if len(roles) <= FEW_ROLES or any(run[3] for run in roles[0].runs):
+    waiting = any(run[3] for role in roles for run in role.runs)
+    unlike = waiting and len({len(role.runs) for role in roles}) > 1
+    if len(roles) <= FEW_ROLES or unlike:
         return _Replay(roles, buckets).run()
-    slower = _dominating(roles, buckets)
+    slower = _dominating(roles, buckets, waiting)
     kept = [index for index, by in enumerate(slower) if by == index]
     place = {index: new for new, index in enumerate(kept)}
     reduced = tuple(
         replace(bucket, transfers=tuple(_of_roles(transfer, kept) for transfer in bucket.transfers))
         for bucket in buckets
     )
-    timeline = _Replay(*_coarse([roles[index] for index in kept], reduced)).run()
+    simulated = [roles[index] for index in kept]
+    timeline = (_Replay(simulated, reduced) if waiting else _Replay(*_coarse(simulated, reduced))).run()
     times = [
         timeline.roles[place[index]]
         if index in place
@@ -150,13 +153,16 @@ def _of_roles(transfer: Transfer, kept: Sequence[int]) -> Transfer:
     return replace(transfer, drag=tuple(transfer.drag[i] for i in kept)) if transfer.drag else transfer
 
 
-def _dominating(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> list[int]:
-    """For each role one that is simulated and nowhere faster; itself where there is none."""
+def _dominating(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers], waiting: bool) -> list[int]:
+    """For each role one that is simulated and nowhere faster; itself where there is none.
+
+    Where roles are `waiting` for each other in the middle of a step, every stretch of it counts by itself.
+    """
     drags = list(dict.fromkeys(transfer.drag for bucket in buckets for transfer in bucket.transfers))
     figures = np.array(
         [
             [
-                *role.ready_s,
+                *((run[0] for run in role.runs) if waiting else role.ready_s),
                 *(seconds for bucket in role.local for seconds in bucket),
                 *(drag[index] for drag in drags if drag),
                 role.optimizer_s,

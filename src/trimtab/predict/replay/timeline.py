@@ -107,6 +107,6 @@ def bottleneck(timeline: Timeline, *, advice: bool = True) -> str:
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
         remedy = "; give them smaller shares of the batch or a lower precision" if advice else ""
-        return f"the devices of {name}: the others wait for them up to {max(waits):.0%} of the step{remedy}"
+        return f"the devices of {name}: the others wait for them up to {spread:.0%} of the step{remedy}"
     exposed = f", {link:.0%} exposed communication" if link >= 0.02 else ""
     return f"computing: {compute:.0%} of the step{exposed}; the ranks are even to within {spread:.0%} of it"
