@@ -276,7 +276,8 @@ def _reasons(search: PlanSearch, chosen: FsdpCandidate) -> list[str]:
         f"{chosen.ways} ranks: {_gib(chosen.peaks[worst])}",
         f"samples: {shares}",
         sent,
-        f"a step is predicted to take {chosen.step_s * 1e3:.3g} ms, most of it in {bottleneck(chosen.timeline, advice=False)}",
+        f"a step is predicted to take {chosen.step_s * 1e3:.3g} ms, most of it in "
+        f"{bottleneck(chosen.timeline, advice=False)}",
     ]
 
 
