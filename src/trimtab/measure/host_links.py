@@ -16,7 +16,7 @@ from trimtab.collectives.hierarchy import IntraHost
 from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.collectives import Placement, all_gather
-from trimtab.predict.links import SHARED_MEMORY, JobLinks, fit
+from trimtab.predict.links import SHARED_MEMORY, Fit, JobLinks, fit
 
 REPEATS = 3
 TRIAL_NUMEL = 1 << 20
@@ -41,16 +41,6 @@ def measure_host_links(
     def seconds(run: Callable[[], object]) -> float:
         return repeated_seconds(run, device, group, repeats=REPEATS)
 
-    def inside(exchange: IntraHost, numel: int) -> float:
-        flat = torch.zeros(numel, device=device)
-        cuts = [numel * rank // exchange.world for rank in range(exchange.world + 1)]
-
-        def run() -> None:
-            finish(exchange.reduce_scatter(flat, cuts, 1.0))
-            finish(exchange.all_gather(flat, cuts))
-
-        return seconds(run) / 2  # two exchanges, each of which moves all but a rank's own part
-
     def between(nbytes: int) -> float:
         ranks = group if hierarchy is None else hierarchy.between[0]
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -61,8 +51,7 @@ def measure_host_links(
     peers, together = placement, 1
     if hierarchy is not None:
         together = hierarchy.inside.world
-        moved = 4 * (together - 1) / together
-        memory = fit([(1, n * moved, inside(hierarchy.inside, n)) for n in (64 * together, TRIAL_NUMEL)])
+        memory = inside_rate(hierarchy.inside, group, device)
         peers = placement.leaders()
     points = []
     for nbytes in (64, max(TRIAL_BYTES // peers.world, 1 << 14)):
@@ -72,9 +61,27 @@ def measure_host_links(
     return links, _slowest_codec(codec, device, group)
 
 
+def inside_rate(exchange: IntraHost, group: dist.ProcessGroup, device: torch.device) -> Fit:
+    """The rate at which ranks of a host exchange values, while all hosts do. Collective."""
+
+    def seconds(numel: int) -> float:
+        flat = torch.zeros(numel, device=device)
+        cuts = [numel * rank // exchange.world for rank in range(exchange.world + 1)]
+
+        def run() -> None:
+            finish(exchange.reduce_scatter(flat, cuts, 1.0))
+            finish(exchange.all_gather(flat, cuts))
+
+        # Two exchanges, each of which moves all but a rank's own part.
+        return repeated_seconds(run, device, group, repeats=REPEATS) / 2
+
+    moved = 4 * (exchange.world - 1) / exchange.world
+    return fit([(1, n * moved, seconds(n)) for n in (64 * exchange.world, TRIAL_NUMEL)])
+
+
 def _slowest_codec(codec: Block, device: torch.device, group: dist.ProcessGroup) -> CodecTime:
     """The codec's times on the slowest rank: the same on all of them."""
-    lines = asdict(codec_times(codec.bits, device, rounds=1))
+    lines = asdict(codec_times(codec.bits, device, block=codec.block, rounds=1, feedback=False))
     times = torch.tensor([list(line.values()) for line in lines.values()], dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
     return CodecTime(**{which: Line(a=a, c=c) for which, (a, c) in zip(lines, times.tolist(), strict=True)})

@@ -64,7 +64,9 @@ def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.
     return lambda: typed.to(DTYPES[target])
 
 
-def codec_times(bits: int, device: torch.device, *, block: int = 1024, rounds: int = 3) -> CodecTime:
+def codec_times(
+    bits: int, device: torch.device, *, block: int = 1024, rounds: int = 3, feedback: bool = True
+) -> CodecTime:
     """The codec's times at a number of bits: medians over rounds of all its operations."""
     kernels, numels = kernels_for(device), NUMELS[device.type]
     cases: dict[tuple[str, int], Callable[[], None]] = {}
@@ -77,7 +79,8 @@ def codec_times(bits: int, device: torch.device, *, block: int = 1024, rounds: i
         cases["encode", numel] = partial(kernels.encode, flat, packing, out, stream=1, scale=0.5)
         cases["decode", numel] = partial(kernels.decode, out, packing, flat)
         cases["add", numel] = partial(kernels.decode, out, packing, flat, add=True)
-        cases["feedback", numel] = partial(_feed_back, ErrorFeedback(), torch.zeros_like(flat))
+        if feedback:
+            cases["feedback", numel] = partial(_feed_back, ErrorFeedback(), torch.zeros_like(flat))
     times = defaultdict(list)
     for _ in range(rounds):
         for key, run in cases.items():
@@ -85,7 +88,7 @@ def codec_times(bits: int, device: torch.device, *, block: int = 1024, rounds: i
             times[key].append(seconds_per_call(run, device, at_least_s=0.015, gpu_calls=8))
     lines = {
         which: _line([(numel, median(times[which, numel])) for numel in numels])
-        for which in ("encode", "decode", "add", "feedback")
+        for which in dict.fromkeys(which for which, _ in cases)
     }
     return CodecTime(**lines)
 

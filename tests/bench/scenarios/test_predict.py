@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trimtab.bench.scenarios.predict import fsdp, ranks
+from trimtab.bench.scenarios.predict import exchange, fsdp, ranks
 from trimtab.bench.scenarios.predict.ddp import LINKS, MODELS, PLANS, HeldOutPlan, predict_jobs
 from trimtab.bench.scenarios.predict.predict import KINDS, predict, regret, summary
 from trimtab.bench.scenarios.predict.rows import row as row_of
@@ -37,6 +37,16 @@ def test_no_sharded_plan_has_probed_shares() -> None:
     assert {sum(plan.shares) for plan in fsdp.PLANS} == {ranks.UNITS}
     assert not [plan for plan in fsdp.PLANS if plan.shares[0] in ranks.PROBED]
     assert len(set(map(str, fsdp.PLANS))) == len(fsdp.PLANS)
+
+
+def test_plans_of_other_exchanges_are_held_out_too() -> None:
+    for plan in (*exchange.ROUTES, *exchange.ADAPTIVE, *exchange.ACCUMULATE):
+        assert sum(plan.shares) == ranks.UNITS
+        assert plan.shares[0] not in ranks.PROBED or plan.low not in ("none", "all"), str(plan)
+    assert {plan.route for plan in exchange.ROUTES} == {"flat", "two levels"}
+    assert str(exchange.ROUTES[1]) == "5/3, low none, 4 bits, two levels"
+    assert str(exchange.ACCUMULATE[0]) == "4/4, low half, fp32 bits, 2 micro-batches"
+    assert exchange.route_rows("cuda", 1, lambda done, total: None) == []
 
 
 def test_a_round_is_compared_with_itself() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trimtab.bench.harness import Progress, part
 from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.scenarios.predict.ranks import on_rank, two_ranks
+from trimtab.bench.scenarios.predict.ranks import on_rank, two_hosts
 from trimtab.bench.scenarios.predict.rows import row
 
 MODELS = {"cpu": ("gpt", "conv", "bert"), "cuda": ("gpt", "gpt2", "vit")}
@@ -28,9 +28,17 @@ class HeldOutPlan(NamedTuple):
     """Which operators of the slow rank are in low precision: `none`, `all`, or every second or third."""
 
     bits: int | None
+    layers: str = "alike"
+    """Bits of the layers: `alike`, `mixed` (some in 8 bits, some uncompressed), or in `short` blocks."""
+
+    accumulate: int = 1
+    route: str = "flat"
+    """`flat`, or in `two levels` where hosts have several ranks."""
 
     def __str__(self) -> str:
-        return f"{self.shares[0]}/{self.shares[1]}, low {self.low}, {self.bits or 'fp32'} bits"
+        words = [f"{self.shares[0]}/{self.shares[1]}", f"low {self.low}", f"{self.bits or 'fp32'} bits"]
+        words += [self.layers] * (self.layers != "alike") + [self.route] * (self.route != "flat")
+        return ", ".join(words + [f"{self.accumulate} micro-batches"] * (self.accumulate > 1))
 
 
 PLANS = {
@@ -73,6 +81,8 @@ def predict_jobs(
     plans: Sequence[HeldOutPlan],
     rounds: int,
     progress: Progress | None = None,
+    *,
+    per_host: int = 1,
 ) -> list[dict[str, Any]]:
     """A row for each plan of each model; one emulated cluster trains the models one after another."""
     spec = {
@@ -81,8 +91,9 @@ def predict_jobs(
         "link": link,
         "plans": list(plans),
         "rounds": rounds,
+        "per_host": per_host,
     }
-    measured = run_on_cluster(two_ranks(device, link), on_rank, spec, progress)
+    measured = run_on_cluster(two_hosts(device, link, per_host), on_rank, spec, progress)
     return [
         {"model": model, "link": link, **row(plan, of_plan)}
         for model, of_model in zip(models, measured, strict=True)

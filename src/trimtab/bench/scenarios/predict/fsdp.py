@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import trimtab
 from trimtab.bench.harness import Progress, part
 from trimtab.bench.ranks import run_on_cluster
-from trimtab.bench.scenarios.predict.ranks import NAMES, PLACEMENT, Job, two_ranks
+from trimtab.bench.scenarios.predict.ddp import HeldOutPlan
+from trimtab.bench.scenarios.predict.ranks import NAMES, Job, two_hosts
 from trimtab.bench.scenarios.predict.rows import row
 from trimtab.bench.trainer import Trainer
 from trimtab.cluster.profile import CollectiveTime, DeviceProfile
@@ -64,9 +65,9 @@ def fsdp_rows(device: str, rounds: int, progress: Progress) -> list[dict[str, An
     """Every plan over every link."""
     rows: list[dict[str, Any]] = []
     for index, link in enumerate(LINKS[device]):
-        spec = {"device": device, "model": MODEL, "link": link, "rounds": rounds}
+        spec = {"device": device, "model": MODEL, "link": link, "rounds": rounds, "per_host": 1}
         report = part(progress, index, len(LINKS[device]))
-        measured = run_on_cluster(two_ranks(device, link), on_rank, spec, report)
+        measured = run_on_cluster(two_hosts(device, link), on_rank, spec, report)
         rows += [
             {"model": MODEL, "link": link, **row(plan, of_plan)}
             for plan, of_plan in zip(PLANS, measured, strict=True)
@@ -100,7 +101,7 @@ class FsdpJob(Job):
     """One rank's part in probing and measuring sharded steps."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        super().__init__({**spec, "plans": [(plan.shares, "none", plan.bits) for plan in PLANS]})
+        super().__init__({**spec, "plans": [HeldOutPlan(plan.shares, "none", plan.bits) for plan in PLANS]})
         self.low, self._casts = {}, ()
         self._sharded = ShardedProbe(self.device)
         self._of_plan: list[Trainer] = []
@@ -170,7 +171,7 @@ class FsdpJob(Job):
                 rows["all_gather"].append((shard_bytes(unit.parameters, 2, 8, WEIGHT_BLOCK),))
                 rows["all_to_all"] += [(shard_bytes(unit.trainable, 2, bits),) for bits in self.bits]
             distinct = {name: sorted(set(several)) for name, several in rows.items()}
-            self._link = LinkProbe(PLACEMENT, self.device, rows=distinct, collectives=list(distinct))
+            self._link = LinkProbe(self.placement, self.device, rows=distinct, collectives=list(distinct))
             self._link.round()
         self._link.round()
         return link_times(self._link, NAMES)

@@ -15,12 +15,16 @@ from typing import Any
 
 from trimtab.bench.harness import Progress, Result, part
 from trimtab.bench.scenarios.predict.ddp import ddp_rows
+from trimtab.bench.scenarios.predict.exchange import accumulate_rows, adaptive_rows, route_rows
 from trimtab.bench.scenarios.predict.fsdp import fsdp_rows
 from trimtab.errors import TrimtabError
 
 KINDS: dict[str, Callable[[str, int, Progress], list[dict[str, Any]]]] = {
     "ddp": ddp_rows,
     "fsdp": fsdp_rows,
+    "route": route_rows,
+    "adaptive": adaptive_rows,
+    "accumulate": accumulate_rows,
 }
 """By kind of plan: the rows (`rows.row`) from the device ("cpu" or "cuda"), the number of rounds and the progress;
 none where the kind does not run on the device."""

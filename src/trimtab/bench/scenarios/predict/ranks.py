@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -17,7 +17,7 @@ import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import Progress
 from trimtab.bench.ranks import hosts
-from trimtab.bench.trainer import Trainer
+from trimtab.bench.trainer import Batch, Trainer
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import (
     LOCAL,
@@ -27,22 +27,30 @@ from trimtab.cluster.profile import (
     Profile,
 )
 from trimtab.codec import Block
-from trimtab.control.compression.ddp import compression_of
+from trimtab.collectives import Hierarchy, find_hosts
+from trimtab.control.compression.ddp import compress_ddp, compression_of
+from trimtab.control.shares.sampler import even_parts
 from trimtab.measure.capture.capture import capture_workload
+from trimtab.measure.host_links import inside_rate
 from trimtab.measure.kernels import cast_lines, codec_times
 from trimtab.measure.links import LinkProbe, link_times, own_rows
 from trimtab.measure.operators import StepTimes, StepTrainer, with_steps
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
-from trimtab.predict.collectives import Placement
+from trimtab.predict.collectives import BLOCK, Placement, Route
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
 from trimtab.predict.step import JobSetting, RankSetting, predict_step
+from trimtab.predict.step_setting import StepSetting
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload import Workload
 
 SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.65, 0.35)}
+SHARED_SPEEDS = (0.55, 0.45)
+"""With two ranks on each host: as much as two cores have."""
+
 NAMES = FAST, SLOW = "fast", "slow"
 UNITS = 8
 """Units of samples in the batch of every step."""
@@ -50,7 +58,8 @@ UNITS = 8
 PROBED = (2, 4, 6)
 """Units of the fast rank while operators are timed; the slow one has the rest."""
 
-PLACEMENT = Placement.of((1, 1))
+Exchange = tuple[int | None, int, Route | None, tuple[tuple[str, int | None], ...]]
+"""What a trainer is made for: bits, block, route and bits by layer."""
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[list[dict[str, Any]]]:
@@ -104,12 +113,15 @@ class Job:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.device = torch.device(spec["device"])
-        self.cluster = two_ranks(spec["device"], spec["link"])
+        self.per_host: int = spec["per_host"]
+        self.placement = Placement.of((self.per_host,) * 2)
+        self.cluster = two_hosts(spec["device"], spec["link"], self.per_host)
         self.task = make_task(spec["model"], self.device)
         self.unit = self.task.samples
-        self.name = NAMES[dist.get_rank()]
-        self._trainers: dict[int | None, Trainer] = {}
-        self._held: dict[int | None, int] = {}
+        self.names = [name for name in NAMES for _ in range(self.per_host)]
+        self.name = self.names[dist.get_rank()]
+        self._trainers: dict[Exchange, MicroBatchTrainer] = {}
+        self._held: dict[Exchange, int] = {}
         cuda = self.device.type == "cuda"
         half = "bf16" if cuda else None
         self.workload: Workload = capture_workload(
@@ -126,20 +138,34 @@ class Job:
         self.plans = [
             JobSetting(
                 bits=bits,
+                layer_bits=self._layer_bits() if layers == "mixed" else {},
+                block=ADAPTIVE_BLOCK if layers == "short" else BLOCK,
+                accumulate=accumulate,
+                route=Route(inside="shared_memory" if route == "two levels" else None) if bits else None,
                 ranks={
                     FAST: RankSetting(samples=shares[0] * self.unit, precisions={}),
                     SLOW: RankSetting(samples=shares[1] * self.unit, precisions=self._chosen(low)),
                 },
             )
-            for shares, low, bits in spec["plans"]
+            for shares, low, bits, layers, accumulate, route in spec["plans"]
         ]
-        self.bits = sorted({plan.bits for plan in self.plans if plan.bits is not None})
+        self.bits = sorted(
+            {
+                bits
+                for plan in self.plans
+                for bits in (plan.bits, *plan.layer_bits.values())
+                if bits and plan.block == BLOCK
+            }
+        )
+        self._lowers = any(plan.ranks[self.name].precisions for plan in self.plans)
+        self._short = any(plan.block != BLOCK for plan in self.plans)
         self._casts: tuple[str, ...] = (f"fp32>{self._low}",)
         if self._low == "bf16":
             self._casts = ("fp32>bf16", "bf16>fp32")
         elif cuda:
             self._casts = ("bf16>int8", "fp32>int8")
         self._link: LinkProbe | None = None
+        self._hierarchy: Hierarchy | None = None
         self._beyond: ReductionOverhead | None = None
 
     def settle(self) -> None:
@@ -147,21 +173,27 @@ class Job:
         self._steps()
         for plan in self.plans:
             before = self._allocated()
-            fresh = plan.bits not in self._trainers
+            key = exchange_of(plan)
+            fresh = key not in self._trainers
             if fresh:
-                self._trainers[plan.bits] = self._trainer(plan.bits)
+                self._trainers[key] = self._trainer(plan)
             for _ in range(3 if fresh else 1):
                 self.measure(plan)
             if fresh:
-                self._held[plan.bits] = self._allocated() - before
+                self._held[key] = self._allocated() - before
 
-    def _trainer(self, bits: int | None) -> Trainer:
-        """The job's model, communicating with this number of bits, or in fp32."""
+    def _trainer(self, plan: JobSetting) -> MicroBatchTrainer:
+        """The job's model, exchanging gradients as the plan says."""
         ddp = DistributedDataParallel(copy.deepcopy(self.task.model))
-        if bits is not None:
-            trimtab.compress(ddp, Block(bits=bits))
+        if plan.bits is not None:
+            overrides = {
+                name: None if bits is None else Block(bits=bits) for name, bits in plan.layer_bits.items()
+            }
+            compress_ddp(
+                ddp, Block(bits=plan.bits, block=plan.block), overrides=overrides, planned_route=plan.route
+            )
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
-        return Trainer(ddp, optimizer, lambda step: (), self.device, half=True)
+        return MicroBatchTrainer(ddp, optimizer, lambda step: (), self.device, half=True)
 
     def _batch(self, samples: int) -> tuple[torch.Tensor, ...]:
         return self.task.batch(samples, step=samples)
@@ -176,32 +208,35 @@ class Job:
         if not self.bits:
             return profiles
         if self._beyond is None:
-            self._beyond = ReductionOverhead(self.workload, self.bits, PLACEMENT, self.device)
+            self._beyond = ReductionOverhead(self.workload, self.bits, self.placement, self.device)
         self._beyond.round()
-        seconds = self._beyond.seconds(profiles[0], link, NAMES)
+        seconds = self._beyond.seconds(profiles[0], link, self.names)
         return [with_overhead(profile, link, seconds) for profile in profiles]
 
     def _profiles(self) -> list[Profile]:
         step_sets, kernels = self._steps(), self._kernels()
         link, measured = next(iter(self.cluster.links), LOCAL), self._links()
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, [self._profile(steps, kernels) for steps in step_sets])
+        every: list[Any] = [None] * len(self.names)
+        dist.all_gather_object(every, [self._profile(steps, kernels) for steps in step_sets])
         return [
             Profile(
                 version=PROFILE_VERSION,
                 trimtab=trimtab.__version__,
                 torch=torch.__version__,
                 devices=dict(zip(NAMES, pair, strict=True)),
-                links={link: measured},
+                links={link: measured} | self._local(),
             )
-            for pair in zip(*both, strict=True)
+            for pair in zip(*every[:: self.per_host], strict=True)
         ]
 
     def _kernels(self) -> DeviceProfile:
         """What runs beside the model's operators."""
+        codec = {str(bits): codec_times(bits, self.device, rounds=1, feedback=False) for bits in self.bits}
+        short = None
+        if self._short:
+            short = codec_times(ADAPTIVE_BITS, self.device, block=ADAPTIVE_BLOCK, rounds=1, feedback=False)
         casts = cast_lines(self.device, self._casts)
-        codec = {str(bits): codec_times(bits, self.device, rounds=1) for bits in self.bits}
-        return DeviceProfile(called=self.name, casts=casts, codec=codec)
+        return DeviceProfile(called=self.name, casts=casts, codec=codec, adaptive_codec=short)
 
     def _steps(self) -> list[dict[tuple[bool, int], StepTimes]]:
         """Two sets of steps without communication, by whether all is low and by samples.
@@ -214,11 +249,11 @@ class Job:
             steps: dict[tuple[bool, int], StepTimes] = {}
             for share in PROBED:
                 samples = (share if self.name == FAST else UNITS - share) * self.unit
-                lowered = low and self.name == SLOW
+                lowered = low and self._lowers
                 steps[lowered, samples] = self.probe_trainer.timed(samples, self.low if lowered else {})
             sets.append(steps)
         # Plain steps last: they are the best source for operators whose precision is not set.
-        return sets if self.name == FAST else [sets[0] | sets[1]] * 2
+        return [sets[0] | sets[1]] * 2 if self._lowers else sets
 
     def _profile(self, steps: Mapping[tuple[bool, int], StepTimes], kernels: DeviceProfile) -> DeviceProfile:
         timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
@@ -230,26 +265,31 @@ class Job:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.measure(plan)
-        allocated = self._held[plan.bits] + torch.cuda.max_memory_allocated() - before
+        allocated = self._held[exchange_of(plan)] + torch.cuda.max_memory_allocated() - before
         predicted = step_memory(
-            self.workload.at_batch(own.samples),
+            self.workload.at_batch(-(-own.samples // plan.accumulate)),
             own.precisions,
             kind="cuda",
             data_parallel=True,
             bits=plan.bits,
-            world=2,
+            layer_bits=plan.layer_bits,
+            block=plan.block,
+            accumulate=plan.accumulate,
+            world=len(self.names),
             workspace=0,  # the first model that ran has allocated the library's
         )
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, predicted.peak / allocated)
-        return both
+        every: list[Any] = [None] * len(self.names)
+        dist.all_gather_object(every, predicted.peak / allocated)
+        return every
 
     def measure(self, plan: JobSetting) -> float:
         """Seconds of one step of a plan."""
         own = plan.ranks[self.name]
-        trainer = self._trainers[plan.bits]
+        trainer = self._trainers[exchange_of(plan)]
         set_precision(trainer.module, own.precisions)
-        trainer.batch = lambda step: self._batch(own.samples)
+        *earlier, last = even_parts(own.samples, plan.accumulate)
+        trainer.earlier = [self._batch(samples) for samples in earlier]
+        trainer.batch = lambda step: self._batch(last)
         return trainer.step()
 
     def close(self) -> None:
@@ -261,6 +301,8 @@ class Job:
         self._trainers.clear()
         if self._beyond is not None:
             self._beyond.close()
+        if self._hierarchy is not None:
+            self._hierarchy.close()
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -269,11 +311,29 @@ class Job:
         """From all rounds so far: a link does not drift the way a busy machine does."""
         if self._link is None:
             rows = own_rows(self.workload, self.bits)
-            used = [name for name in rows if name != "all_to_all"]  # two ranks have no use for it
-            self._link = LinkProbe(PLACEMENT, self.device, rows=rows, collectives=used)
+            # Two ranks have no use for it.
+            used = [name for name in rows if name != "all_to_all" or len(self.names) > 2]
+            self._link = LinkProbe(self.placement, self.device, rows=rows, collectives=used)
             self._link.round()
         self._link.round()
-        return link_times(self._link, NAMES)
+        return link_times(self._link, self.names)
+
+    def _local(self) -> dict[str, dict[str, CollectiveTime]]:
+        """The rate inside the hosts, where they have several ranks."""
+        if self.per_host == 1:
+            return {}
+        group = dist.group.WORLD
+        assert group is not None
+        if self._hierarchy is None:
+            self._hierarchy = Hierarchy(group, self.device, hosts=find_hosts(group, self.device))
+        rate = inside_rate(self._hierarchy.inside, group, self.device)
+        time = CollectiveTime(per_message_s=rate.per_message_s, per_byte_s=rate.per_byte_s)
+        return {LOCAL: {"all_to_all": time, "all_gather": time}}
+
+    def _layer_bits(self) -> dict[str, int | None]:
+        """Unlike bits for unlike layers: every second one in 8 bits, every fifth uncompressed."""
+        names = [name for name, bits in StepSetting(bits=4).bits_of(self.workload).items() if bits]
+        return dict.fromkeys(names[::2], 8) | dict.fromkeys(names[::5])
 
     def _may_be_low(self, index: int) -> bool:
         return self.workload.operators[index].kind in ("linear", "conv")
@@ -284,9 +344,28 @@ class Job:
         return dict.fromkeys(lowered, self._low)
 
 
-def two_ranks(device: str, link: str) -> Cluster:
-    """A fast and a slow host of one rank each."""
-    return hosts(SPEEDS[device], device, link=link, names=NAMES)
+class MicroBatchTrainer(Trainer):
+    """A trainer whose step may have several batches; gradients are exchanged with the last."""
+
+    earlier: Sequence[Batch] = ()
+
+    def train(self, batch: Batch) -> torch.Tensor:
+        assert isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync():
+            for one in self.earlier:
+                self.forward(one).backward()
+        return super().train(batch)
+
+
+def exchange_of(plan: JobSetting) -> Exchange:
+    """Plans with equal ones use one trainer."""
+    return plan.bits, plan.block, plan.route, tuple(plan.layer_bits.items())
+
+
+def two_hosts(device: str, link: str, per_host: int = 1) -> Cluster:
+    """A fast and a slow host."""
+    speeds = SPEEDS[device] if per_host == 1 else SHARED_SPEEDS
+    return hosts(speeds, device, link=link, names=NAMES, per_host=per_host)
 
 
 def make_task(name: str, device: torch.device) -> tasks.Task:
