@@ -42,20 +42,20 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path) -> None:
         return found
 
     def interrupted(done: int, total: int) -> None:
-        assert total == 2 + 2 * (WARMUP + ROUNDS)
-        if done == 2 + 2 * WARMUP + 3:
+        assert total == 3 + 2 * (WARMUP + ROUNDS)
+        if done == 3 + 2 * WARMUP + 3:
             raise KeyboardInterrupt
 
     with group_of_one():
         nothing, left = DeviceProbe(task(model, batch, seconds=0.0), CPU, cache()).run(
             lambda done, total: pytest.fail("without time nothing is begun")
         )
-        assert len(left) == 4
+        assert len(left) == 5
         assert not nothing.operators
         with pytest.raises(KeyboardInterrupt):
             DeviceProbe(task(model, batch), CPU, cache()).run(interrupted)
         kept = cache()
-        assert kept.done == {"codec 4", "launch"}
+        assert kept.done == {"codec 4", "codec adaptive", "launch"}
         assert [len(steps) for steps in kept.steps.values()] == [2, 1]
         measured: list[tuple[int, int]] = []
         profile, left = DeviceProbe(task(model, batch), CPU, kept).run(
