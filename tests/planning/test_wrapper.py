@@ -9,6 +9,7 @@ import pytest
 from tests.planning.planning import FAST, SLOW, planned, uneven
 from tests.predict.profiles import workload
 
+from trimtab.cli.plan import summary
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import load_plan, save_plan
@@ -52,6 +53,7 @@ def test_what_does_not_fit_is_sharded(batch: str, tmp_path: object) -> None:
     for role in plan.roles.values():
         assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
         assert not role.precisions
+    assert summary(plan)["wrapper"] == "fsdp"
     assert "GiB and slow has" in plan.reasons[0]
     assert "FSDP2 shards it over 4 ranks" in plan.reasons[0]
     if batch == "fixed":

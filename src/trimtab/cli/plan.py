@@ -161,6 +161,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "damage": predicted.damage,
         "uniform_low_damage": predicted.uniform_damage,
         "bits": plan.bits,
+        **({"wrapper": plan.wrapper} if plan.wrapper != "ddp" else {}),
     }
 
 
