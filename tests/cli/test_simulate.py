@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.predict.profiles import cluster, profile
@@ -67,3 +68,34 @@ def test_the_command_prints_json_and_a_trace(tmp_path: Path) -> None:
     assert [o["what"] for o in outcomes] == ["as given", "gradients in 4 bits"]
     assert outcomes[0]["bottleneck"].startswith("as given: ")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_what_ifs_are_planned_priced_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.cli.test_away import on_gpus
+
+    alone = replace(on_gpus(), hosts=tuple(replace(host, link=None) for host in on_gpus().hosts), links={})
+    save_cluster(alone, tmp_path / "c.json")
+    options: dict[str, Any] = {
+        "batch": 3,
+        "add": ["2xrtx 3090", "T4"],
+        "remove": ["b"],
+        "link": "1gbit",
+        "as_json": True,
+    }
+    simulate(tmp_path / "c.json", **options, price=["RTX-3090=0.4"], budget_per_hour=2.5)
+    found = json.loads(capsys.readouterr().out)
+    given, planned, *changed = found["outcomes"]
+    assert [case["what"] for case in changed] == ["without b", "with 2xrtx 3090", "with T4"]
+    assert planned["samples_per_s"] > given["samples_per_s"]
+    assert changed[1]["price_per_hour"] == pytest.approx(1.5 + 0.8)
+    assert changed[1]["estimated"] == "rtx-3090"
+    assert "cost_per_million_samples" not in changed[2], "a T4 has no price here"
+    assert any(
+        text.startswith("within 2.5 an hour the fastest is: with 2xrtx 3090") for text in found["verdicts"]
+    )
+    assert any("price in: with T4" in text for text in found["verdicts"])
+    # Without time to plan, shares are even, and that is said.
+    simulate(tmp_path / "c.json", **options, seconds=0.0, batch_size=8)
+    said = capsys.readouterr()
+    assert not any(case["planned"] for case in json.loads(said.out)["outcomes"][1:])
+    assert "no time was left to plan it" in said.err

@@ -277,10 +277,15 @@ def test_probe_writes_a_cluster_that_merges(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "own_model.py").write_text(
         "import torch\n"
         "def make():\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.zeros(2, 8), lambda y: y.sum()\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.ones(2, 8), lambda y: y.square().sum()\n"
     )
-    found = probe("own_model:make", batches=(1, 2), bits=(4,), precisions=())
+    found = probe("own_model:make", batches=(1, 2), bits=(4,), precisions=("bf16",), damage=True)
     assert found.profile is not None
+    model = found.profile.models["own_model:make"]
+    assert set(model.workloads) == {"cpu"}
+    assert model.indicator == "variance"
+    assert list(model.damages) == ["0"]
+    assert model.damages["0"]["bf16"] >= 0
     assert not dist.is_initialized()
     save_cluster(found, tmp_path / "one.json")
     (name,) = found.devices

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.predict.damage import plan_damage
+    from trimtab.predict.fsdp import predict_fsdp
+    from trimtab.predict.fsdp_units import Sharding
+    from trimtab.predict.memory.sharded_peak import sharded_memory
     from trimtab.predict.memory.step_peak import step_memory
     from trimtab.predict.operators.cost_mapper import CostMapper
     from trimtab.predict.operators.costs import DeviceCosts, OperatorKey
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "trimtab.predict.damage": ("plan_damage",),
+    "trimtab.predict.fsdp": ("predict_fsdp",),
+    "trimtab.predict.fsdp_units": ("Sharding",),
+    "trimtab.predict.memory.sharded_peak": ("sharded_memory",),
     "trimtab.predict.memory.step_peak": ("step_memory",),
     "trimtab.predict.operators.cost_mapper": ("CostMapper",),
     "trimtab.predict.operators.costs": ("DeviceCosts", "OperatorKey"),
@@ -27,8 +33,8 @@ _NAMES = {
     "trimtab.predict.step": ("JobSetting", "RankSetting", "predict_memory", "predict_step"),
 }
 __all__ = [
-    "CostMapper", "DeviceCosts", "JobSetting", "Measured", "OperatorKey", "RankSetting", "matched", "plan_damage",
-    "predict_memory", "predict_step", "step_memory",
+    "CostMapper", "DeviceCosts", "JobSetting", "Measured", "OperatorKey", "RankSetting", "Sharding", "matched",
+    "plan_damage", "predict_fsdp", "predict_memory", "predict_step", "sharded_memory", "step_memory",
 ]  # fmt: skip
 
 
