@@ -21,7 +21,7 @@ def mesh(plan: Plan | str | PathLike[str]) -> DeviceMesh:
     ::
 
         mesh = trimtab.mesh("plan.json")
-        trimtab.tensor_parallel(model, mesh)         # if the plan has tensor groups
+        trimtab.tensor_parallel(model, mesh, shares="plan.json")   # if the plan has tensor groups
         ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
         trimtab.apply(ddp, "plan.json")
 

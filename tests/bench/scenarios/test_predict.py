@@ -49,6 +49,25 @@ def test_plans_of_other_exchanges_are_held_out_too() -> None:
     assert exchange.route_rows("cuda", 1, lambda done, total: None) == []
 
 
+def test_no_tensor_plan_has_all_units_and_jobs_compare_equal_batches() -> None:
+    for layouts in (tensor.TENSOR, tensor.DATA_X_TENSOR):
+        assert all(max(layout.shares) < 1 for layout in layouts)
+        assert all(sum(layout.shares) == 1 for layout in layouts)
+        assert len({len(layout.samples) for layout in layouts}) == 1
+        assert len({sum(layout.samples) for layout in layouts}) == 1, "regret compares equal work"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["tensor", "data x tensor"])
+def test_tensor_jobs_are_predicted_and_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"width": 64, "heads": 8, "layers": 1, "context": 16, "samples": 1}
+    monkeypatch.setitem(tensor.LINKS, "cpu", ("none",))
+    monkeypatch.setitem(tensor.SIZES, "cpu", small)
+    rows = KINDS[kind]("cpu", 1, lambda done, total: None)
+    assert len(rows) == 3
+    assert all(row["predicted_ms"] > 0 < row["measured_ms"] for row in rows)
+
+
 def test_a_round_is_compared_with_itself() -> None:
     # The machine is three times slower in the second half, and so are the probes.
     rounds = {

@@ -17,6 +17,7 @@ from trimtab.bench.harness import Progress, Result, part
 from trimtab.bench.scenarios.predict.ddp import ddp_rows
 from trimtab.bench.scenarios.predict.exchange import accumulate_rows, adaptive_rows, route_rows
 from trimtab.bench.scenarios.predict.fsdp import fsdp_rows
+from trimtab.bench.scenarios.predict.tensor import data_x_tensor_rows, tensor_rows
 from trimtab.errors import TrimtabError
 
 KINDS: dict[str, Callable[[str, int, Progress], list[dict[str, Any]]]] = {
@@ -25,6 +26,8 @@ KINDS: dict[str, Callable[[str, int, Progress], list[dict[str, Any]]]] = {
     "route": route_rows,
     "adaptive": adaptive_rows,
     "accumulate": accumulate_rows,
+    "tensor": tensor_rows,
+    "data x tensor": data_x_tensor_rows,
 }
 """By kind of plan: the rows (`rows.row`) from the device ("cpu" or "cuda"), the number of rounds and the progress;
 none where the kind does not run on the device."""
