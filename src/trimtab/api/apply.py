@@ -33,8 +33,9 @@ def apply(
     The operators of this rank's role compute in the plan's precisions. On a DDP module the gradients are also
     compressed as the plan says, and the ranks are timed: when the relative speed of the roles changes, all ranks
     switch to another plan between the same two steps. A model sharded by `fully_shard` (FSDP2) computes and
-    communicates as a plan for FSDP2 says, and keeps it. On a plain module only the precisions are set. Applying another
-    plan replaces the previous one.
+    communicates as a plan for FSDP2 says, and keeps it. So does a model of `trimtab.tensor_parallel`, plain or in DDP
+    over ``mesh.get_group("dp")``, with a plan that has its tensor groups. On another plain
+    module only the precisions are set. Applying another plan replaces the previous one.
 
     Args:
         plan: a `Plan`, or the path of its file.

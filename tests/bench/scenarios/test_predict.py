@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trimtab.bench.scenarios.predict import exchange, fsdp, ranks
+from trimtab.bench.scenarios.predict import exchange, fsdp, ranks, tensor
 from trimtab.bench.scenarios.predict.ddp import LINKS, MODELS, PLANS, HeldOutPlan, predict_jobs
 from trimtab.bench.scenarios.predict.predict import KINDS, predict, regret, summary
 from trimtab.bench.scenarios.predict.rows import row as row_of

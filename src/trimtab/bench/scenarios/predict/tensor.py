@@ -88,7 +88,13 @@ def _rows(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, link in enumerate(LINKS[device]):
-        spec = {"device": device, "link": link, "layouts": list(layouts), "rounds": rounds}
+        spec = {
+            "device": device,
+            "link": link,
+            "layouts": list(layouts),
+            "rounds": rounds,
+            "size": SIZES[device],
+        }
         report = part(progress, index, len(LINKS[device]))
         # Slowing products down keeps the ranks in step; a quota would stop one in the middle of a collective.
         measured = run_on_cluster(_cluster(spec), on_rank, spec, report, throttle="gemm")
@@ -138,7 +144,7 @@ class _Job:
         self.device = torch.device(spec["device"])
         self.layouts = [HeldOutLayout(tuple(shares), tuple(samples)) for shares, samples in spec["layouts"]]
         self.cluster = _cluster(spec)
-        self.task = tasks.gpt(**SIZES[spec["device"]], device=self.device)
+        self.task = tasks.gpt(**spec["size"], device=self.device)
         self.unit = self.task.samples
         half = "bf16" if self.device.type == "cuda" else None
         self.workload = capture_workload(self.task.model, self._batch(PROBED[0]), autocast=half)
