@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from tests.measure.probes import CPU, task, tiny
 
-from trimtab.cluster.profile import LOCAL, CodecTime, CollectiveTime, DeviceProfile, Line, Profile
+from trimtab.cluster.profile import (
+    LOCAL,
+    PROFILE_VERSION,
+    CodecTime,
+    CollectiveTime,
+    DeviceProfile,
+    Line,
+    Profile,
+)
 from trimtab.doors.ddp import stage_groups
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
@@ -27,8 +35,8 @@ if TYPE_CHECKING:
 
     from tests.support.pool import Pool
 
-OTHERS = 2
-"""Units of the task beside steps: one codec, and launches."""
+OTHERS = 3
+"""Units of the task beside steps: one codec, that of adaptive bits, and launches."""
 
 
 def cache(folder: str | None) -> ProbeCache:
@@ -112,7 +120,7 @@ def test_a_rank_with_a_cache_measures_with_one_that_has_none(ranks: Pool, tmp_pa
 def test_when_the_time_of_one_rank_is_up_all_stop(ranks: Pool, tmp_path: Path) -> None:
     nothing = ranks(2, run, str(tmp_path), [{"seconds": 1000.0}, {"seconds": 0.0}])
     assert [found["moves"] for found in nothing] == [0, 0]
-    assert all(len(found["left"]) == 4 for found in nothing)
+    assert all(len(found["left"]) == 5 for found in nothing)
     late = OTHERS + 2 * WARMUP + 1
     one, two = ranks(2, run, str(tmp_path), [{"seconds": 1000.0}, {"seconds": 2.0}], (-1, late))
     assert one["moves"] == two["moves"] == late
@@ -192,7 +200,11 @@ def explained(seconds: float) -> Profile:
     device = DeviceProfile(called="x", codec={"4": CodecTime(encode=line, decode=line, add=line)})
     link = CollectiveTime(per_message_s=seconds, per_byte_s=0.0)
     return Profile(
-        version=1, trimtab="t", torch="t", devices={"cpu": device}, links={"lan": {"all_gather": link}}
+        version=PROFILE_VERSION,
+        trimtab="t",
+        torch="t",
+        devices={"cpu": device},
+        links={"lan": {"all_gather": link}},
     )
 
 

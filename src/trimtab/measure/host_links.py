@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.cluster.profile import CodecTime, Line
+from trimtab.cluster.profile import CodecTime, CollectiveTime, Line
 from trimtab.codec import Block
-from trimtab.collectives import Hierarchy, finish
+from trimtab.collectives import Hierarchy, find_hosts, finish
 from trimtab.collectives.hierarchy import IntraHost
+from trimtab.errors import TrimtabError
 from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
 from trimtab.predict.collectives import Placement, all_gather
@@ -59,6 +60,21 @@ def measure_host_links(
         points.append((traffic.messages, together * max(traffic.nbytes), between(nbytes)))
     links = JobLinks.uniform(fit(points), memory, classes=len(placement.classes))
     return links, _slowest_codec(codec, device, group)
+
+
+def inside_times(group: dist.ProcessGroup, device: torch.device) -> dict[str, CollectiveTime]:
+    """The exchange inside hosts as a profile stores it; empty where two levels are impossible. Collective."""
+    hosts = find_hosts(group, device)
+    if len(hosts.ranks) == 1 or hosts.flat_reason() is not None:
+        return {}
+    try:
+        hierarchy = Hierarchy(group, device, hosts=hosts)
+    except TrimtabError:  # no shared memory; the same on every rank
+        return {}
+    rate = inside_rate(hierarchy.inside, group, device)
+    hierarchy.close()
+    time = CollectiveTime(per_message_s=rate.per_message_s, per_byte_s=rate.per_byte_s)
+    return {"all_to_all": time, "all_gather": time}
 
 
 def inside_rate(exchange: IntraHost, group: dist.ProcessGroup, device: torch.device) -> Fit:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.cluster.profile import PROFILE_VERSION, CollectiveTime, DeviceProfile, Profile, smallest
+from trimtab.cluster.profile import LOCAL, PROFILE_VERSION, CollectiveTime, DeviceProfile, Profile, smallest
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.device import DeviceProbe, Task, called
+from trimtab.measure.host_links import inside_times
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.predict.collectives import COLLECTIVES, Collective, Placement
@@ -76,6 +77,9 @@ def probe_job(
     if len(names) > 1:
         measured = _links(device_probe.workload, task.bits, device, names, placement, job_progress)
         profile = replace(profile, links={link: measured})
+        group = dist.group.WORLD
+        if link != LOCAL and task.bits and group is not None and (inside := inside_times(group, device)):
+            profile = replace(profile, links={**profile.links, LOCAL: inside})
         bits = [b for b in task.bits if all(str(b) in of_rank.codec for of_rank in devices.values())]
         if bits:
             overhead = ReductionOverhead(

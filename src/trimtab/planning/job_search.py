@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import fsum, isfinite
 from typing import TypeVar
 
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
+from trimtab.planning.job_candidate import JobCandidate
 from trimtab.planning.precision.allocate import allocate, relieve
 from trimtab.planning.precision.options import (
     Chosen,
@@ -28,7 +29,6 @@ from trimtab.planning.shares.with_precision import Shared, pace_for, quickest
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
-from trimtab.predict.replayed_job import ReplayedJob
 from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 
@@ -49,27 +49,6 @@ CLOSE = 1e-3
 
 
 Search = TypeVar("Search", bound="JobSearch")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobCandidate:
-    """A job that could be run, replayed."""
-
-    job: RoleLayout
-    """Its samples are those of a micro-batch."""
-
-    chosen: dict[str, Chosen]
-    replayed: ReplayedJob
-    damage: float
-    setting: StepSetting
-
-    @property
-    def bits(self) -> int | None:
-        return self.setting.bits
-
-    @property
-    def step_s(self) -> float:
-        return self.replayed.step_s()
 
 
 class JobSearch:
@@ -330,7 +309,7 @@ class JobSearch:
         for _ in range(4):
             better: JobCandidate | None = None
             for giver, taker in self._moves(best):
-                samples = _with_one_moved(best.job, giver, taker)
+                samples = best.with_one_moved(giver, taker)
                 shared = samples and pace_for(self.tradeoffs, samples, budget=budget, beside_s=beside)
                 if shared:
                     candidate = self._realized(shared, beside, setting)
@@ -414,19 +393,3 @@ class JobSearch:
 
 def _fastest_damage(several: tuple[Option, ...]) -> float:
     return min(several, key=lambda option: (option.seconds, option.damage)).damage
-
-
-def _with_one_moved(job: RoleLayout, giver: str, taker: str) -> dict[str, tuple[int, ...]] | None:
-    """Shares with one sample moved from one device class to another; None where that is impossible."""
-    if giver == taker:
-        return None
-    samples: dict[str, list[int]] = {}
-    for role, count in job.ranks:
-        samples.setdefault(job.devices[role], []).extend([job.samples[role]] * count)
-    giving = samples[giver]
-    giving[giving.index(max(giving))] -= 1
-    if min(giving) < 1:
-        return None
-    taking = samples[taker]
-    taking[taking.index(min(taking))] += 1
-    return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}

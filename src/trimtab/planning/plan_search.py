@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import routes_to_try
-from trimtab.planning.job_search import CLOSE, GAIN, JobCandidate, JobSearch
+from trimtab.planning.job_candidate import JobCandidate
+from trimtab.planning.job_search import CLOSE, GAIN, JobSearch
 from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 

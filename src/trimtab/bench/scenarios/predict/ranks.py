@@ -27,11 +27,10 @@ from trimtab.cluster.profile import (
     Profile,
 )
 from trimtab.codec import Block
-from trimtab.collectives import Hierarchy, find_hosts
 from trimtab.control.compression.ddp import compress_ddp, compression_of
 from trimtab.control.shares.sampler import even_parts
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.measure.host_links import inside_rate
+from trimtab.measure.host_links import inside_times
 from trimtab.measure.kernels import cast_lines, codec_times
 from trimtab.measure.links import LinkProbe, link_times, own_rows
 from trimtab.measure.operators import StepTimes, StepTrainer, with_steps
@@ -165,7 +164,7 @@ class Job:
         elif cuda:
             self._casts = ("bf16>int8", "fp32>int8")
         self._link: LinkProbe | None = None
-        self._hierarchy: Hierarchy | None = None
+        self._inside: dict[str, CollectiveTime] | None = None
         self._beyond: ReductionOverhead | None = None
 
     def settle(self) -> None:
@@ -301,8 +300,6 @@ class Job:
         self._trainers.clear()
         if self._beyond is not None:
             self._beyond.close()
-        if self._hierarchy is not None:
-            self._hierarchy.close()
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -324,11 +321,9 @@ class Job:
             return {}
         group = dist.group.WORLD
         assert group is not None
-        if self._hierarchy is None:
-            self._hierarchy = Hierarchy(group, self.device, hosts=find_hosts(group, self.device))
-        rate = inside_rate(self._hierarchy.inside, group, self.device)
-        time = CollectiveTime(per_message_s=rate.per_message_s, per_byte_s=rate.per_byte_s)
-        return {LOCAL: {"all_to_all": time, "all_gather": time}}
+        if self._inside is None:
+            self._inside = inside_times(group, self.device)
+        return {LOCAL: self._inside}
 
     def _layer_bits(self) -> dict[str, int | None]:
         """Unlike bits for unlike layers: every second one in 8 bits, every fifth uncompressed."""
