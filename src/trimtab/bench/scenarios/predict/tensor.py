@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -124,12 +125,16 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     job = _Job(spec)
     values: list[dict[str, Any]] = [{"predicted": [], "measured": [], "again": []} for _ in job.layouts]
     for round_ in range(spec["rounds"]):
-        predictor = TensorJob(Measured(job.workload, profile := job.probe()), job.on(profile))
+        # Of single steps, averaged after they are predicted: ranks that vary wait for each other in every block.
+        probed = [
+            (Measured(job.workload, profile), job.on(profile)) for profile in (job.probe(), job.probe())
+        ]
+        predictors = [TensorJob(*pair) for pair in probed]
         for layout, own in zip(job.layouts, values, strict=True):
-            step = predictor.step(job.setting(layout))
-            own["predicted"].append(step.step_s)
-            summed = step.all_reduce_s + step.exchange_s
-            own["bottleneck"] = "communication" if summed > step.step_s / 2 else "compute"
+            steps = [predictor.step(job.setting(layout)) for predictor in predictors]
+            own["predicted"].append(mean(step.step_s for step in steps))
+            summed = steps[-1].all_reduce_s + steps[-1].exchange_s
+            own["bottleneck"] = "communication" if summed > steps[-1].step_s / 2 else "compute"
         for which in ("measured", "again"):
             for trainer, own in zip(job.trainers, values, strict=True):
                 own[which].append(trainer.step())
@@ -167,6 +172,8 @@ class _Job:
             collectives=["all_reduce"],
         )
         self._timed()
+        for _ in range(3):  # the first transfers are slow, and all rounds count
+            self._link.round()
         for trainer in self.trainers:
             for _ in range(3):
                 trainer.step()
