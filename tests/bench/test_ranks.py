@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.bench.ranks import hosts, parse_rate, slices, two_hosts
+from trimtab.bench.ranks import hosts, slices, two_hosts
+from trimtab.cluster import parse_rate
 from trimtab.errors import TrimtabError
 
 

@@ -75,7 +75,7 @@ def test_hosts_without_a_link_get_one() -> None:
     with pytest.raises(TrimtabError, match="has a link already; change its rate with --link-factor"):
         with_link(cluster(), "1gbit")
     for text in ("fast", "0gbit", "1", "1 gbyte"):
-        with pytest.raises(TrimtabError, match="write 1gbit or 200mbit"):
+        with pytest.raises(TrimtabError, match="write it as 1gbit or 100mbit"):
             with_link(alone, text)
 
 

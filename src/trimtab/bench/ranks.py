@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.bench.harness import Progress
-from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster import Cluster, Device, Host, Link, parse_rate
 from trimtab.emulate import Emulation
 from trimtab.errors import TrimtabError
 
@@ -63,19 +63,6 @@ def two_hosts(link: str | None = None, per_host: int = 1) -> Cluster:
 def slices(count: int) -> Cluster:
     """One GPU as `count` equal ones, each looking like a host of its own."""
     return hosts((1.0,) * count, "cuda", names=[f"gpu{index}" for index in range(count)])
-
-
-def parse_rate(text: str | None) -> float:
-    """Gbit/s from `1gbit`, `100mbit`, `2.5gbit`."""
-    for unit, factor in (("gbit", 1.0), ("mbit", 1e-3)):
-        if text is not None and text.lower().endswith(unit):
-            try:
-                rate = float(text[: -len(unit)]) * factor
-            except ValueError:
-                break
-            if rate > 0:
-                return rate
-    raise TrimtabError(f"{text!r} is not a link rate; write it as 1gbit, 100mbit or none")
 
 
 def run_on_cluster(

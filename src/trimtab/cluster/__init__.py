@@ -1,6 +1,6 @@
 """The hardware of a job: hosts, devices, links, and what was measured on them."""
 
-from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank, model_name
+from trimtab.cluster.cluster import SCHEMA_VERSION, Cluster, Device, Host, Link, Rank, model_name, parse_rate
 from trimtab.cluster.file import load_cluster, parse_cluster, save_cluster
 from trimtab.cluster.profile import Profile, check_profile, merge_profiles
 
@@ -17,5 +17,6 @@ __all__ = [
     "merge_profiles",
     "model_name",
     "parse_cluster",
+    "parse_rate",
     "save_cluster",
 ]

@@ -7,6 +7,7 @@ measured, that are emulated, and that exist only on paper.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -134,6 +135,15 @@ class Cluster:
                 for _ in range(count):
                     yield Rank(rank=rank, host=name, local_rank=local, device=device)
                     rank, local = rank + 1, local + 1
+
+
+def parse_rate(text: str | None) -> float:
+    """Gbit/s from ``1gbit``, ``100mbit``, ``2.5 Gbit/s``."""
+    matched = re.fullmatch(r"(\d*\.?\d+) *([mg])bit(?:/s|ps)?", (text or "").strip(), re.IGNORECASE)
+    rate = 0.0 if matched is None else float(matched[1]) * {"m": 1e-3, "g": 1.0}[matched[2].lower()]
+    if not rate:
+        raise TrimtabError(f"{text!r} is not a link rate; write it as 1gbit or 100mbit")
+    return rate
 
 
 def model_name(cluster: Cluster, name: str | None) -> str:

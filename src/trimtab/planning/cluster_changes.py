@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster import Cluster, Device, Host, Link, parse_rate
 from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup_typed
 from trimtab.errors import TrimtabError
 
@@ -90,15 +90,12 @@ def _known(cluster: Cluster, name: str) -> KnownDevice:
 
 def with_link(cluster: Cluster, rate: str) -> Cluster:
     """The cluster with a link of this rate (``1gbit``, ``200mbit``) for every host that has none."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?) *([mg])bit(?:/s|ps)?", rate.strip(), re.IGNORECASE)
-    gbit = float(matched[1]) * {"m": 1e-3, "g": 1.0}[matched[2].lower()] if matched is not None else 0.0
-    if not gbit:
-        raise TrimtabError(f"--link {rate!r} is not the rate of a link; write 1gbit or 200mbit")
+    link = Link(gbit_per_s=parse_rate(rate))
     if all(host.link is not None for host in cluster.hosts):
         raise TrimtabError("every host of the cluster has a link already; change its rate with --link-factor")
-    name = re.sub(r"[^a-z0-9]+", "-", rate.lower())[:32]
+    name = re.sub(r"[^a-z0-9]+", "-", rate.lower()).strip("-")[:32]
     hosts = tuple(replace(host, link=host.link or name) for host in cluster.hosts)
-    return replace(cluster, hosts=hosts, links={**cluster.links, name: Link(gbit_per_s=gbit)})
+    return replace(cluster, hosts=hosts, links={**cluster.links, name: link})
 
 
 def parsed_prices(texts: list[str]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
-from trimtab.bench.ranks import parse_rate, run_on_cluster, two_hosts, wire_bytes
+from trimtab.bench.ranks import run_on_cluster, two_hosts, wire_bytes
+from trimtab.cluster import parse_rate
 from trimtab.measure.timing import lockstep_seconds
 
 
