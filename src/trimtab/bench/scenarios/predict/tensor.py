@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import Progress, part
-from trimtab.bench.ranks import parse_rate, run_on_cluster
+from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.scenarios.predict.rows import row
 from trimtab.bench.trainer import Trainer
-from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster import Cluster, Device, Host, Link, parse_rate
 from trimtab.cluster.profile import LOCAL, PROFILE_VERSION, DeviceProfile, Profile
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.links import LinkProbe, link_times
