@@ -293,7 +293,7 @@ def _ranks_of(job: RoleLayout, role: str) -> list[int]:
 
 def _curve(search: PlanSearch, chosen: JobCandidate, batch: str) -> list[JobCandidate]:
     """What other damage budgets would bring, each found in one pass of the search."""
-    most = search.largest_damage(chosen.job)
+    most = search.largest_damage(chosen.job, search.counts)
     if not most:
         return []
     budgets = [0.0, *(most * 10 ** (-DECADES * step / (BUDGETS - 1)) for step in range(BUDGETS))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import replace
 from math import fsum, isfinite
@@ -188,18 +188,14 @@ class JobSearch:
     def uniform_damage(self) -> float:
         """With even shares, of all slow ranks wholly at their fastest precisions."""
         job = layout(self.devices, even(self.devices, self.total))
-        slow = self.slow(job)
-        return fsum(
-            job.counts[name] * fsum(map(_fastest_damage, self._options(device, job.samples[name]).values()))
-            for name, device in job.devices.items()
-            if device in slow
-        )
+        return self.largest_damage(job, self.slow(job))
 
-    def largest_damage(self, job: RoleLayout) -> float:
-        """Of all ranks wholly at their fastest precisions."""
+    def largest_damage(self, job: RoleLayout, devices: Collection[str]) -> float:
+        """Of all ranks of these device classes wholly at their fastest precisions."""
         return fsum(
             job.counts[name] * fsum(map(_fastest_damage, self._options(device, job.samples[name]).values()))
             for name, device in job.devices.items()
+            if device in devices
         )
 
     # Free shares
