@@ -45,3 +45,10 @@ def test_calls_are_repeated_until_they_can_be_timed() -> None:
     seconds = seconds_per_call(work, CPU, at_least_s=0.02, gpu_calls=1)
     assert next(calls) > 3
     assert 0.001 <= seconds < 0.02
+
+
+def test_a_call_is_timed_even_when_there_is_no_time() -> None:
+    calls: list[int] = []
+    seconds = seconds_per_call(lambda: calls.append(1), CPU, at_least_s=0.0, gpu_calls=1)
+    assert len(calls) == 2, "once to warm up"
+    assert seconds > 0

@@ -66,10 +66,11 @@ def seconds_per_call(
     if device.type == "cuda":
         return stream_seconds(run, gpu_calls) / gpu_calls
     calls, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < at_least_s:
+    while True:  # at least once: a throttled rank may lose all of the time before its first call
         run()
         calls += 1
-    return elapsed / calls
+        if (elapsed := time.perf_counter() - start) >= at_least_s:
+            return elapsed / calls
 
 
 def call_seconds(run: Callable[[], object], device: torch.device, *, gpu_calls: int = 1) -> float:
