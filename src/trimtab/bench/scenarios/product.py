@@ -36,7 +36,7 @@ METHODS = ("ddp", "ddp" + AA, *SINGLE, "joint", IDEAL)
 UNSETTLED = ("compress", "shares", "joint")
 """What adapts while it trains; the others sit out all but the last block of the warm-up."""
 
-SIZES = {"cpu": (384, 6, 48, 4), "cuda": (1024, 12, 512, 16)}
+SIZES = {"cpu": (384, 6, 32, 4), "cuda": (1024, 12, 512, 16)}
 """Width, layers, bytes of a sample, and samples of a rank when all have the same."""
 
 BLOCK, WARMUP = 2, 8
