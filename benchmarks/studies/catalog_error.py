@@ -7,9 +7,10 @@ A part (NVIDIA's MPS) is taken for another card whose datasheet says this many m
 rates are the whole card's times its part of the multiprocessors. All parts share the card's memory, so `bandwidth` is
 printed both as the whole card's and in proportion. Every part is measured alone.
 
-Rows have `model`, `measured_on`, `estimated`, `bandwidth`, `how` ("catalog": as `trimtab simulate --add` estimates;
-"ratio": the measured times by the ratio of the printed rates), `step_ms`, `measured_ms` and `error`, the estimate over
-the measurement minus one. Rows with the same part on both sides show how well a part agrees with its own datasheet.
+Rows have `model`, `measured_on`, `estimated`, `bandwidth`, `how` ("datasheets": the measured times by the ratio of the
+printed rates, as `trimtab simulate --add` estimates from a GPU of the catalog; "derived": by the ratio of rates derived
+from the times, as it does from other devices), `step_ms`, `measured_ms` and `error`, the estimate over the measurement
+minus one. Rows with the same part on both sides show how well a part agrees with its own datasheet.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ from torch import nn
 
 from trimtab.bench.ranks import hosts
 from trimtab.cluster.catalog import KnownDevice, lookup
-from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
+from trimtab.cluster.profile import DeviceProfile
 from trimtab.emulate import Emulation
 from trimtab.measure.device import DeviceProbe, Task, alone, cache_of, called
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.models.data import filled
 from trimtab.models.spec import ModelSpec, load_model
-from trimtab.predict.operators.costs import OperatorKey, key_of
+from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.estimate import REACHED, REACHED_BANDWIDTH, rates, scaled_profile
-from trimtab.workload.operator import PRODUCTS
 
 SPEEDS = {"cuda": ((1.0,), (1.0, 0.5, 0.25)), "cpu": ((1.0, 0.5),)}
 """Of the emulated clusters. On a GPU the second one has about 1/2, 1/4 and 1/8 of it."""
@@ -128,20 +128,6 @@ def step_s(profile: DeviceProfile, keys: list[str], elements: int) -> float:
     return sum(t.forward_s + t.backward_s for t in times) + profile.optimiser.seconds(elements)
 
 
-def by_ratio(profile: DeviceProfile, own: KnownDevice, other: KnownDevice) -> DeviceProfile:
-    """The measured times by the ratio of what two datasheets print."""
-    assert profile.optimiser is not None
-    bandwidth = own.gb_per_s / other.gb_per_s
-    operators = {}
-    for text, time in profile.operators.items():
-        key = OperatorKey.parse(text)
-        precision = key.precision if key.precision in own.tflops else "fp32"
-        slower = own.tflops[precision] / other.tflops[precision] if key.kind in PRODUCTS else bandwidth
-        operators[text] = OperatorTime(forward_s=time.forward_s * slower, backward_s=time.backward_s * slower)
-    line = profile.optimiser
-    return replace(profile, operators=operators, optimiser=Line(a=line.a * bandwidth, c=line.c * bandwidth))
-
-
 def printed(whole: KnownDevice, part: float, bandwidth: str) -> KnownDevice:
     """The datasheet of a part."""
     return replace(
@@ -187,8 +173,8 @@ def rows_of(kind: str, parts: list[tuple[float, dict[str, Any]]]) -> list[dict[s
                 for bandwidth in ("whole", "in proportion"):
                     sheets = [printed(whole, size, bandwidth) for size in (part, other)]
                     estimates = {
-                        "catalog": scaled_profile("measured", profile, sheets[1]),
-                        "ratio": by_ratio(profile, *sheets),
+                        "derived": scaled_profile("measured", profile, sheets[1]),
+                        "datasheets": scaled_profile("measured", profile, sheets[1], sheets[0]),
                     }
                     for how, estimate in estimates.items():
                         predicted = step_s(estimate, own["keys"], own["elements"])

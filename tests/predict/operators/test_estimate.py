@@ -49,6 +49,20 @@ def test_a_profile_under_autocast_is_scaled_by_its_own_precision() -> None:
     assert found.operators[NORM].forward_s != found.operators[LINEAR].forward_s
 
 
+def test_a_card_of_the_catalog_is_scaled_by_the_ratio_of_the_datasheets() -> None:
+    fast, slow = lookup_typed("L40S"), lookup_typed("L4")
+    assert fast is not None
+    assert slow is not None
+    own = replace(measured(LINEAR, NORM), called="NVIDIA L40S")
+    found = estimated("L4", Device(kind="cuda", speed=1.0), {"a": own})
+    assert found.operators[LINEAR].forward_s == pytest.approx(
+        1e-3 * fast.tflops["bf16"] / slow.tflops["bf16"]
+    )
+    assert found.operators[NORM].backward_s == pytest.approx(2e-3 * fast.gb_per_s / slow.gb_per_s)
+    itself = estimated("L40S", Device(kind="cuda", speed=1.0), {"a": own})
+    assert itself.operators == own.operators, "a card estimated from itself takes its own times"
+
+
 def test_an_estimate_is_of_the_kind_that_it_was_scaled_from() -> None:
     grown = replace(
         cluster(),

@@ -1,9 +1,10 @@
 """Devices that are not available: a measured device's times, scaled by the datasheet of another.
 
-The measured device's own rates are derived from its operators: the fastest product in each precision, and the
-bytes that its optimizer moves. The other device is assumed to reach a usual fraction of its datasheet's rates.
-Products scale with the rate of their precision, everything else with memory bandwidth. Results are marked as
-estimates.
+Products scale with the rate of their precision, everything else with memory bandwidth. Where the measured device is a
+GPU of the catalog too, both rates are those of the datasheets: the two are assumed to reach the same fraction of them.
+Otherwise its own rates are derived from its operators, the fastest product in each precision and the bytes that its
+optimizer moves, and the other device is assumed to reach a usual fraction of its datasheet's rates. Results are marked
+as estimates.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ def estimated(name: str, device: Device, measured: Mapping[str, DeviceProfile]) 
         )
     for title, profile in measured.items():
         if not profile.estimated and rates(profile).keys() & known.tflops and profile.optimiser is not None:
-            return scaled_profile(title, profile, known)
+            sheet = lookup(profile.called)
+            same_kind = (
+                sheet is not None and sheet.kind == known.kind == "cuda"
+            )  # a CPU's sheet is that of one core
+            return scaled_profile(title, profile, known, sheet if same_kind else None)
     raise TrimtabError(
         f"device class {name!r} ({known.model}) can only be estimated from a measured device; run `trimtab probe` "
         "on one, with a model that has linear layers or convolutions"
@@ -106,14 +111,28 @@ def known_as(name: str, device: Device) -> KnownDevice | None:
     return lookup(device.model) if device.model else lookup_typed(name)
 
 
-def scaled_profile(title: str, profile: DeviceProfile, known: KnownDevice) -> DeviceProfile:
-    """The measured times of class `title`, scaled to what another device should reach."""
+def scaled_profile(
+    title: str, profile: DeviceProfile, known: KnownDevice, sheet: KnownDevice | None = None
+) -> DeviceProfile:
+    """The measured times of class `title`, scaled to what another device should reach.
+
+    Args:
+        sheet: the measured device's own datasheet; None derives its rates from its times.
+    """
     assert profile.optimiser is not None
-    own = rates(profile)
-    bandwidth = ADAM_BYTES / profile.optimiser.a / (known.gb_per_s * 1e9 * REACHED_BANDWIDTH)
+    if sheet is not None:
+        bandwidth = sheet.gb_per_s / known.gb_per_s
+        slowdown = {p: rate / known.tflops[p] for p, rate in sheet.tflops.items() if p in known.tflops}
+    else:
+        bandwidth = ADAM_BYTES / profile.optimiser.a / (known.gb_per_s * 1e9 * REACHED_BANDWIDTH)
+        slowdown = {
+            p: rate / (known.tflops[p] * 1e12 * REACHED)
+            for p, rate in rates(profile).items()
+            if p in known.tflops
+        }
     operators = {}
     for text, times in profile.operators.items():
-        slower = _factor(OperatorKey.parse(text), own, known, bandwidth)
+        slower = _factor(OperatorKey.parse(text), slowdown, known, bandwidth)
         if slower is not None:
             operators[text] = OperatorTime(
                 forward_s=times.forward_s * slower, backward_s=times.backward_s * slower
@@ -131,16 +150,21 @@ def scaled_profile(title: str, profile: DeviceProfile, known: KnownDevice) -> De
     )
 
 
-def _factor(key: OperatorKey, own: Mapping[str, float], known: KnownDevice, bandwidth: float) -> float | None:
-    """How many times longer an operator takes; None if the device does not support its precision."""
+def _factor(
+    key: OperatorKey, slowdown: Mapping[str, float], known: KnownDevice, bandwidth: float
+) -> float | None:
+    """How many times longer an operator takes; None if the device does not support its precision.
+
+    Args:
+        slowdown: of products, by precision.
+    """
     if key.kind not in PRODUCTS:
         return bandwidth
     names = passes(key.precision)
     if any(name not in known.tflops for name in names):
         return None
-    by_precision = {p: own[p] / (known.tflops[p] * 1e12 * REACHED) for p in own if p in known.tflops}
-    usual = by_precision.get("fp32", next(iter(by_precision.values())))  # of what was not measured
-    return sum(by_precision.get(name, usual) for name in names) / len(names)
+    usual = slowdown.get("fp32", next(iter(slowdown.values())))  # of what is not known
+    return sum(slowdown.get(name, usual) for name in names) / len(names)
 
 
 def _scaled_codec(codec: CodecTime, factor: float) -> CodecTime:
