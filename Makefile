@@ -26,8 +26,8 @@ demo: $(STAMP)  ## an uneven cluster on this machine, in two to three minutes
 	$(BIN)/trimtab demo
 
 # Tests that look at times have the machine to themselves.
-ALONE := tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py tests/emulate/test_speed.py tests/faults \
-         tests/test_import.py
+ALONE := tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py tests/emulate/test_links.py tests/emulate/test_speed.py \
+         tests/faults tests/test_import.py
 
 test: $(STAMP)  ## the test suite; ARGS='-k codec' for a part
 ifdef ARGS

@@ -58,6 +58,7 @@ def test_scale() -> None:
     assert result["summary"]["predicted_over_ddp"] <= 1
 
 
+@pytest.mark.soak
 @requires(root=True, tools=["ip", "tc"])
 def test_hierarchy() -> None:
     result = bench("hierarchy", "--link", "10gbit", "--layers", "1", "--inside-mb", "1", "--repeats", "2")
@@ -72,6 +73,7 @@ def test_hierarchy() -> None:
     ].keys()
 
 
+@pytest.mark.soak
 def test_loss() -> None:
     result = bench("loss", "--steps", "10", "--seeds", "2")
     rows = {row["method"]: row for row in result["rows"]}

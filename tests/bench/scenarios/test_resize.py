@@ -7,6 +7,7 @@ import pytest
 from trimtab.bench.scenarios.straggler.resize_loss import BEGINS, CANARY, METHODS, resize_loss, rows_of
 
 
+@pytest.mark.soak
 def test_losses_of_two_ranks() -> None:
     rows = {row["method"]: row for row in resize_loss(BEGINS + 4, 2, lambda done, total: None)}
     assert rows.keys() == {*METHODS, "priority over random"}
