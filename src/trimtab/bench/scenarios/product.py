@@ -24,13 +24,13 @@ from trimtab.bench.scenarios.hybrid.plan import make_plans, make_task
 from trimtab.bench.scenarios.hybrid.ranks import Way, make_trainer, planned
 from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.cluster import Cluster, Device, Host, Link
-from trimtab.codec import TopK
+from trimtab.codec import Block
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.errors import TrimtabError
 from trimtab.models.tasks import Task
 from trimtab.planning.plan import Plan, parse_plan
 
-IDEAL, CANARY = "ideal", "top-k (canary)"
+IDEAL, CANARY = "ideal", "1-nearest (canary)"
 SINGLE = ("compress", "shares", "precision")
 METHODS = ("ddp", "ddp" + AA, *SINGLE, "joint", IDEAL)
 UNSETTLED = ("compress", "shares", "joint")
@@ -47,9 +47,6 @@ STEPS, SMOOTHED = 30, 5
 
 REACHED = 0.9
 """The loss to reach is plain DDP's after this part of its steps."""
-
-DENSITY = 0.003
-"""The fraction of a gradient's values that the canary keeps, the others are lost for good."""
 
 Runs = dict[str, dict[str, Any]]
 
@@ -155,7 +152,7 @@ def trainer_of(method: str, task: Task, way: Way, *, forced: bool = False, **opt
     if method == "compress":
         trimtab.compress(trainer.model, trimtab.Adaptive() if forced else None)  # type: ignore[arg-type]
     elif method == CANARY:
-        trimtab.compress(trainer.model, TopK(density=DENSITY), error_feedback=False)  # type: ignore[arg-type]
+        trimtab.compress(trainer.model, Block(bits=1, block=8192, stochastic=False))  # type: ignore[arg-type]
     return trainer
 
 
