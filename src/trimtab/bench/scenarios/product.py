@@ -152,7 +152,7 @@ def trainer_of(method: str, task: Task, way: Way, *, forced: bool = False, **opt
     if method == "compress":
         trimtab.compress(trainer.model, trimtab.Adaptive() if forced else None)  # type: ignore[arg-type]
     elif method == CANARY:
-        trimtab.compress(trainer.model, Block(bits=1, block=8192, stochastic=False))  # type: ignore[arg-type]
+        trimtab.compress(trainer.model, Block(bits=1, stochastic=False))  # type: ignore[arg-type]
     return trainer
 
 
