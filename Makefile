@@ -38,7 +38,8 @@ else
 endif
 
 quick: $(STAMP)  ## the inner loop, at most 90 seconds: decisions, codec and errors, no process groups
-	$(BIN)/python -m pytest --quiet -m 'not ranks and not soak' $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal -m 'not ranks and not soak' \
+		$(ALONE:%=--ignore=%) $(QUICK) $(ARGS)
 
 soak: $(STAMP)  ## long fuzzing, faults and training, which the test suite has in short
 	$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)
