@@ -216,8 +216,9 @@ def loss_on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[fl
         if method == CANARY and own is not None and own.worker is not None:
             own.worker.without_feedback()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, betas=(0.9, 0.95))
+        warm_up = min(WARM_UP / spec["steps"], 0.5)  # of a short run at most half
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, LR, total_steps=spec["steps"], pct_start=WARM_UP / spec["steps"], cycle_momentum=False
+            optimizer, LR, total_steps=spec["steps"], pct_start=warm_up, cycle_momentum=False
         )
         for step in range(spec["steps"]):
             model(*task.batch(step=step, rank=dist.get_rank(), seed=data_seed)).backward()
