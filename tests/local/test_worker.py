@@ -287,6 +287,35 @@ def test_a_step_that_a_grad_scaler_skips_counts(ranks: Pool) -> None:
     assert ranks(2, with_grad_scaler) == [9, 9]
 
 
+def running_means(delay: int) -> list[torch.Tensor]:
+    """The running mean of a batch norm before and after each round's average is taken."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 3))
+    trimtab.local_steps(model, every=4, fragments=1, delay=delay, bits=None)
+    optimizer = optimizer_for(model)
+    local = local_steps_of(model)
+    assert local is not None
+    means = []
+    for step in range(1, 4 + delay + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+        mean = norm.running_mean
+        assert mean is not None
+        means.append(mean.clone())
+        local.finish_step()
+    means.append(mean.clone())
+    local.close()
+    return means
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_running_statistics_become_their_mean(ranks: Pool, delay: int) -> None:
+    first, second = ranks(2, running_means, delay)
+    assert not torch.equal(first[3], second[3]), "each worker has its own until the average is taken"
+    torch.testing.assert_close(first[-1], (first[3] + second[3]) / 2)
+    assert torch.equal(first[-1], second[-1])
+
+
 def refusals() -> list[str]:
     messages = []
     for options in (
