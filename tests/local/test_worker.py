@@ -296,11 +296,10 @@ def running_means(delay: int) -> list[torch.Tensor]:
     optimizer = optimizer_for(model)
     local = local_steps_of(model)
     assert local is not None
-    means = []
+    mean, means = norm.running_mean, []
+    assert mean is not None
     for step in range(1, 4 + delay + 1):
         one_step(model, optimizer, step, dist.get_rank())
-        mean = norm.running_mean
-        assert mean is not None
         means.append(mean.clone())
         local.finish_step()
     means.append(mean.clone())
