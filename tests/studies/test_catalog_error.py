@@ -35,8 +35,8 @@ def part(slower: float, memory_slower: float) -> dict[str, Any]:
 def test_parts_that_keep_to_their_datasheets_have_no_error() -> None:
     rows = rows_of("cuda", [(1.0, part(1.0, 1.0)), (0.5, part(2.0, 1.0)), (0.25, part(4.0, 1.0))])
     assert len(rows) == 3 * 3 * 2 * 2
-    exact = [row for row in rows if (row["how"], row["bandwidth"]) == ("ratio", "whole")]
+    exact = [row for row in rows if (row["how"], row["bandwidth"]) == ("datasheets", "whole")]
     assert all(row["error"] == pytest.approx(0, abs=1e-9) for row in exact)
     best = {(row["how"], row["bandwidth"]): row["mean_error"] for row in summary(rows)}
-    assert best["ratio", "whole"] < best["ratio", "in proportion"]
-    assert set(best) == {(h, b) for h in ("catalog", "ratio") for b in ("whole", "in proportion")}
+    assert best["datasheets", "whole"] < best["datasheets", "in proportion"]
+    assert set(best) == {(h, b) for h in ("datasheets", "derived") for b in ("whole", "in proportion")}
