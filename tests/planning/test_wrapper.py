@@ -6,20 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.planning.planning import FAST, SLOW, planned, uneven
+from tests.planning.planning import FAST, SLOW, damages, planned, uneven
 from tests.predict.profiles import workload
 
 from trimtab.cli.plan import summary
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import load_plan, save_plan
+from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.replan import devices_of, plan_for_ranks
-from trimtab.planning.roles import even, layout, sharding_of
+from trimtab.planning.roles import setting_of
 from trimtab.planning.what_if import planned as job_of
 from trimtab.planning.what_if import simulate
-from trimtab.planning.wrapper import ddp_fits, ddp_peaks, fsdp_candidate
 from trimtab.predict.fsdp_units import Sharding
-from trimtab.predict.operators.measured import Measured
 
 if TYPE_CHECKING:
     from trimtab.planning.plan import Plan
@@ -48,7 +47,7 @@ def test_what_fits_stays_under_ddp() -> None:
 
 @pytest.mark.parametrize("batch", ["fixed", "free"])
 def test_what_does_not_fit_is_sharded(batch: str, tmp_path: object) -> None:
-    plan = planned(four(SMALL), 8, batch=batch)
+    plan = planned(four(SMALL), 8, batch=batch, budget=0.0, size=1e-3 if batch == "free" else float("inf"))
     assert (plan.wrapper, plan.shard_ranks, plan.accumulate, plan.batch_size) == ("fsdp", None, 1, 8)
     for role in plan.roles.values():
         assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
@@ -65,16 +64,39 @@ def test_what_does_not_fit_is_sharded(batch: str, tmp_path: object) -> None:
     assert load_plan(f"{tmp_path}/plan.json") == plan
 
 
+@pytest.mark.parametrize("batch", ["fixed", "free"])
+def test_ranks_are_lowered_under_fsdp_and_it_says_what_that_is_worth(batch: str) -> None:
+    cluster = four(SMALL)
+    own, plan = (
+        planned(cluster, 8, batch=batch, layout="data", size=size, budget=1.0)
+        for size in (float("inf"), 1e-4)
+    )
+    assert own.wrapper == plan.wrapper == "fsdp"
+    lowered = {role.device for role in plan.roles.values() if role.precisions}
+    assert lowered == {SLOW} if batch == "fixed" else lowered
+    assert plan.predicted.damage > own.predicted.damage == 0
+    assert plan.predicted.step_s * GAIN <= own.predicted.step_s
+    for role in plan.roles.values():
+        assert role.memory_bytes is None or role.peak_bytes <= role.memory_bytes
+        assert role.choices
+    alone, without = plan.predicted.alone, plan.predicted.without
+    assert {"wrapper", "precision"} <= alone.keys()
+    assert without["precision"] > plan.predicted.step_s
+    assert all(seconds >= plan.predicted.step_s for name, seconds in without.items() if "rank" not in name)
+    assert all(seconds >= plan.predicted.step_s for seconds in alone.values())
+    assert "instead of plain FSDP2's" in plan.reasons[-1]
+
+
 def test_simulating_the_plan_predicts_the_same() -> None:
     cluster = four(SMALL)
     plan = planned(cluster, 8, layout="data")
-    assert sharding_of(plan) == Sharding()
-    outcome = simulate(*_job(plan, cluster), sharding=sharding_of(plan))
+    assert setting_of(plan).sharding == Sharding()
+    outcome = simulate(*_job(plan, cluster))
     assert outcome.timeline.step_s == pytest.approx(plan.predicted.step_s)
     assert {name: memory.peak for name, memory in outcome.memory.items()} == {
         name: role.peak_bytes for name, role in plan.roles.items()
     }
-    assert sharding_of(planned(four(1.0), 8, layout="data")) is None
+    assert setting_of(planned(four(1.0), 8, layout="data")).sharding is None
 
 
 def _job(plan: Plan, cluster: Cluster) -> tuple[Cluster, Workload, JobSetting]:
@@ -85,19 +107,8 @@ def _job(plan: Plan, cluster: Cluster) -> tuple[Cluster, Workload, JobSetting]:
 def test_shares_leave_out_no_memory() -> None:
     """With room for one sample only on slow ranks, the fast ones take the rest, though even shares were as fast."""
     cluster = four(SMALL)
-    one, two = (
-        fsdp_candidate(
-            Measured(workload(), cluster.profile),  # type: ignore[arg-type]
-            cluster,
-            layout(["fast", "fast", "slow", "slow"], even(["fast", "fast", "slow", "slow"], 4 * samples)),
-            {FAST: None, SLOW: None},
-        )
-        for samples in (1, 2)
-    )
-    assert one is not None
-    assert two is not None
-    between = (one.peaks[SLOW] + two.peaks[SLOW]) / 2 / GIB
-    plan = planned(four(between), 8)
+    one, two = (sharded(cluster, 4 * samples).plain().replayed.peak(SLOW) for samples in (1, 2))
+    plan = planned(four((one + two) / 2 / GIB), 8, budget=0.0)
     assert (plan.wrapper, plan.shares) == ("fsdp", (3, 3, 1, 1))
 
 
@@ -134,20 +145,20 @@ def test_what_does_not_even_fit_sharded_says_so() -> None:
         planned(four(500_000 / GIB), 8)
 
 
-def test_candidates_say_what_fits() -> None:
+def sharded(cluster: Cluster, total: int, sharding: Sharding = Sharding()) -> PlanSearch:  # noqa: B008
+    return PlanSearch(cluster, workload(), damages(), total, sharding=sharding)
+
+
+def test_searches_say_what_fits() -> None:
     cluster = four(SMALL)
-    assert cluster.profile is not None
-    job = layout(["fast", "fast", "slow", "slow"], even(["fast", "fast", "slow", "slow"], 4))
-    measured, limits = Measured(workload(), cluster.profile), {FAST: None, SLOW: int(SMALL * GIB)}
-    assert not ddp_fits(workload(), cluster, job, limits)
-    assert ddp_fits(workload(), cluster, job, {FAST: None, SLOW: None})
-    candidate = fsdp_candidate(measured, cluster, job, limits)
-    assert candidate is not None
-    assert candidate.ways == 4
-    assert candidate.peaks[SLOW] < ddp_peaks(workload(), cluster, job)[SLOW]
-    assert fsdp_candidate(measured, cluster, job, {FAST: None, SLOW: 1000}) is None
+    whole, parts = PlanSearch(cluster, workload(), damages(), 4), sharded(cluster, 4)
+    assert not whole.fits(whole.plain())
+    assert parts.fits(parts.plain())
+    assert parts.plain().replayed.peak(SLOW) < whole.plain().replayed.peak(SLOW)
+    tiny = sharded(four(1000 / GIB), 4)
+    assert not tiny.fits(tiny.plain())
     with pytest.raises(TrimtabError, match="same number of ranks, at least two"):
-        fsdp_candidate(measured, cluster, job, limits, sharding=Sharding(hybrid=True))
+        sharded(cluster, 4, Sharding(hybrid=True)).plain()
 
 
 def test_a_plan_for_fsdp_is_not_made_anew_for_other_numbers_of_ranks() -> None:

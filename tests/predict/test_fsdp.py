@@ -113,9 +113,11 @@ def job(
 def step(on: Cluster, sharding: Sharding | None = None, bits: int | None = None) -> Timeline:
     assert on.profile is not None
     setting = JobSetting(
-        ranks={name: RankSetting(samples=8, precisions={}) for name in (FAST, SLOW)}, bits=bits
+        ranks={name: RankSetting(samples=8, precisions={}) for name in (FAST, SLOW)},
+        bits=bits,
+        sharding=sharding,
     )
-    return predict_fsdp(Measured(layers(), on.profile), on, setting, sharding or Sharding())
+    return predict_fsdp(Measured(layers(), on.profile), on, setting)
 
 
 def test_units_are_the_repeated_blocks_and_the_root() -> None:
@@ -186,8 +188,10 @@ def test_hsdp_shards_inside_a_host_and_reduces_between_hosts() -> None:
 
 def build(on: Cluster, sharding: Sharding) -> list[str]:
     assert on.profile is not None
-    setting = JobSetting(ranks={name: RankSetting(samples=8, precisions={}) for name in (FAST, SLOW)})
-    _, buckets = build_fsdp(Measured(layers(), on.profile), on, setting, sharding)
+    setting = JobSetting(
+        ranks={name: RankSetting(samples=8, precisions={}) for name in (FAST, SLOW)}, sharding=sharding
+    )
+    _, buckets = build_fsdp(Measured(layers(), on.profile), on, setting)
     return [bucket.name for bucket in buckets]
 
 
@@ -240,10 +244,12 @@ def test_a_slower_link_is_never_faster_and_fewer_gathers_neither(
         known = replace(profile(), links={"lan": link})
         devices = {name: Device(kind=kind, speed=1.0) for name in (FAST, SLOW)}
         setting = JobSetting(
-            ranks={name: RankSetting(samples=2, precisions={}) for name in (FAST, SLOW)}, bits=bits
+            ranks={name: RankSetting(samples=2, precisions={}) for name in (FAST, SLOW)},
+            bits=bits,
+            sharding=Sharding(keep=keep),
         )
         on = replace(cluster(), devices=devices)
-        return predict_fsdp(Measured(workload(), known), on, setting, Sharding(keep=keep)).step_s
+        return predict_fsdp(Measured(workload(), known), on, setting).step_s
 
     assert predicted(slower, keep) >= predicted(1.0, keep) - 1e-12
     assert predicted(slower, False) >= predicted(slower, True) - 1e-12

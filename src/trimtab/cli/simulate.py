@@ -92,7 +92,6 @@ def simulate(
     from trimtab.cluster import check_profile, load_cluster, model_name
     from trimtab.planning.cases import changed_clusters, verdicts
     from trimtab.planning.cluster_changes import parsed_prices, priced, with_link
-    from trimtab.planning.roles import sharding_of
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
@@ -106,12 +105,12 @@ def simulate(
         base = priced(base if link is None else with_link(base, link), prices)
         changes = changed_clusters(base, remove=remove or [], add=add or [], link_factor=link_factor)
         changes = [(name, priced(changed, prices)) for name, changed in changes]
-        job, setting, sharding = base, even(base, batch), None
+        job, setting = base, even(base, batch)
         if plan is not None:
             loaded = _plan_for(plan, base, model)
-            (job, setting), sharding = planned(loaded, base), sharding_of(loaded)
+            job, setting = planned(loaded, base)
             batch_size = batch_size or loaded.batch_size
-        outcomes = what_ifs(job, workload, setting, bits=bits, sharding=sharding)
+        outcomes = what_ifs(job, workload, setting, bits=bits)
         cases = _cases(changes, workload, _damages(base, model), batch, batch_size, seconds)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None

@@ -13,6 +13,7 @@ from trimtab.planning.precision.options import Chosen, lowered
 from trimtab.planning.reasons import Adjustment
 from trimtab.planning.roles import RoleLayout
 from trimtab.predict.collectives import Route
+from trimtab.predict.fsdp_units import ALL_RANKS
 
 BUDGETS, DECADES = 12, 4
 """The curve of time against damage: so many budgets, over so many powers of ten below the largest damage."""
@@ -201,6 +202,15 @@ def _setting_adjustments(search: PlanSearch, plain: JobCandidate, chosen: JobCan
         add("accumulate", words)
     if setting.route is not None and setting.route != Route():
         add("route", f"compressed gradients are reduced by the route {setting.route.name}", route=Route())
+    if setting.sharding is not None and setting.sharding.hybrid:
+        over_all = search.with_setting(chosen, replace(setting, sharding=ALL_RANKS))
+        made.append(
+            Adjustment(
+                name="hsdp",
+                words="weights are gathered inside hosts",
+                without_s=over_all.step_s if search.fits(over_all) else None,
+            )
+        )
     if setting.bucket_cap_mb is not None:
         alone = search.with_setting(plain, replace(plain.setting, bucket_cap_mb=setting.bucket_cap_mb))
         words = f"DDP's buckets have {setting.bucket_cap_mb:g} MB"

@@ -26,6 +26,7 @@ from trimtab.planning.precision.profile_tradeoffs import ProfileTradeoffs
 from trimtab.planning.precision.starting_point import Lowerable
 from trimtab.planning.roles import RoleLayout, alike, even, layout, replayed_job
 from trimtab.planning.shares.with_precision import Shared, pace_for, quickest
+from trimtab.predict.fsdp_units import Sharding
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
@@ -62,6 +63,7 @@ class JobSearch:
         total: int,
         *,
         accumulate: int = 1,
+        sharding: Sharding | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """
@@ -71,6 +73,7 @@ class JobSearch:
                 that is not finite is never chosen.
             total: samples of a step, over all ranks.
             accumulate: micro-batches of a step, which divide it evenly.
+            sharding: of a job under FSDP2; None for DDP.
 
         Raises:
             TrimtabError: a batch smaller than the number of ranks, an operator that was not measured.
@@ -96,7 +99,7 @@ class JobSearch:
             name: {precision: value for precision, value in by.items() if isfinite(value)}
             for name, by in damages.items()
         }
-        self.uncompressed = StepSetting(accumulate=accumulate)
+        self.uncompressed = StepSetting(accumulate=accumulate, sharding=sharding)
         self.tradeoffs = ProfileTradeoffs(self.measured, self.cluster, finite, self.total, self.uncompressed)
         self.devices = [rank.device for rank in cluster.ranks()]
         self.counts = self.tradeoffs.counts
@@ -119,7 +122,7 @@ class JobSearch:
         self.progress(self._done, max(self._done, 12))
 
     def plain(self) -> JobCandidate:
-        """Plain DDP: even shares, nothing lowered, nothing compressed."""
+        """Plain DDP or FSDP2: even shares, nothing lowered, nothing compressed."""
         candidate = self.even(self.uncompressed)
         self.tick()
         return candidate

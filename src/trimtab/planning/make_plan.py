@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import fsum
-from typing import Literal
+from typing import Any, Literal
 
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
@@ -13,10 +13,11 @@ from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
-from trimtab.planning.reasons import reasons_of
+from trimtab.planning.reasons import Adjustment, reasons_of
 from trimtab.planning.tensor.plan_layout import LayoutOption, with_layout
-from trimtab.planning.wrapper import fsdp_plan
+from trimtab.planning.wrapper import fsdp_job, wrapper_adjustment
 from trimtab.precision_names import OWN
+from trimtab.predict.collectives import Placement
 from trimtab.workload import Workload
 
 Bits = int | Literal["adaptive", "auto"] | None
@@ -83,9 +84,16 @@ def _data_parallel(
     progress: Callable[[int, int], None],
 ) -> Plan:
     """The plan with a copy of the model on every rank, or in FSDP2 where that does not fit."""
+
+    def searching(**options: Any) -> PlanSearch:
+        return PlanSearch(cluster, workload, damages, batch_size, progress=progress, **options)
+
+    wrapper: Adjustment | None = None
+    plain_ddp_s: float | None = None
     for accumulate in _accumulations(cluster.world_size, batch_size, batch):
-        search = PlanSearch(cluster, workload, damages, batch_size, accumulate=accumulate, progress=progress)
+        search = searching(accumulate=accumulate)
         plain = search.plain()
+        plain_ddp_s = plain_ddp_s or plain.step_s
         try:
             to_try = _bits_to_try(search, bits)
             chosen = search.choose(batch, to_try, budget, plain)
@@ -97,23 +105,24 @@ def _data_parallel(
             too_large = DoesNotFitError(
                 f"{too_large}; a batch size with more divisors could be split into micro-batches"
             )
-        whole = PlanSearch(cluster, workload, damages, batch_size, progress=progress)
-        return fsdp_plan(
-            whole,
-            whole.plain().step_s,
-            too_large,
-            model=model,
-            trimtab=trimtab,
-            batch=batch,
-            bits=_bits_to_try(whole, bits),
+        bits = None if bits == "adaptive" else bits  # bits that adapt are not offered under FSDP2
+        to_try = _bits_to_try(search, bits)
+        search, plain, chosen = fsdp_job(
+            lambda sharding: searching(sharding=sharding), too_large, batch, to_try, budget
         )
     worth = weigh(search, plain, chosen, batch, to_try, budget)
     chosen, adjustments = worth.chosen, worth.adjustments
+    sharding = chosen.setting.sharding
+    if sharding is not None:
+        wrapper = wrapper_adjustment(search, plain, chosen)
     damage = search.damage_of(chosen)
     uniform = search.uniform_damage()
     reasons = reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)
     if worth.skipped:
         reasons.insert(-1, worth.skipped)
+    if wrapper is not None:
+        reasons.insert(0, wrapper.words)
+        adjustments = (wrapper, *adjustments)
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
@@ -124,7 +133,7 @@ def _data_parallel(
         ranks=chosen.job.ranks,
         predicted=Predicted(
             step_s=chosen.step_s,
-            plain_step_s=plain.step_s,
+            plain_step_s=plain.step_s if sharding is None else plain_ddp_s or 0.0,
             damage=damage,
             uniform_damage=uniform,
             alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
@@ -132,6 +141,8 @@ def _data_parallel(
             tradeoff=worth.tradeoff,
         ),
         budget=budget if batch == "free" else 0.0,
+        wrapper="ddp" if sharding is None else "fsdp",
+        shard_ranks=None if sharding is None or not sharding.hybrid else sharding.ways(Placement.on(cluster)),
         accumulate=search.accumulate,
         layer_bits=dict(chosen.setting.layer_bits),
         route=chosen.setting.route,

@@ -54,6 +54,8 @@ class PlanSearch(JobSearch):
         assert best is not None
         if best.step_s > plain.step_s and None in bits and self.fits(plain):
             best = plain  # the search is a heuristic; what is known to be better wins
+        if self.uncompressed.sharding is not None:
+            return best  # FSDP2 has no buckets, and its units have one number of bits
         best = self._with_buckets(best)
         return self._with_more_bits(best) if None in bits else best
 
@@ -66,8 +68,8 @@ class PlanSearch(JobSearch):
         return self.routed(replace(self.uncompressed, bits=bits))
 
     def routed(self, compressed: StepSetting) -> StepSetting:
-        """The setting on the route that is fastest with even shares."""
-        if compressed.bits is None:
+        """The setting on the route that is fastest with even shares; FSDP2 has its own."""
+        if compressed.bits is None or compressed.sharding is not None:
             return compressed
         routes = routes_to_try(self.cluster, self.profile, self.workload, compressed)
         settings = [replace(compressed, route=route) for route in routes]

@@ -80,11 +80,11 @@ def reasons_of(
     estimated = [d for d in search.counts if search.profile.devices[d].estimated]
     if estimated:
         reasons.append(f"the times of {', '.join(estimated)} are estimated from datasheets, not measured")
-    gain = plain.step_s / chosen.step_s
+    gain, wrapper = plain.step_s / chosen.step_s, "DDP" if chosen.setting.sharding is None else "FSDP2"
     if gain >= 1.005:
         return [
             *reasons,
-            f"a step is predicted to take {shown(chosen.step_s)} instead of plain DDP's {shown(plain.step_s)}: "
+            f"a step is predicted to take {shown(chosen.step_s)} instead of plain {wrapper}'s {shown(plain.step_s)}: "
             f"{gain:.3g} times as fast",
         ]
     tried = "".join(
@@ -95,8 +95,8 @@ def reasons_of(
     where = bottleneck(plain.replayed.timeline(), advice=False)
     return [
         *reasons,
-        "nothing makes a step faster than plain DDP here",
-        f"plain DDP's step takes {shown(plain.step_s)}, most of it in {where}{tried}",
+        f"nothing makes a step faster than plain {wrapper} here",
+        f"plain {wrapper}'s step takes {shown(plain.step_s)}, most of it in {where}{tried}",
     ]
 
 

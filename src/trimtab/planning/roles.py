@@ -111,12 +111,8 @@ def setting_of(plan: Plan) -> StepSetting:
         route=plan.route,
         bucket_cap_mb=plan.bucket_cap_mb,
         accumulate=plan.accumulate,
+        sharding=Sharding(hybrid=plan.shard_ranks is not None) if plan.wrapper == "fsdp" else None,
     )
-
-
-def sharding_of(plan: Plan) -> Sharding | None:
-    """How a plan shards the model; None under DDP."""
-    return Sharding(hybrid=plan.shard_ranks is not None) if plan.wrapper == "fsdp" else None
 
 
 def alike(workload: Workload) -> tuple[tuple[str, ...], ...]:

@@ -14,7 +14,6 @@ from trimtab.planning.roles import setting_of
 from trimtab.predict.collectives import BLOCK
 from trimtab.predict.extrapolation import out_of_reach
 from trimtab.predict.fsdp import build_fsdp, predict_sharded_memory
-from trimtab.predict.fsdp_units import Sharding
 from trimtab.predict.memory.step_peak import Memory
 from trimtab.predict.operators.estimate import with_estimates
 from trimtab.predict.operators.measured import Measured
@@ -117,11 +116,10 @@ def simulate(
     *,
     name: str = "as given",
     like: Measured | None = None,
-    sharding: Sharding | None = None,
 ) -> Outcome:
     """Predict one job. Without a setting every rank takes the workload's batch, with nothing lowered or compressed.
 
-    `like` is the same model on another cluster, whose lookups are shared. With a `sharding` the model runs under FSDP2.
+    `like` is the same model on another cluster, whose lookups are shared.
 
     Raises:
         TrimtabError: the cluster has no profile, or an operator, link or codec was not measured.
@@ -132,18 +130,18 @@ def simulate(
     if setting is None:
         setting = even(cluster, workload.batch_size)
     setting = _routed(measured, cluster, setting)
-    roles, buckets = _built(measured, cluster, setting, sharding)
+    roles, buckets = _built(measured, cluster, setting)
     timeline = replay(roles, buckets)
     return Outcome(
         name=name,
         cluster=cluster,
         setting=setting,
         timeline=timeline,
-        advice=_advice(measured, cluster, setting, timeline, sharding),
+        advice=_advice(measured, cluster, setting, timeline),
         roles=roles,
         memory=predict_memory(measured, cluster, setting)
-        if sharding is None
-        else predict_sharded_memory(measured, cluster, setting, sharding),
+        if setting.sharding is None
+        else predict_sharded_memory(measured, cluster, setting),
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
         out_of_reach=out_of_reach(
             filled, workload.model, [(n, setting.ranks[n].samples) for n in rank_counts(cluster)]
@@ -161,20 +159,13 @@ def _routed(measured: Measured, cluster: Cluster, setting: JobSetting) -> JobSet
 
 
 def _built(
-    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding | None
+    measured: Measured, cluster: Cluster, setting: JobSetting
 ) -> tuple[tuple[RoleWork, ...], tuple[BucketTransfers, ...]]:
-    if sharding is None:
-        return build_step(measured, cluster, setting)
-    return build_fsdp(measured, cluster, setting, sharding)
+    build = build_step if setting.sharding is None else build_fsdp
+    return build(measured, cluster, setting)
 
 
-def _advice(
-    measured: Measured,
-    cluster: Cluster,
-    setting: JobSetting,
-    timeline: Timeline,
-    sharding: Sharding | None,
-) -> str:
+def _advice(measured: Measured, cluster: Cluster, setting: JobSetting, timeline: Timeline) -> str:
     """What another number of bits would do, where the exchange of gradients matters; every measured one is tried."""
     parts = timeline.breakdown()
     if parts["wire"] + parts["codec"] < EXCHANGE_MATTERS * timeline.step_s:
@@ -185,7 +176,7 @@ def _advice(
         if bits != setting.bits:
             uniform = replace(setting, bits=bits, route=None, layer_bits={}, block=BLOCK)
             other = _routed(measured, cluster, uniform)
-            steps[bits] = replay(*_built(measured, cluster, other, sharding)).step_s
+            steps[bits] = replay(*_built(measured, cluster, other)).step_s
     if not steps:
         return "use a faster link, or probe the codec to see what fewer bits would do"
     best = min(steps, key=lambda bits: steps[bits])
@@ -240,11 +231,10 @@ def what_ifs(
     setting: JobSetting,
     *,
     bits: int | None = None,
-    sharding: Sharding | None = None,
 ) -> list[Outcome]:
     """The job as given, and if asked with other bits. Other clusters are planned: see `trimtab.planning.cases`."""
     cases = [("as given", setting)]
     if bits is not None:
         cases.append((f"gradients in {bits} bits", replace(setting, bits=bits, route=None, layer_bits={})))
     like = Measured(workload, _profile(cluster))
-    return [simulate(cluster, workload, how, name=name, like=like, sharding=sharding) for name, how in cases]
+    return [simulate(cluster, workload, how, name=name, like=like) for name, how in cases]

@@ -86,21 +86,18 @@ SHARDED = {
 computing."""
 
 
-def predict_fsdp(
-    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding = ALL_RANKS
-) -> Timeline:
+def predict_fsdp(measured: Measured, cluster: Cluster, setting: JobSetting) -> Timeline:
     """Replay one step of a sharded model. `setting.bits` are those of gradients.
 
     Raises:
         TrimtabError: naming what was not measured, or why the hosts cannot be used.
     """
-    return replay(*build_fsdp(measured, cluster, setting, sharding))
+    return replay(*build_fsdp(measured, cluster, setting))
 
 
-def predict_sharded_memory(
-    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding = ALL_RANKS
-) -> dict[str, Memory]:
+def predict_sharded_memory(measured: Measured, cluster: Cluster, setting: JobSetting) -> dict[str, Memory]:
     """The memory of one rank of each device class."""
+    sharding = setting.sharding or ALL_RANKS
     ways = sharding.ways(Placement.on(cluster))
     return {
         name: sharded_memory(
@@ -116,10 +113,10 @@ def predict_sharded_memory(
 
 
 def build_fsdp(
-    measured: Measured, cluster: Cluster, setting: JobSetting, sharding: Sharding = ALL_RANKS
+    measured: Measured, cluster: Cluster, setting: JobSetting
 ) -> tuple[tuple[RoleWork, ...], tuple[BucketTransfers, ...]]:
-    """The arguments of `replay`; each collective of a unit is a bucket."""
-    workload, profile = measured.workload, measured.profile
+    """The arguments of `replay`; each collective of a unit is a bucket. Without a sharding it is FSDP2's default."""
+    workload, profile, sharding = measured.workload, measured.profile, setting.sharding or ALL_RANKS
     placement = Placement.on(cluster)
     if setting.accumulate > 1:
         raise TrimtabError(
@@ -247,6 +244,14 @@ def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, block
                 wait(unit + 1, "backward", gathers=False)
     start(0, "backward", gathers=False)
     return _Program(actions=tuple(actions), calls=tuple(calls))
+
+
+def sharded_stream(
+    workload: Workload, sharding: Sharding, kind: str, computed: Sequence[ComputeSegment]
+) -> tuple[ComputeSegment, ...]:
+    """The compute stream of a rank, with its waits and starts, from that of its operators."""
+    program = _program(workload, fsdp_units(workload), keep=sharding.keep, blocking=kind == "cpu")
+    return _segments(program, computed)
 
 
 def _segments(program: _Program, computed: Sequence[ComputeSegment]) -> tuple[ComputeSegment, ...]:

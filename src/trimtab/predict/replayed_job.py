@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from trimtab.cluster import Cluster, Host
 from trimtab.errors import TrimtabError
 from trimtab.precision_names import OWN
+from trimtab.predict.collectives import Placement
+from trimtab.predict.fsdp import build_fsdp, sharded_stream
+from trimtab.predict.memory.sharded_peak import sharded_memory
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
@@ -115,19 +118,32 @@ def needed_bytes(
 
     Args:
         workload: with the samples of a micro-batch.
+        world: ranks of the job; of a sharded one those that share a copy of the model (`ranks_in_memory`).
     """
-    needed = step_memory(
-        workload,
-        precisions or None,
-        kind=kind,
-        data_parallel=world > 1,
-        bits=setting.bits,
-        layer_bits=setting.layer_bits,
-        block=setting.block,
-        world=world,
-        accumulate=setting.accumulate,
-    )
+    if setting.sharding is not None:
+        needed = sharded_memory(
+            workload, precisions, ways=world, kind=kind, keep=setting.sharding.keep, bits=setting.bits
+        )
+    else:
+        needed = step_memory(
+            workload,
+            precisions or None,
+            kind=kind,
+            data_parallel=world > 1,
+            bits=setting.bits,
+            layer_bits=setting.layer_bits,
+            block=setting.block,
+            world=world,
+            accumulate=setting.accumulate,
+        )
     return needed.reserved if kind == "cuda" else needed.peak
+
+
+def ranks_in_memory(cluster: Cluster, setting: StepSetting) -> int:
+    """The `world` of `needed_bytes`."""
+    if setting.sharding is None:
+        return cluster.world_size
+    return setting.sharding.ways(Placement.on(cluster))
 
 
 class ReplayedJob:
@@ -153,7 +169,8 @@ class ReplayedJob:
         by_role = measured.operators.on(profile)
         plain = {name: RankSetting(samples=own.samples, precisions={}) for name, own in roles.items()}
         self._workload = by_role.bucketed(setting.bucket_cap_mb)
-        self._replayed, self._buckets = build_step(by_role, self.cluster, JobSetting.of(setting, plain))
+        build = build_step if setting.sharding is None else build_fsdp
+        self._replayed, self._buckets = build(by_role, self.cluster, JobSetting.of(setting, plain))
         self._place = {role.name: i for i, role in enumerate(self._replayed)}
         self._now: list[RoleWork] = list(self._replayed)
         self._dirty: set[str] = set()
@@ -191,7 +208,10 @@ class ReplayedJob:
                 if self.setting.accumulate > 1:
                     earlier = [(mapper, self.setting.accumulate - 1)]
                     parts = accumulated_stream(parts, earlier, self.optimizer_s(name))
-                if not self._buckets:
+                if self.setting.sharding is not None and self._buckets:
+                    kind = self.cluster.devices[name].kind
+                    parts = sharded_stream(self._workload, self.setting.sharding, kind, parts)
+                elif not self._buckets:
                     parts = tuple(replace(part, buckets=()) for part in parts)
                 self._now[place] = replace(self._replayed[place], segments=parts)
             self._dirty.clear()
@@ -223,7 +243,7 @@ class ReplayedJob:
         precisions = mapper.precisions
         key = (role, tuple(sorted(precisions.items())))
         if key not in self._peaks:
-            world = self.cluster.world_size
+            world = ranks_in_memory(self.cluster, self.setting)
             kind = self.cluster.devices[role].kind
             self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.setting)
         return self._peaks[key]

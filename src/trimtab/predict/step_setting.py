@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.predict.collectives import BLOCK, Route
+from trimtab.predict.fsdp_units import Sharding
 from trimtab.wire_format import MIN_NUMEL
 from trimtab.workload import Workload
 
@@ -34,6 +35,9 @@ class StepSetting:
 
     accumulate: int = 1
     """Micro-batches of a step; gradients are exchanged after the last."""
+
+    sharding: Sharding | None = None
+    """How FSDP2 shards the model; None for DDP, with a copy on every rank."""
 
     def bits_of(self, workload: Workload) -> dict[str, int]:
         """Bits of every trainable parameter; 0 for uncompressed, as small ones always are."""

@@ -13,7 +13,7 @@ from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.precision_names import OWN
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
-from trimtab.predict.replayed_job import needed_bytes
+from trimtab.predict.replayed_job import needed_bytes, ranks_in_memory
 from trimtab.predict.step import rank_counts
 from trimtab.predict.step_setting import StepSetting
 
@@ -46,7 +46,7 @@ class ProfileTradeoffs(Tradeoffs):
             for name, device in cluster.devices.items()
         }
         super().__init__(limits)
-        self._peaks: dict[tuple[str, int, int | None, int, tuple[tuple[str, str], ...]], int] = {}
+        self._peaks: dict[object, int] = {}
         for name in rank_counts(cluster):
             # A batch that did not fit when it was probed tells how much memory there is at most.
             samples = measured.operators.device(name).too_large.get(measured.operators.workload.model)
@@ -82,13 +82,13 @@ class ProfileTradeoffs(Tradeoffs):
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
         """Peak memory of a rank in bytes."""
         lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
-        key = (device, samples, self.setting.bits, self.setting.block, lowered)
+        key = (device, samples, self.setting.bits, self.setting.block, self.setting.sharding, lowered)
         if key not in self._peaks:
             self._peaks[key] = needed_bytes(
                 self.measured.operators.at(samples),
                 dict(lowered),
                 self.cluster.devices[device].kind,
-                self.cluster.world_size,
+                ranks_in_memory(self.cluster, self.setting),
                 self.setting,
             )
         return self._peaks[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
         probed = [Measured(job.workload, profile) for profile in job.probe()]
         for setting, plan, own in zip(job.plans, PLANS, values, strict=True):
             sharding = Sharding(keep=plan.keep, weight_bits=plan.weight_bits)
-            steps = [predict_fsdp(one, job.cluster, setting, sharding) for one in probed]
+            sharded = replace(setting, sharding=sharding)
+            steps = [predict_fsdp(one, job.cluster, sharded) for one in probed]
             own["predicted"].append(mean(step.step_s for step in steps))
             own["bottleneck"] = bottleneck(steps[-1])
         for which in ("measured", "again"):
