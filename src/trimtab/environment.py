@@ -2,6 +2,7 @@
 
 ``TRIMTAB_DISABLE=1`` turns every adjustment off: the job runs as if trimtab were not installed.
 ``TRIMTAB_LOG`` sets the level of the ``trimtab`` logger (debug, info, warning, error).
+``TRIMTAB_RUN_DIR`` is the run folder of a job that is not started by ``trimtab run``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ EMULATION = "TRIMTAB_EMULATION"
 
 RUN_FOLDER = "TRIMTAB_RUN_FOLDER"
 """Set by `trimtab run` on each node, to a folder of its ranks: how they failed, and which device class each is."""
+
+RUN_DIR = "TRIMTAB_RUN_DIR"
+"""Set by `trimtab run` to the run folder, where ranks write their events; without the launcher, by the user."""
 
 RESTART = "TRIMTAB_RUN_RESTART"
 """Set by `trimtab run` in ranks that it started again: which restart this is, and why."""

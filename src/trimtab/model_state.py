@@ -78,6 +78,9 @@ class ModelState:
     local_steps: Any = None
     """`trimtab.control.local_steps.LocalSteps` of a model that agrees on its weights now and then."""
 
+    recorder: Any = None
+    """`trimtab.control.step_recorder.StepRecorder`, which writes the model's steps to the run folder."""
+
     tensor_parallel: Any = None
     """`trimtab.sharding.unit_block.ShardedModel`: all units of a tensor-parallel model."""
 

@@ -26,6 +26,8 @@ def on_slices(count: int, function: Callable[..., Any], **spec: Any) -> Any:
 class WaitingRunner:
     """Finishes each reduction before the next begins, on the current stream: no overlap, so no race."""
 
+    observe: Any = None
+
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         torch.cuda.synchronize()
         finish(steps)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import explain_plan
+from trimtab.control.step_recorder import recorder_of
 from trimtab.doors.backend import TrimtabGroup
 from trimtab.model_state import state_of
 
@@ -31,9 +32,11 @@ def explain(model: torch.nn.Module) -> str:
 def observe_loss(model: torch.nn.Module, loss: torch.Tensor | float) -> None:
     """Tell trimtab the loss of a step, so that its guard notices when fewer bits do harm. Optional.
 
-    The value is read later, beside the training, so this does not synchronize the GPU. Without adaptive
-    compression it does nothing.
+    The value is read later, beside the training, so this does not synchronize the GPU. It is also recorded in the
+    run folder, if there is one.
     """
-    controller = adaptive_of(model)
+    controller, recorder = adaptive_of(model), recorder_of(model)
     if controller is not None:
         controller.observe_loss(loss)
+    if recorder is not None:
+        recorder.observe_loss(loss, by_script=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trimtab import backend, environment
 from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
+from trimtab.report import events
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,8 +42,11 @@ def wrap_ddp(local_every: str | None = None) -> None:
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
+    from trimtab.control.step_recorder import observe_backward, record_steps
     from trimtab.measure.products import refuse_wrong_products
 
+    if events.active():
+        observe_backward()
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
@@ -54,6 +58,7 @@ def wrap_ddp(local_every: str | None = None) -> None:
         ):
             kwargs["bucket_cap_mb"] = cap
         construct(self, *args, **kwargs)
+        record_steps(self)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
         if local_every is not None:
             local_steps(self, every="auto" if local_every == "auto" else int(local_every))
@@ -144,6 +149,7 @@ def _leave(status: int) -> NoReturn:
     While that goes on, Gloo's own thread may free the tensors of its last operation, for which it needs the
     interpreter's lock: one exit in ten then ends in an abort, with plain DDP too.
     """
+    events.close(status)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
     atexit._run_exitfuncs()
     sys.stdout.flush()

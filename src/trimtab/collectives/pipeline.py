@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -21,9 +21,16 @@ from trimtab.collectives.reduction import MAX_STAGES
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
 
+StageObserver = Callable[[tuple[int, int, Any, Any]], None]
+"""Is called with the number of a bucket, its stage, and when this rank's own work in it began and ended: values of
+`time.perf_counter`, or CUDA events."""
+
 
 class Runner(Protocol):
     """Runs reductions in the order in which they are submitted."""
+
+    observe: StageObserver | None
+    """Set or cleared between steps."""
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         """A `torch.futures.Future` that holds `result` when `steps` have finished."""
@@ -36,6 +43,8 @@ class ThreadPipeline:
     """A FIFO thread for each stage, for CPU process groups."""
 
     def __init__(self) -> None:
+        self.observe: StageObserver | None = None
+        self._submitted = 0
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(MAX_STAGES + 1)]
         self._broken: Exception | None = None
         self._threads = [
@@ -48,7 +57,8 @@ class ThreadPipeline:
 
     def submit(self, steps: Iterator[dist.Work], result: torch.Tensor) -> Any:
         future: Any = torch.futures.Future()
-        self._queues[0].put((steps, None, result, future))
+        self._submitted += 1
+        self._queues[0].put((self._submitted, steps, None, result, future))
         # DDP treats whatever a future holds as a tensor, even an exception: only one raised in a callback
         # reaches it as an error.
         return future.then(torch.futures.Future.value)
@@ -62,13 +72,16 @@ class ThreadPipeline:
     def _serve(self, stage: int) -> None:
         queue = self._queues[stage]
         while (item := queue.get()) is not None:
-            steps, work, result, future = item
+            number, steps, work, result, future = item
             try:
                 if self._broken is not None:
                     raise self._broken
                 if work is not None:
                     work.wait()
+                observe, start = self.observe, time.perf_counter()
                 started = next(steps, None)
+                if observe is not None:
+                    observe((number, stage, start, time.perf_counter()))
             except Exception as error:
                 # A failed collective leaves the group unusable: fail what follows instead of hanging.
                 self._broken = self._broken or _failure(error)
@@ -77,7 +90,7 @@ class ThreadPipeline:
             if started is None:
                 future.set_result(result)
             else:
-                self._queues[stage + 1].put((steps, started, result, future))
+                self._queues[stage + 1].put((number, steps, started, result, future))
 
 
 def _failure(error: Exception) -> Exception:
@@ -109,6 +122,8 @@ class StreamRunner:
         if device.index is None:  # a future needs the index
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
+        self.observe: StageObserver | None = None
+        self._launched = 0
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._broken: Exception | None = None
@@ -144,15 +159,26 @@ class StreamRunner:
 
     def _launch(self, steps: Iterator[dist.Work], filled: Any, result: torch.Tensor, future: Any) -> None:
         self._streams[0].wait_event(filled)
+        self._launched += 1
         work: dist.Work | None = None
-        for stream in self._streams:
+        for stage, stream in enumerate(self._streams):
             with torch.cuda.stream(stream):
                 if work is not None:
                     work.wait()
+                observe = self.observe
+                start = None if observe is None else _timed_event(stream)
                 work = next(steps, None)
+                if observe is not None:
+                    observe((self._launched, stage, start, _timed_event(stream)))
                 if work is None:
                     future.set_result(result)
                     return
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def runner_for(device: torch.device) -> Runner:

@@ -31,6 +31,7 @@ from trimtab.collectives import (
 )
 from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
+from trimtab.collectives.pipeline import StageObserver
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.ddp_resume import SavedBuckets
 from trimtab.doors.loss_scale import observe_loss_scales, running_loss_scale
@@ -194,6 +195,10 @@ class DdpCompression(JobBound):
     def defer_to(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Pass every bucket to another communication hook from now on: DDP itself accepts only one."""
         self._replacement = (state, hook)
+
+    def observe_stages(self, observe: StageObserver | None) -> None:
+        """Call `observe` with the times of every stage of this step's reductions; called before a step."""
+        self._runner.observe = observe
 
     def close(self) -> None:
         """Stop the communication threads and destroy their groups; the module must not train after this."""
