@@ -12,6 +12,7 @@ import pytest
 
 from trimtab.cli.run import torchrun_command
 from trimtab.errors import TrimtabError
+from trimtab.run_settings import RunSettings
 
 SCRIPT = """
 import json, torch, torch.distributed as dist
@@ -63,7 +64,7 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     command = torchrun_command(
         ["--nproc-per-node", "2", "--local-steps=auto", script, "--local-steps", "own"]
     )
-    assert command[-5:] == ["--local-steps", "auto", script, "--local-steps", "own"]
+    assert command[-5:] == [*RunSettings(local_steps="auto").arguments(), script, "--local-steps", "own"]
     with pytest.raises(TrimtabError, match="--local-steps 0: give a number"):
         torchrun_command(["--local-steps", "0", script])
     with pytest.raises(TrimtabError, match="--local-steps often: give a number"):

@@ -14,6 +14,7 @@ from tests.control.plans.plan_cases import net, plan_for
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import save_plan
+from trimtab.run_settings import RunSettings
 
 SCRIPT = """
 import json, sys
@@ -87,7 +88,14 @@ def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(
         command = torchrun_command([*given, "--nproc-per-node", "2", "train.py", "--plan", "own"])
         assert command[1:] == [
             *("-m", "trimtab.cli.agent", "--nproc-per-node", "2"),
-            *("-m", BOOTSTRAP, "--plan", str(path.resolve()), "train.py", "--plan", "own"),
+            *(
+                "-m",
+                BOOTSTRAP,
+                *RunSettings(plan=str(path.resolve())).arguments(),
+                "train.py",
+                "--plan",
+                "own",
+            ),
         ]
 
 

@@ -2,8 +2,8 @@
 
 It also registers the backend "trimtab", so that the script may use it by name.
 
-python -m trimtab.cli.bootstrap [--plan FILE | --local-steps auto|H] SCRIPT ARGS
-python -m trimtab.cli.bootstrap [--plan FILE | --local-steps auto|H] -m MODULE ARGS
+python -m trimtab.cli.bootstrap [--settings JSON] SCRIPT ARGS
+python -m trimtab.cli.bootstrap [--settings JSON] -m MODULE ARGS
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from trimtab import backend, environment
 from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
 from trimtab.report import events
+from trimtab.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-def wrap_ddp(local_every: str | None = None) -> None:
+def take_over_ddp(settings: RunSettings) -> None:
     """From here on every new DistributedDataParallel is compressed where that pays, or runs as the plan says.
 
-    With `local_every` it takes local steps instead, with rounds of so many, or "auto".
+    With `local_steps` it takes those instead.
 
     A communication hook that the script registers takes precedence: trimtab's hook then passes every bucket to it.
     """
@@ -47,6 +48,7 @@ def wrap_ddp(local_every: str | None = None) -> None:
 
     if events.active():
         observe_backward()
+    every = settings.local_steps
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
@@ -60,8 +62,8 @@ def wrap_ddp(local_every: str | None = None) -> None:
         construct(self, *args, **kwargs)
         record_steps(self)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
-        if local_every is not None:
-            local_steps(self, every="auto" if local_every == "auto" else int(local_every))
+        if every is not None:
+            local_steps(self, every="auto" if every == "auto" else int(every))
             return
         if not apply_launch_plan(self):
             try:
@@ -84,24 +86,30 @@ def wrap_ddp(local_every: str | None = None) -> None:
     DistributedDataParallel.register_comm_hook = register_or_defer  # type: ignore[method-assign]
 
 
+def take_over_plan(settings: RunSettings) -> None:
+    """The launcher's plan is the one that models are run under and loaders follow."""
+    if settings.plan is not None:
+        from trimtab.control.plans.active_plan import LaunchPlan
+
+        LaunchPlan.path = Path(settings.plan)
+
+
+TAKE_OVERS = (take_over_plan, take_over_ddp)
+"""What is done before the script runs, in this order. Each looks at the settings and imports what it needs."""
+
+
 def main() -> NoReturn:
     """Run the script named on the command line as `__main__`, and leave."""
     end_with_parent(signal.SIGKILL)
     backend.register()
-    local_every = None
-    if sys.argv[1] in ("--plan", "--local-steps"):
-        name, value, *rest = sys.argv[1:]
-        if name == "--plan":
-            from trimtab.control.plans.active_plan import LaunchPlan
-
-            LaunchPlan.path = Path(value)
-        else:
-            local_every = value
-        sys.argv = [sys.argv[0], *rest]
+    arguments = sys.argv[1:]
+    settings = RunSettings.take_from(arguments)
+    sys.argv[1:] = arguments
     status = 0
     try:
         if not environment.disabled():
-            wrap_ddp(local_every)
+            for take_over in TAKE_OVERS:
+                take_over(settings)
         _run_script()
     except SystemExit as exit_:
         status = _status(exit_.code)

@@ -9,13 +9,24 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
 from trimtab.errors import TrimtabError
+from trimtab.run_settings import RunSettings
 
 BOOTSTRAP = "trimtab.cli.bootstrap"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--plan": {"help": "What each rank does, from `trimtab plan`: precisions, bits and batch shares."},
+    "--local-steps": {
+        "metavar": "auto|H",
+        "help": "Ranks train by themselves and agree on their weights every H steps, instead of exchanging gradients "
+        "in every step; for slow links.",
+    },
+}
+"""Our own options beside torchrun's, as for `add_argument`; `_settings` checks them."""
 
 
 def run(context: typer.Context) -> None:
@@ -54,19 +65,12 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     parser.prog = "trimtab run"
     parser.description = (
         "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
-        "in fewer bits where that pays. The flags are torchrun's, plus --plan and --local-steps. With --max-restarts "
+        "in fewer bits where that pays. The flags are torchrun's, plus those at the end. With --max-restarts "
         "N ranks that are lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made "
         "anew for those that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
     )
-    parser.add_argument(
-        "--plan", help="What each rank does, from `trimtab plan`: precisions, bits and batch shares."
-    )
-    parser.add_argument(
-        "--local-steps",
-        metavar="auto|H",
-        help="Ranks train by themselves and agree on their weights every H steps, instead of exchanging gradients in "
-        "every step; for slow links.",
-    )
+    for flag, options in OPTIONS.items():
+        parser.add_argument(flag, **options)
     parser.error = _refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(list(arguments))
     if parsed.no_python:
@@ -76,15 +80,8 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
-    own: list[str] = []
-    if parsed.plan is not None:
-        flags = _without("--plan", flags)
-        _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
-        own += ["--plan", str(Path(parsed.plan).resolve())]
-    if parsed.local_steps is not None:
-        flags = _without("--local-steps", flags)
-        _check_local_steps(parsed.local_steps, parsed.plan)
-        own += ["--local-steps", parsed.local_steps]
+    settings = _settings(parsed)
+    flags = _without_own(flags)
     if parsed.max_restarts and parsed.nnodes == "1" and _has_default_rendezvous(parsed):
         # A fixed port's store outlives the ranks, and Gloo finds the dead ones' addresses in it.
         flags = ["--standalone", *flags]
@@ -95,10 +92,21 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         *(sys.executable, "-m", "trimtab.cli.agent"),
         *flags,
         *("-m", BOOTSTRAP),
-        *own,
+        *settings.arguments(),
         *script,
         *parsed.training_script_args,
     ]
+
+
+def _settings(parsed: argparse.Namespace) -> RunSettings:
+    """Our own options; what is wrong with them is said here, before any process starts."""
+    if parsed.plan is not None:
+        _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
+    if parsed.local_steps is not None:
+        _check_local_steps(parsed.local_steps, parsed.plan)
+    return RunSettings(
+        plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()), local_steps=parsed.local_steps
+    )
 
 
 def _check_plan(path: str, per_node: str, nodes: str) -> None:
@@ -139,13 +147,16 @@ def _check_local_steps(every: str, plan: str | None) -> None:
         )
 
 
-def _without(name: str, flags: Sequence[str]) -> list[str]:
-    """torchrun's flags, without one of ours and its value."""
+def _without_own(flags: Sequence[str]) -> list[str]:
+    """torchrun's flags, without ours and their values."""
     kept: list[str] = []
+    own_value = False
     for flag in flags:
-        if kept and kept[-1] == name:
-            kept.pop()
-        elif not flag.startswith(f"{name}="):
+        if own_value:
+            own_value = False
+        elif flag in OPTIONS:
+            own_value = OPTIONS[flag].get("action") != "store_true"
+        elif flag.partition("=")[0] not in OPTIONS:
             kept.append(flag)
     return kept
 

@@ -1,0 +1,40 @@
+"""What `trimtab run` was told, as its ranks receive it: one argument of the bootstrap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FLAG = "--settings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The launcher's own options. A new one is a field here, an option in `trimtab.cli.run` and a take-over."""
+
+    plan: str | None = None
+    """The file of the plan, as an absolute path."""
+
+    local_steps: str | None = None
+    """Steps of a round, or "auto"; None exchanges gradients in every step."""
+
+    def arguments(self) -> list[str]:
+        """For the bootstrap's command line; nothing where every option has its default."""
+        told = {
+            field.name: value
+            for field in fields(self)
+            if (value := asdict(self)[field.name]) != field.default
+        }
+        return [FLAG, json.dumps(told)] if told else []
+
+    @classmethod
+    def take_from(cls, arguments: list[str]) -> RunSettings:
+        """The settings at the front of the bootstrap's arguments, from which they are removed."""
+        if arguments[:1] != [FLAG]:
+            return cls()
+        told: dict[str, Any] = json.loads(arguments[1])
+        del arguments[:2]
+        for name, value in told.items():
+            told[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**told)
