@@ -35,7 +35,7 @@ _FORWARD_ARGUMENTS = {
     "help_option_names": [],
 }
 app.command(context_settings=_FORWARD_ARGUMENTS)(run)
-app.command(context_settings={"allow_extra_args": True})(emulate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(emulate)
 for command in (probe, plan, simulate, demo, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -18,7 +18,7 @@ from trimtab.emulate.agents import free_port, require_free, require_script, stop
 from trimtab.emulate.cleanup import kill_marked, remove, sweep
 from trimtab.emulate.guardian import Guardian
 from trimtab.emulate.job_directory import EMULATION_RUN, Job, create_job
-from trimtab.emulate.outcome import Failure, Outcome, first_failure
+from trimtab.emulate.outcome import Failure, Outcome, first_failure, node_folder
 from trimtab.emulate.placement import Placement, nodes, place_ranks
 from trimtab.emulate.rank_output import RankOutput
 from trimtab.emulate.throttling.cgroups import Group, kills, limit_memory
@@ -26,7 +26,7 @@ from trimtab.emulate.throttling.duty_cycle import start_duty_cycle
 from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
 from trimtab.emulate.throttling.throttle import Throttle, check_throttle
-from trimtab.environment import logger
+from trimtab.environment import RUN_FOLDER, logger
 from trimtab.errors import TrimtabError
 
 _NAMESPACE_PORT = 29500  # always free in a network namespace of our own
@@ -251,6 +251,8 @@ class Emulation:
             "--module",
             "trimtab.emulate.worker",
         ]
+        node_folder(run, index).mkdir()
+        variables[RUN_FOLDER] = str(node_folder(run, index))
         with (run / f"agent-{index}.log").open("wb") as log:
             return self.start(
                 node[0].host,

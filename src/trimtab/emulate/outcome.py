@@ -45,14 +45,19 @@ class Outcome:
     """Number of optimizer steps of each rank."""
 
 
-def error_path(run: Path, rank: int) -> Path:
-    """File in which a rank reports its failure: time, exit status, text."""
-    return run / f"error-{rank}.json"
+def node_folder(run: Path, node: int) -> Path:
+    """Folder of a node's ranks, in which those that fail report it, as under `trimtab run`."""
+    return run / f"node-{node}"
+
+
+def _reports(run: Path) -> list[Path]:
+    """A file for each rank that reported a failure: time, text and, unless `trimtab run` ran it, exit status."""
+    return list(run.glob("node-*/[0-9]*.json"))
 
 
 def any_report(run: Path) -> bool:
     """Whether a rank has reported a failure."""
-    return any(run.glob("error-*.json"))
+    return bool(_reports(run))
 
 
 def exit_codes_path(run: Path, node: int) -> Path:
@@ -75,13 +80,12 @@ def first_failure(run: Path, placements: Sequence[Placement]) -> Failure | None:
                 placements[rank], code, f"killed by signal {-code} ({signal.Signals(-code).name})"
             )
     reports = []
-    for placement in placements:
-        if error_path(run, placement.rank).exists():
-            report = json.loads(error_path(run, placement.rank).read_text())
-            reports.append((report["time"], placement, report["status"], report["text"]))
+    for path in _reports(run):
+        report, rank = json.loads(path.read_text()), int(path.stem)
+        reports.append((report["time"], rank, report.get("status", codes.get(rank, 1)), report["text"]))
     if reports:
-        _, placement, status, text = min(reports, key=lambda report: report[0])
-        return _failure(placement, status, text)
+        _, rank, status, text = min(reports)
+        return _failure(placements[rank], status, text)
     for rank, code in sorted(codes.items()):
         return _failure(placements[rank], code, f"exited with status {code}")
     return None

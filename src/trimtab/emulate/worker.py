@@ -22,11 +22,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from trimtab.emulate.job_directory import EMULATION_RUN
-from trimtab.emulate.outcome import error_path
 from trimtab.emulate.rank_output import STREAMS, pipe_path
 from trimtab.emulate.throttling.cgroups import cpus, set_quota
 from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import speed_left
+from trimtab.environment import RUN_FOLDER
 from trimtab.errors import TrimtabError
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     settings, state = RankSettings.load(run, rank), RankState.open(state_path(run, rank))
     _throttle = _apply_limits(settings, state, state_path(run, rank))
     if settings.kind == "cuda":
-        _check_gpu(run, rank)
+        _check_gpu(rank)
     status = 0
     try:
         _run_script(sys.argv[1:])
@@ -44,15 +44,15 @@ def main() -> None:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status != 0:
             text = end.code if isinstance(end.code, str) else f"exited with status {status}"
-            _report_failure(run, rank, status, text)
+            _report_failure(rank, status, text)
     except BaseException as error:
         status = 1
         trace = _without_ours(error.__traceback__)
-        _report_failure(run, rank, status, "".join(traceback.format_exception(type(error), error, trace)))
+        _report_failure(rank, status, "".join(traceback.format_exception(type(error), error, trace)))
     _leave(status)
 
 
-def _check_gpu(run: Path, rank: int) -> None:
+def _check_gpu(rank: int) -> None:
     """End this rank if its part of the GPU computes wrong products."""
     import torch
 
@@ -61,7 +61,7 @@ def _check_gpu(run: Path, rank: int) -> None:
     try:
         refuse_wrong_products(torch.device("cuda"))
     except TrimtabError as error:
-        _report_failure(run, rank, 2, f"emulate: {error}")
+        _report_failure(rank, 2, f"emulate: {error}")
         _leave(2)
 
 
@@ -155,10 +155,10 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _report_failure(run: Path, rank: int, status: int, text: str) -> None:
+def _report_failure(rank: int, status: int, text: str) -> None:
     """Write a failure to a file, for the launcher to show."""
-    path = error_path(run, rank)
-    report = {"time": time.monotonic(), "status": status, "text": text}
+    path = Path(os.environ[RUN_FOLDER], f"{rank}.json")
+    report = {"time": time.time(), "status": status, "text": text}
     path.with_suffix(".tmp").write_text(json.dumps(report))
     path.with_suffix(".tmp").rename(path)
 
