@@ -82,17 +82,30 @@ def probe(
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
     """A table row for each device class and each link."""
     from trimtab.measure.probe import LINK
+    from trimtab.predict.operators.costs import key_of
     from trimtab.predict.operators.measured_precisions import probed
 
     assert cluster.profile is not None
     table: list[dict[str, Any]] = []
+    stored = [w for model in cluster.profile.models.values() for w in model.workloads.values()]
     for name, device in cluster.profile.devices.items():
+        # What was measured for other models is in the profile, too, from the cache.
+        batches = [device.batches[w.model] for w in stored if w.model in device.batches]
+        own = {
+            str(key_of(operator))
+            for w in stored
+            for samples in device.batches.get(w.model, ())
+            for operator in w.workload.at_batch(samples).operators
+        }
         table.append(
             {
                 "what": name,
                 "is": device.called,
-                "operators": len(device.operators),
-                "batches": "; ".join(", ".join(map(str, sizes)) for sizes in device.batches.values()) or None,
+                "operators": len(own & device.operators.keys()) if stored else len(device.operators),
+                "batches": "; ".join(
+                    ", ".join(map(str, sizes)) for sizes in (batches if stored else device.batches.values())
+                )
+                or None,
                 "precisions": ", ".join(probed(cluster.profile, name)) or None,
                 "codec bits": ", ".join(device.codec) or None,
             }

@@ -23,7 +23,7 @@ from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import EMULATION, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
-from trimtab.measure.capture.capture import capture_workload
+from trimtab.measure.capture.capture import capture_or_run
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
 from trimtab.measure.operators import StepTrainer, Timed, with_steps
 from trimtab.measure.out_of_memory import OutOfMemoryOnRanksError
@@ -139,7 +139,8 @@ class DeviceProbe:
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
         self._task, self._device, self._cache = task, device, cache
-        self.workload = _captured(task)
+        options = {"autocast": task.autocast, "sizes": task.batches}
+        self.workload, self._depends_on_values = capture_or_run(task.spec, **options)
         offered = offers(device)["linear"]
         for name in task.precisions:
             if name not in offered:
@@ -262,6 +263,7 @@ class DeviceProbe:
             batch_of=spec.batch_of,
             loss_of=spec.loss_of,
             autocast=self._task.autocast,
+            find_unused_parameters=self._depends_on_values,
         )
         try:
             for round_ in range(-WARMUP, ROUNDS):
@@ -340,17 +342,6 @@ class DeviceProbe:
     def _adaptive_codec(self, profile: DeviceProfile) -> DeviceProfile:
         times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK)
         return replace(profile, adaptive_codec=times)
-
-
-def _captured(task: Task) -> Workload:
-    """The workload of the task's model, which runs if it does not on tensors without values."""
-    spec = task.spec
-    options: dict[str, Any] = {"loss": spec.loss, "autocast": task.autocast, "sizes": task.batches}
-    try:
-        return capture_workload(spec.model, spec.batch, **options)
-    except TrimtabError as error:
-        logger().debug("%s", error)
-        return capture_workload(spec.model, spec.batch, real=True, **options)
 
 
 def _gather(own: Any) -> list[Any]:

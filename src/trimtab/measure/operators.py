@@ -219,17 +219,19 @@ class StepTrainer:
         workload: Workload,
         device: torch.device,
         *,
-        batch_of: Callable[[int], tuple[Any, ...]],
+        batch_of: Callable[[int], tuple[Any, ...] | dict[str, Any]],
         loss_of: Callable[[Any], torch.Tensor] = lambda output: output,
         autocast: str | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         """
         Args:
             model: is trained in place; `close` restores its precisions.
-            batch_of: the model's arguments for a number of samples.
+            batch_of: the model's arguments for a number of samples, by position or by keyword.
             loss_of: the scalar loss from the model's output.
+            find_unused_parameters: as DDP's: not every step uses all parameters, as with experts without tokens.
         """
-        self._ddp = DistributedDataParallel(model)
+        self._ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
         without_communication(self._ddp)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         self._memory = MemoryAgreement(device)
@@ -260,7 +262,7 @@ class StepTrainer:
         def loss() -> torch.Tensor:
             kind = self._autocast
             with torch.autocast(self._device.type, DTYPES[kind]) if kind else nullcontext():
-                return self._loss_of(self._ddp(*batch))
+                return self._loss_of(self._ddp(**batch) if isinstance(batch, dict) else self._ddp(*batch))
 
         def ready() -> None:
             # After the last average all ranks start their update together.

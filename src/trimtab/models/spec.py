@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
 
@@ -20,8 +21,8 @@ class ModelSpec:
 
     name: str
     model: nn.Module
-    batch: tuple[Any, ...]
-    """The model's arguments. Axis 0 of each tensor is the batch."""
+    batch: tuple[Any, ...] | dict[str, Any]
+    """The model's arguments, by position or by keyword. Axis 0 of each tensor is the batch."""
 
     loss: Callable[[Any], torch.Tensor] | None = None
     """Computes the scalar loss from the model's output; None if the output is the loss."""
@@ -35,7 +36,7 @@ class ModelSpec:
             )
         return loss
 
-    def batch_of(self, samples: int) -> tuple[Any, ...]:
+    def batch_of(self, samples: int) -> tuple[Any, ...] | dict[str, Any]:
         """The batch with another number of samples: rows of the sample batch, repeated."""
 
         def sized(x: Any) -> Any:
@@ -44,6 +45,8 @@ class ModelSpec:
             times = -(-samples // x.shape[0])
             return x.repeat(times, *[1] * (x.dim() - 1))[:samples]
 
+        if isinstance(self.batch, dict):
+            return {name: sized(x) for name, x in self.batch.items()}
         return tuple(sized(x) for x in self.batch)
 
 
@@ -85,8 +88,22 @@ def _from_function(text: str, device: torch.device) -> ModelSpec:
         raise TrimtabError(
             f"{text}: must return (model, batch) or (model, batch, loss); got {type(made).__name__}"
         )
-    batch = made[1] if isinstance(made[1], tuple) else (made[1],)
+    batch = made[1]
+    if isinstance(batch, Mapping):  # also a tokenizer's BatchEncoding
+        batch = dict(batch)
+    elif not isinstance(batch, tuple):
+        batch = (batch,)
+    _keep_layers(text, made[0])
     return ModelSpec(name=text, model=made[0], batch=batch, loss=made[2] if len(made) == 3 else None)
+
+
+def _keep_layers(name: str, model: nn.Module) -> None:
+    """A step is described with all layers: which of them are dropped differs from step to step."""
+    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    for module in dropping:
+        module.layerdrop = 0.0  # type: ignore[assignment]  # a number
+    if dropping:
+        logger().info("%s: layerdrop is 0 here: steps are measured and predicted with all layers", name)
 
 
 def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:

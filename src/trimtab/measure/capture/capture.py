@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.assemble import Captured, assemble, grow_alike
 from trimtab.measure.capture.call import DTYPES, Call, Meta, tensors_in
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
-from trimtab.models.spec import load_model
+from trimtab.measure.out_of_memory import is_out_of_memory
+from trimtab.models.spec import ModelSpec, load_model
 from trimtab.precision.operators import LowPrecisionForward
 from trimtab.precision.products import DTYPES as HALVES
 from trimtab.workload.workload import Workload
@@ -135,6 +139,28 @@ def workload_of(
         raise TrimtabError(f"{model}: {error}; on the command line: --real") from None
 
 
+def capture_or_run(spec: ModelSpec, **options: Any) -> tuple[Workload, bool]:
+    """The workload of a model, and whether the model had to run, because what it does depends on values.
+
+    Raises:
+        TrimtabError: the model does not run, with the cause and where it is.
+    """
+    try:
+        return capture_workload(spec.model, spec.batch, loss=spec.loss, **options), False
+    except TrimtabError as error:
+        logger().debug("%s", error)
+    try:
+        return capture_workload(spec.model, spec.batch, loss=spec.loss, real=True, **options), True
+    except Exception as error:
+        if isinstance(error, TrimtabError) or is_out_of_memory(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TrimtabError(
+            f"{spec.name}: a forward pass of the model on its sample batch failed: {type(error).__name__}: "
+            f"{_first_line(error)} ({last.filename}, line {last.lineno})"
+        ) from error
+
+
 def _resized(batch: Any, old: int, new: int) -> Any:
     """The batch with another number of samples: its rows, repeated."""
 
@@ -172,7 +198,7 @@ def _fake_forward(
 
     batch = tree_map(lambda v: sized(v) if isinstance(v, torch.Tensor) and _has_values(v) else v, batch)
     buffers = {name: b.to(device, copy=True) for name, b in model.named_buffers() if _has_values(b)}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         values = {
             name: fake(tensor)
             for names in (
@@ -183,6 +209,18 @@ def _fake_forward(
         }
         batch = tree_map(lambda v: v if isinstance(v, torch.Tensor) and _has_values(v) else sized(v), batch)
         return _forward(model, batch, values | buffers, loss, autocast, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what fake tensors cannot do at length; the error that follows says it, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _forward(
