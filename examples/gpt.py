@@ -1,4 +1,4 @@
-"""Train a small GPT on the source text of Python's own standard library: no download, no dependency except torch.
+"""Train a small GPT on the source text of Python's own standard library: no download. Its training is plain torch.
 
     python examples/gpt.py                                       # single process, on a GPU if there is one
     torchrun --nproc-per-node 2 examples/gpt.py                  # data parallel
@@ -25,9 +25,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.models.gpt import Gpt  # the model of `--model gpt`; plain torch
 
 # --- knobs ---
 steps = 200  # optimizer steps in total, including those before a resume
@@ -89,54 +90,6 @@ def read_knobs(arguments: list[str]) -> None:
         fail("--device=cuda, but torch finds no GPU")
 
 
-class TransformerLayer(nn.Module):
-    """Causal attention, then an MLP at each position, both with a residual connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_width))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """A decoder over bytes. Returns the mean cross-entropy if targets are given, else the logits."""
-
-    def __init__(self, *, vocabulary: int = 256, context: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                # Scaled down with depth, since every layer adds to the residual stream.
-                residual = name.endswith(("projection.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
 def load_text() -> tuple[Tensor, Tensor]:
     """Training and validation text as bytes; every twentieth file is for validation."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -148,12 +101,11 @@ def load_text() -> tuple[Tensor, Tensor]:
     return train, validation
 
 
-def draw(text: Tensor, number: int, place: torch.device) -> tuple[Tensor, Tensor]:
+def draw(text: Tensor, number: int, place: torch.device) -> Tensor:
     """Batch `number`. It depends on nothing else, so a resumed run sees the same data as an uninterrupted one."""
     generator = torch.Generator().manual_seed(number)
     starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
-    window = text[starts + torch.arange(context + 1)].to(place, torch.long)
-    return window[:, :-1], window[:, 1:]
+    return text[starts + torch.arange(context + 1)].to(place, torch.long)
 
 
 def mean_over_ranks(total: Tensor, count: int) -> float:
@@ -164,22 +116,22 @@ def mean_over_ranks(total: Tensor, count: int) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, text: Tensor, place: torch.device, rank: int, world_size: int) -> float:
+def evaluate(model: Gpt, text: Tensor, place: torch.device, rank: int, world_size: int) -> float:
     """Mean loss over fixed validation batches, each computed by one rank: the same on any number of ranks."""
     numbers = range(rank, evaluate_batches, world_size)
-    losses = [model(*draw(text, number, place)) for number in numbers]
+    losses = [model(draw(text, number, place)) for number in numbers]
     total = torch.stack(losses).sum() if losses else torch.zeros((), device=place)
     return mean_over_ranks(total, len(losses))
 
 
-def save(path: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(path: str, model: Gpt, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write to a temporary file and rename it, so that an interruption leaves the old checkpoint intact."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, f"{path}.part")
     Path(f"{path}.part").replace(path)
 
 
-def load(path: str, model: GPT, optimizer: torch.optim.Optimizer, place: torch.device) -> int:
+def load(path: str, model: Gpt, optimizer: torch.optim.Optimizer, place: torch.device) -> int:
     if not Path(path).is_file():
         fail(f"--resume={path}: no such file")
     try:
@@ -206,7 +158,7 @@ def main() -> None:
 
     train_text, validation_text = load_text()
     torch.manual_seed(seed)
-    model = GPT(context=context, width=width, layers=layers, heads=heads).to(place)
+    model = Gpt(context=context, width=width, layers=layers, heads=heads).to(place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     start = load(resume, model, optimizer, place) if resume else 0
     if start >= steps:
@@ -225,9 +177,9 @@ def main() -> None:
         begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / warmup) if warmup else lr
-        tokens, targets = draw(train_text, ((seed + 1) * 1_000_000 + step) * 1_000 + rank, place)
+        tokens = draw(train_text, ((seed + 1) * 1_000_000 + step) * 1_000 + rank, place)
         with precision:
-            loss = trained(tokens, targets)
+            loss = trained(tokens)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -268,6 +269,24 @@ def test_the_table_says_what_a_plan_can_use() -> None:
     assert found["fast"]["batches"] == "2, 6"
     assert found["fast"]["codec bits"] == "4"
     assert found["link lan"]["is"] == "all_to_all: 1 Gbit/s, 100 us"
+
+
+def test_the_table_shows_the_probed_model_and_not_what_the_cache_holds_of_others() -> None:
+    from tests.cli.test_away import on_gpus
+
+    probed = on_gpus()
+    assert probed.profile is not None
+    own = rows(probed)[0]
+    fast = probed.profile.devices["fast"]
+    more = replace(
+        fast,
+        operators={**fast.operators, "linear|7x7x7|fp32|fp32": next(iter(fast.operators.values()))},
+        batches={**fast.batches, "another": (8, 9)},
+    )
+    devices = {**probed.profile.devices, "fast": more}
+    assert rows(replace(probed, profile=replace(probed.profile, devices=devices)))[0] == own
+    assert own["operators"] > 0
+    assert own["batches"] == "2, 6"
 
 
 def test_probe_writes_a_cluster_that_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def digits() -> TensorDataset:
     return TensorDataset(images[order], torch.tensor(labels)[order].long())
 
 
-def filled(spec: ModelSpec, step: int) -> tuple[Any, ...]:
+def filled(spec: ModelSpec, step: int) -> tuple[Any, ...] | dict[str, Any]:
     """The batch of a model by name with values in it; they differ from step to step."""
     generator = torch.Generator().manual_seed(step)
 
@@ -113,6 +113,8 @@ def filled(spec: ModelSpec, step: int) -> tuple[Any, ...]:
             filling = torch.arange(x.shape[0]) % 2
         return filling.to(x.device)
 
+    if isinstance(spec.batch, dict):
+        return {name: values(x) for name, x in spec.batch.items()}
     return tuple(values(x) for x in spec.batch)
 
 

@@ -106,25 +106,25 @@ def _keep_layers(name: str, model: nn.Module) -> None:
         logger().info("%s: layerdrop is 0 here: steps are measured and predicted with all layers", name)
 
 
-def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
+def _named(name: str, samples: int) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]:
     if name == "gpt":
         from trimtab.models.gpt import Gpt
 
-        model: nn.Module = Gpt(width=256, layers=4, heads=4, context=128)
+        model: nn.Module = Gpt(width=128, layers=4, heads=4, context=128)  # the sizes of examples/gpt.py
         return model, (torch.zeros(samples, 129, dtype=torch.int64),)
     import transformers as t
 
     if name == "gpt2":
         ids = torch.zeros(samples, 512, dtype=torch.int64)
-        return LossOnly(t.GPT2LMHeadModel(t.GPT2Config())), (ids, ids)
+        return t.GPT2LMHeadModel(t.GPT2Config()), {"input_ids": ids, "labels": ids}
+    labels = torch.zeros(samples, dtype=torch.int64)
     if name == "bert":
-        ids, labels = torch.zeros(samples, 128, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64)
-        return LossOnly(t.BertForSequenceClassification(t.BertConfig())), (ids, labels)
-    images, labels = torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.int64)
+        ids = torch.zeros(samples, 128, dtype=torch.int64)
+        return t.BertForSequenceClassification(t.BertConfig()), {"input_ids": ids, "labels": labels}
     config: Any = t.ViTConfig() if name == "vit" else t.ResNetConfig()
     config.num_labels = 1000
     kind: Any = t.ViTForImageClassification if name == "vit" else t.ResNetForImageClassification
-    return LossOnly(kind(config)), (images, labels)
+    return kind(config), {"pixel_values": torch.zeros(samples, 3, 224, 224), "labels": labels}
 
 
 class LossOnly(nn.Module):
