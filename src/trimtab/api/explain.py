@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 import torch
 import torch.distributed as dist
 
@@ -13,8 +15,18 @@ from trimtab.doors.backend import TrimtabGroup
 from trimtab.model_state import state_of
 
 
+class Explanation(str):
+    """An explanation in words; a notebook shows it as a list."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{escape(part)}</li>" for part in self.split("; "))
+        return f"<b>trimtab</b><ul>{items}</ul>"
+
+
 def explain(model: torch.nn.Module) -> str:
-    """What trimtab decided for this module and its process group, and why."""
+    """What trimtab decided for this module and its process group, and why; a notebook shows it as a list."""
     parts = [explain_plan(model), state_of(model).explanation]
     controller = adaptive_of(model)
     if controller is not None and controller.history:
@@ -26,7 +38,7 @@ def explain(model: torch.nn.Module) -> str:
     group = getattr(model, "process_group", dist.group.WORLD if dist.is_available() else None)
     if isinstance(group, TrimtabGroup):
         parts.append(group.describe())
-    return "; ".join(filter(None, parts)) or "trimtab was not asked to adjust this module"
+    return Explanation("; ".join(filter(None, parts)) or "trimtab was not asked to adjust this module")
 
 
 def observe_loss(model: torch.nn.Module, loss: torch.Tensor | float) -> None:

@@ -14,6 +14,7 @@ from trimtab.cli.doctor import doctor
 from trimtab.cli.emulate import emulate
 from trimtab.cli.plan import plan
 from trimtab.cli.probe import probe
+from trimtab.cli.report import report
 from trimtab.cli.run import run
 from trimtab.cli.simulate import simulate
 from trimtab.errors import TrimtabError
@@ -36,7 +37,7 @@ _FORWARD_ARGUMENTS = {
 }
 app.command(context_settings=_FORWARD_ARGUMENTS)(run)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(emulate)
-for command in (probe, plan, simulate, demo, doctor):
+for command in (probe, plan, simulate, report, demo, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

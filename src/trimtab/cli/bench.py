@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ import typer
 from trimtab.bench.harness import Result
 from trimtab.cli.device_option import Device
 from trimtab.errors import TrimtabError
+from trimtab.strict_files import require_writable
 
 bench = typer.Typer(
     help="Does it help [bold]here[/bold]? Each bench prints a table, or with --json one object.",
@@ -25,6 +27,8 @@ Link = Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")
 Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the warm-up.")]
 Steps = Annotated[int, typer.Option(min=4, help="Training steps of each run.")]
 Seeds = Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")]
+
+Html = Annotated[Path | None, typer.Option(help="Also write a page with the results (.html).")]
 
 _BENCHES: dict[str, Callable[[], None]] = {}
 
@@ -43,9 +47,11 @@ def _measures(what: str, module: str = "") -> Callable[[Callable[..., dict[str, 
         name = flags.__name__
 
         @wraps(flags)
-        def command(**given: Any) -> None:
+        def command(html: Path | None = None, **given: Any) -> None:
             from trimtab.cli.terminal import print_table, progress_bar
 
+            if html is not None:
+                require_writable(html)
             bound = signature(flags).bind(**given)
             bound.apply_defaults()
             arguments = {**bound.arguments, **(flags(**given) or {})}
@@ -53,12 +59,24 @@ def _measures(what: str, module: str = "") -> Callable[[Callable[..., dict[str, 
             scenario = getattr(import_module(f"trimtab.bench.scenarios.{module or name}"), name)
             with progress_bar(what) as progress:
                 result: Result = scenario(**arguments, progress=progress)
+            if html is not None:
+                write_bench_page(result, html)
             if as_json:
                 typer.echo(result.to_json())
                 return
             print_table(f"trimtab bench {result.bench}", result.rows)
             print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
+            if html is not None:
+                print(f"page: {html}")
 
+        with_html = signature(flags, eval_str=True)
+        command.__annotations__ = {name: each.annotation for name, each in with_html.parameters.items()} | {
+            "html": Html
+        }
+        html_flag = Parameter("html", Parameter.KEYWORD_ONLY, default=None, annotation=Html)
+        command.__signature__ = with_html.replace(  # type: ignore[attr-defined]
+            parameters=[*with_html.parameters.values(), html_flag]
+        )
         bench.command(name)(command)
         _BENCHES[name] = command
 
@@ -261,6 +279,19 @@ def bench_all() -> None:
             measure()
         except TrimtabError as error:
             print(f"trimtab: bench {name}: {error}", file=sys.stderr)
+
+
+def write_bench_page(result: Result, path: Path) -> None:
+    """The page of a bench's result."""
+    from trimtab.report.page.bench import bench_document
+    from trimtab.report.page.document import to_html, write_page
+
+    known = dict(result.environment)
+    command = str(known.pop("command", f"trimtab bench {result.bench}"))
+    document = bench_document(
+        name=result.bench, rows=result.rows, summary=result.summary, settings=known, command=command
+    )
+    write_page(to_html(document), path)
 
 
 def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +62,7 @@ def plan(
         str | None, typer.Option(help="Rate between hosts that have no link in the file: 1gbit.")
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write (.json).")] = Path("plan.json"),
+    html: Annotated[Path | None, typer.Option(help="Also write a page that shows the plan (.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """What should each rank do? Samples, precisions and bits of every rank, as a file for `trimtab run`.
@@ -76,6 +78,8 @@ def plan(
     if out.suffix.lower() != ".json":
         raise TrimtabError(f"{out}: a plan file must end in .json")
     require_writable(out)
+    if html is not None:
+        require_writable(html)
     if batch not in ("free", "fixed"):
         raise TrimtabError(f"plan: --batch is free or fixed; got {batch!r}")
     if layout not in ("auto", "data") and not (layout.isdecimal() and int(layout) > 1):
@@ -102,6 +106,8 @@ def plan(
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None
     save_plan(made, out)
+    if html is not None:
+        _write_page(made, html, title=str(out), model=model)
     if as_json:
         print(json.dumps(tree(made, out), indent=2))
         return
@@ -117,6 +123,17 @@ def plan(
         print(line)
     for reason in made.reasons:
         print(f"- {reason}")
+    if html is not None:
+        print(f"page: {html}")
+
+
+def _write_page(plan: Plan, path: Path, *, title: str, model: str) -> None:
+    from trimtab.report.page.document import to_html, write_page
+    from trimtab.report.page.predicted import plan_document
+
+    operators = list(dict.fromkeys(name for role in plan.roles.values() for name in role.choices))
+    document = plan_document(asdict(plan), title=title, model=model, operators=operators)
+    write_page(to_html(document), path)
 
 
 def parse_bits(text: str) -> Bits:

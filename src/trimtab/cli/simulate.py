@@ -78,6 +78,7 @@ def simulate(
         ),
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the step's trace for ui.perfetto.dev.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with all of it (.html).")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -123,6 +124,8 @@ def simulate(
     if trace is not None:
         save_trace(trace, outcomes[0].timeline, outcomes[0].roles)
     words = verdicts(cases, budget_per_hour) if cases else []
+    if html is not None:
+        _write_page(html, model, outcomes, cases, words)
     if as_json:
         trees = [tree(outcomes[0]), *(case.row() for case in cases), *map(tree, outcomes[1:])]
         print(json.dumps({"model": model, "outcomes": trees, "verdicts": words}, indent=2))
@@ -136,6 +139,26 @@ def simulate(
         )
     for text in (*(outcome.words() for outcome in outcomes), *words):
         print(text)
+    if html is not None:
+        print(f"page: {html}")
+
+
+def _write_page(
+    path: Path, model: str, outcomes: Sequence[Outcome], cases: Sequence[Case], words: Sequence[str]
+) -> None:
+    from trimtab.report.page.document import to_html, write_page
+    from trimtab.report.page.predicted import simulation_document
+
+    timeline = outcomes[0].timeline
+    document = simulation_document(
+        model=model,
+        outcomes=[outcome.row() for outcome in outcomes],
+        cases=[case.row() for case in cases],
+        said=[*(outcome.words() for outcome in outcomes), *words],
+        roles=[role.name for role in timeline.roles],
+        timeline=[(span.role, span.phase, span.name, span.start, span.end) for span in timeline.spans],
+    )
+    write_page(to_html(document), path)
 
 
 def _damages(cluster: Cluster, model: str) -> dict[str, dict[str, float]]:

@@ -1,0 +1,20 @@
+"""`trimtab.explain` as text and in a notebook."""
+
+from __future__ import annotations
+
+import torch
+
+import trimtab
+from trimtab.api.explain import Explanation
+
+
+def test_a_module_that_was_not_adjusted() -> None:
+    explanation = trimtab.explain(torch.nn.Linear(2, 2))
+    assert explanation == "trimtab was not asked to adjust this module"
+    assert isinstance(explanation, Explanation)
+    assert explanation._repr_html_() == f"<b>trimtab</b><ul><li>{explanation}</li></ul>"
+
+
+def test_a_notebook_shows_a_list_and_no_markup_of_names() -> None:
+    shown = Explanation("4 bits; layer <script> is sent raw")._repr_html_()
+    assert shown == "<b>trimtab</b><ul><li>4 bits</li><li>layer &lt;script&gt; is sent raw</li></ul>"
