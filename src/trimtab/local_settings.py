@@ -26,6 +26,10 @@ class LocalSettings:
     delay: int = 0
     """Steps between sending a fragment and taking its average; so long nobody waits for the network or a worker."""
 
+    patience: int = 0
+    """Steps by which a fragment may be taken later if it has not arrived. Where that happens, which step it is depends
+    on the timing: a run with patience is not reproducible."""
+
     keep: float = 1.0
     """The part of a worker's own change during the delay that it keeps when it takes the average."""
 
@@ -40,6 +44,7 @@ class LocalSettings:
             <= self.delay
             <= spacing,
             f"bits={self.bits}: use 1 to 8, or None": self.bits is not None and not 1 <= self.bits <= 8,
+            f"patience={self.patience}: use at least 0": self.patience < 0,
             f"keep={self.keep}: use 0 to 1": not 0 <= self.keep <= 1,
             f"outer_lr={self.outer_lr}: use a number above 0": not 0 < self.outer_lr < float("inf"),
             f"outer_momentum={self.outer_momentum}: use 0 to below 1": not 0 <= self.outer_momentum < 1,

@@ -77,13 +77,12 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     elif compression is not None:
         outcomes.append("bits start anew: gradients were not compressed when the checkpoint was made")
     if "local_steps" in state:
-        worker = _worker(model)
-        if worker is None:
+        steps = local_steps_of(model)
+        if steps is None or not steps.load_state_dict(state["local_steps"]):
             outcomes.append(
-                "the state of local steps is dropped: the model has none yet (trimtab.local_steps(every=...))"
+                "the state of local steps is dropped: this model takes none (trimtab.local_steps)"
             )
         else:
-            worker.load_state_dict(state["local_steps"])
             outcomes.append("workers continue from their last agreement")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank == 0 and outcomes and not environment.disabled():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
-from trimtab.control.local_steps import LocalSteps, local_steps_of
+from trimtab.control.local_steps import LocalSteps, WhoWorks, local_steps_of
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
@@ -31,14 +31,16 @@ def local_steps(
     outer_momentum: float | None = None,
     fragments: int | None = None,
     delay: int | None = None,
+    patience: int | None = None,
+    workers: WhoWorks = "auto",
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Model:
     """Let every rank train by itself, and agree on the weights every so many steps; in place, and returns the model.
 
-    For links on which sending the gradients of every step is hopeless. Every rank is a worker: it takes steps with its
-    own optimizer, and every `every` steps what it changed is averaged over the workers, in a few bits, while training
-    goes on. Training is not that of DDP; see docs/local-steps.md for when not to use it.
+    For links on which sending the gradients of every step is hopeless. Every rank (or host) is a worker: it takes steps
+    with its own optimizer, and every `every` steps what it changed is averaged over the workers, in a few bits, while
+    training goes on. Training is not that of DDP; see docs/local-steps.md for when not to use it.
 
     ::
 
@@ -51,13 +53,18 @@ def local_steps(
         model: a plain module, or one in DistributedDataParallel, whose own communication stops.
         optimizer: is checked for the model's parameters; otherwise any that has them counts.
         every: steps of a round; "auto" measures a few steps and the link, and takes the shortest round that hides the
-            exchange.
+            exchange. Where exchanging every step is as fast, a DDP module goes back to that, with compressed gradients.
         max_penalty: with "auto", the expected relative increase of the loss that is allowed.
         bits: of what is exchanged; None for uncompressed.
         outer_lr, outer_momentum: of the outer Nesterov step; by default they follow the number of workers.
         fragments: groups of parameters that are exchanged one after another.
         delay: steps between sending a fragment and taking its average.
-        group: the workers; by default DDP's, or all ranks.
+        patience: steps by which a fragment that has not arrived may be taken later; a run in which that happens is not
+            reproducible.
+        workers: "hosts" lets ranks of one host average their gradients in every step, exactly, and hosts agree every
+            `every` steps; "ranks" makes every rank a worker. "auto" takes hosts where there are several with several
+            ranks, and the model is in DDP.
+        group: the ranks; by default DDP's, or all ranks.
     """
     if not isinstance(model, nn.Module):
         raise TrimtabError(f"local_steps: expected an nn.Module, got {type(model).__name__}")
@@ -69,6 +76,8 @@ def local_steps(
         raise TrimtabError(
             f"local_steps: max_penalty={max_penalty!r}: use a number between 0 and 1, such as 0.01"
         )
+    if workers not in ("auto", "ranks", "hosts"):
+        raise TrimtabError(f"local_steps: workers={workers!r}: use 'ranks', 'hosts' or 'auto'")
     parameters = {id(p) for p in model.parameters()}
     if optimizer is not None and not any(
         id(p) in parameters for own in optimizer.param_groups for p in own["params"]
@@ -89,6 +98,7 @@ def local_steps(
         "outer_momentum": outer_momentum,
         "fragments": fragments,
         "delay": delay,
+        "patience": patience,
     }
     changes: dict[str, Any] = {
         key: value for key, value in given.items() if value is not None or (key == "bits" and bits is None)
@@ -104,6 +114,7 @@ def local_steps(
         max_penalty=max_penalty,
         seed=seed,
         changes=changes,
+        who=workers,
     )
     return model
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,20 +17,45 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from trimtab.codec import Block
+from trimtab.collectives import find_hosts
 from trimtab.collectives.groups import destroy_groups
+from trimtab.control.compression.ddp import compress_ddp
+from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.rank_values import gather_numbers
-from trimtab.control.training_steps import TrainingSteps
-from trimtab.doors.ddp import stage_groups
+from trimtab.control.training_steps import TrainingSteps, observe_skipped_steps
+from trimtab.control.unify import unify
+from trimtab.doors.ddp import has_other_hook, stage_groups
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.local.agreement import outer_step
 from trimtab.local.worker import LocalWorker
+from trimtab.local.workers import Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.measure.exchange import measure_exchanges
+from trimtab.measure.timing import call_seconds
 from trimtab.model_state import JobBound, JobHook, find_state
-from trimtab.planning.local_steps import TRIED_BITS, LocalChoice, choose_local_steps, local_settings
+from trimtab.planning.local_steps import (
+    TRIED_BITS,
+    LocalChoice,
+    choose_local_steps,
+    every_step_seconds,
+    local_settings,
+)
 
 WARM_UP, TIMED = 2, 4
 """Steps before the settings are chosen: some that are not timed, and some that are."""
+
+WhoWorks = Literal["auto", "ranks", "hosts"]
+
+
+class TimeSource(Protocol):
+    """Knows how long this rank's steps take: a loader that shares batches out by speed."""
+
+    def own_numbers(self) -> list[float]:
+        """Numbers for all ranks, read once in a round."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around what is not part of this rank's work."""
 
 
 class LocalSteps(JobBound):
@@ -44,41 +70,122 @@ class LocalSteps(JobBound):
         max_penalty: float,
         seed: int,
         changes: dict[str, Any],
+        who: WhoWorks = "auto",
     ) -> None:
         """Collective. `every` None chooses by measurements after a few steps; `changes` are settings that are given."""
+        ddp = isinstance(model, DistributedDataParallel)
         self.module = model.module if isinstance(model, DistributedDataParallel) else model
         self.group, self.seed, self._changes = group, seed, changes
         self._max_penalty = max_penalty
+        self._model = weakref.ref(model)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not trained:
             raise TrimtabError("local_steps: the model has no parameter that is trained")
         self.device = next(iter(trained.values())).device
         self._parameters = len(trained)
         self._numel = sum(p.numel() for p in trained.values())
+        self._members = self._find_members(model, who)
         self.worker: LocalWorker | None = None
         self.choice: LocalChoice | None = None
+        self.source: TimeSource | None = None
+        """Where this rank's step times come from, if a loader shares batches out."""
         self._start: dict[str, torch.Tensor] | None = None
-        self._samples = 0
+        self._samples = self._seen = self._skipped = 0
         self._ended = False
         self._began = 0.0
         self._times: list[float] = []
+        if isinstance(model, DistributedDataParallel):
+            # As inside `no_sync()`, for good: gradients and buffers stay with their worker.
+            model.require_backward_grad_sync = model.require_forward_param_sync = False
         if every is not None:
-            settings = local_settings(every, 4, group.size(), self._parameters)
-            self._agree(replace(settings, **changes), None)
+            settings = local_settings(every, 4, self._count_workers(), self._parameters)
+            self._agree(replace(settings, **changes))
             if group.rank() == 0:
                 logger().info("%s", self.explain())
         else:
             _broadcast(trained, group)
             self._start = {name: p.detach().float().clone() for name, p in trained.items()}
-        if isinstance(model, DistributedDataParallel):
-            # As inside `no_sync()`, for good: gradients and buffers stay with their worker.
-            model.require_backward_grad_sync = model.require_forward_param_sync = False
         self._steps = TrainingSteps(model, {id(p) for p in trained.values()}, self, skipped=True)
-        model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._count)), with_kwargs=True)
+        count = JobHook(torch.compiler.disable(self._count))
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        if ddp and every is None:  # only then is it asked for
+            skip = observe_skipped_steps(_weakly(self))
+            weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
+        _active.add(self)
 
-    def _agree(self, settings: LocalSettings, start: dict[str, torch.Tensor] | None) -> None:
-        self.worker = LocalWorker(self.module, self.group, settings, seed=self.seed, start=start)
+    def _find_members(self, model: nn.Module, who: WhoWorks) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks of each worker; None where every rank is one. Collective."""
+        if who == "ranks":
+            return None
+        ddp = isinstance(model, DistributedDataParallel)
+        hosts = find_hosts(self.group, self.device).ranks
+        several = 1 < len(hosts) < self.group.size()
+        if who == "auto":
+            return (
+                hosts
+                if several and isinstance(model, DistributedDataParallel) and not has_other_hook(model)
+                else None
+            )
+        if not ddp:
+            raise TrimtabError(
+                "local_steps: workers='hosts' averages the gradients of a host's ranks by DistributedDataParallel; "
+                "wrap the model in it first"
+            )
+        if has_other_hook(model):  # type: ignore[arg-type]
+            raise TrimtabError(
+                "local_steps: this module has a communication hook of its own; use workers='ranks'"
+            )
+        return hosts if several else None
+
+    def _count_workers(self) -> int:
+        return self.group.size() if self._members is None else len(self._members)
+
+    def _agree(
+        self,
+        settings: LocalSettings,
+        start: dict[str, torch.Tensor] | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        workers = workers or Workers(self.group, self.device, self._members)
+        self.worker = LocalWorker(
+            self.module, self.group, settings, workers=workers, seed=self.seed, start=start
+        )
+        self.worker.numbers = lambda: () if self.source is None else self.source.own_numbers()
+        self.worker.restored = self._forget_lost
+        model = self._model()
+        if workers.gradients is not None and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, self._average_on_host)
+            model.require_backward_grad_sync = True
+
+    def _forget_lost(self) -> None:
+        """What the optimizers kept of gradients that were not finite would spoil the next weights too."""
+        for optimizer in self._steps.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        value.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _average_on_host(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        group = self.team[1]
+        assert group is not None
+        return allreduce_hook(group, bucket)
+
+    @property
+    def team(self) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+        """The ranks that average this rank's gradients in every step, as the group counts them, and their group."""
+        if self.worker is None:
+            return (self.group.rank(),), None
+        return self.worker.workers.own, self.worker.workers.gradients
+
+    def take_reported(self) -> list[list[float]] | None:
+        """The numbers of all ranks, if a round has brought new ones; the same on every rank."""
+        if self.worker is None:
+            return None
+        reported, self.worker.reported = self.worker.reported, None
+        return reported
 
     def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the samples of a forward pass: the first axis of its first tensor."""
@@ -95,61 +202,159 @@ class LocalSteps(JobBound):
     def ends(self) -> None:
         self._ended = True
 
+    def skips(self) -> None:
+        """A GradScaler has skipped a step."""
+        self._skipped += 1
+
     def finish_step(self) -> None:
         """What follows a step, if one has ended: before the next forward pass, or before the state is looked at."""
-        if not self._ended:
+        if not self._ended or self not in _active:
             return
         self._ended = False
         samples, self._samples = self._samples, 0
-        if self.worker is None:
-            self._times.append(time.perf_counter() - self._began)
-            if len(self._times) >= WARM_UP + TIMED:
-                self._choose()
-        if self.worker is not None:
-            self.worker.step(samples)
+        with nullcontext() if self.source is None else self.source.waiting():
+            if self.worker is None:
+                self._seen += samples
+                self._times.append(time.perf_counter() - self._began)
+                if len(self._times) >= WARM_UP + TIMED:
+                    self._choose()
+            if self.worker is not None:
+                self.worker.step(samples)
 
     def _choose(self) -> None:
         """Choose settings from the measured step and link. Collective."""
-        own = median(self._times[WARM_UP:])
-        step_s = max(row[0] for row in gather_numbers([own], self.group))
         groups = stage_groups(self.group, self.device)
         codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
         measured = measure_exchanges(codecs, groups, self.device, self._numel)
         destroy_groups(groups)
-        whole = {int(b): e.compressed_s * self._numel * 4 / e.nbytes for b, e in measured.items()}
-        plain = next(iter(measured.values()))
-        plain_s = plain.plain_s * self._numel * 4 / plain.nbytes
+        whole = {int(bits): exchange.of(self._numel * 4) for bits, exchange in measured.items()}
+        own = [median(self._times[WARM_UP:]), whole[4].work_s + self._arithmetic_s()]
+        step_s, work_s = map(max, zip(*gather_numbers(own, self.group), strict=True))
+        plain_s = whole[4].plain_s
         self.choice = choose_local_steps(
             step_s=step_s,
-            exchange_s=whole,
-            every_step_s=step_s + min(plain_s, *whole.values()),
-            workers=self.group.size(),
+            exchange_s={bits: exchange.compressed_s for bits, exchange in whole.items()},
+            every_step_s=min(
+                every_step_seconds(step_s, plain_s, 0.0),
+                *(every_step_seconds(step_s, exchange.compressed_s, work_s) for exchange in whole.values()),
+            ),
+            workers=self._count_workers(),
             layers=self._parameters,
             max_penalty=self._max_penalty,
+            work_s=work_s,
         )
         settings = self.choice.settings
+        if settings is None and self._exchange_every_step():
+            return
         if settings is None:  # nothing exchanges gradients every step here: the shortest rounds
-            settings = local_settings(2, None, self.group.size(), self._parameters)
-        if self.group.rank() == 0:
-            logger().info("local steps: %s", self.choice.reason)
+            settings = local_settings(2, None, self._count_workers(), self._parameters)
         start, self._start = self._start, None
-        self._agree(replace(settings, **self._changes), start)
+        self._agree(replace(settings, **self._changes), start, self._join_hosts())
         assert self.worker is not None
         self.worker.missed(len(self._times) - 1)
+        if self.group.rank() == 0:
+            logger().info("%s", self.explain())
+
+    def _arithmetic_s(self) -> float:
+        """Computing time of the outer gradients and steps of all weights; those of a GPU do not count."""
+        if self.device.type != "cpu":
+            return 0.0
+        agreed, momentum, change = torch.zeros(3, min(self._numel, 1 << 20))
+        once = call_seconds(lambda: outer_step(agreed, momentum, change, 1.0, 0.5), self.device)
+        # The copies and differences before and after it are about as many passes over the weights.
+        return float(2 * once * self._numel / agreed.numel())
+
+    def _join_hosts(self) -> Workers:
+        """Ranks of a host went their own ways while steps were timed: from here on they are one worker. Collective."""
+        workers = Workers(self.group, self.device, self._members)
+        if workers.gradients is not None and not self._unify(workers.gradients):
+            workers.close()
+            self._members = None
+            self._say("the ranks of a host cannot continue as one, so every rank is a worker")
+            return Workers(self.group, self.device)
+        return workers
+
+    def _unify(self, team: dist.ProcessGroup) -> bool:
+        return unify(
+            self.module,
+            self._steps.optimizers,
+            team,
+            self.group,
+            samples=self._seen,
+            skipped=self._skipped,
+        )
+
+    def _exchange_every_step(self) -> bool:
+        """Go back to DDP with compressed gradients; False where that is not possible. Collective."""
+        model = self._model()
+        if not isinstance(model, DistributedDataParallel) or self._changes or not self._unify(self.group):
+            return False
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        _active.discard(self)
+        self._start = None
+        try:
+            decision = compress_ddp(model)
+        except TrimtabError as error:
+            decision = f"gradients are sent as by DDP alone: {error}"
+        assert self.choice is not None
+        record_explanation(model, f"local steps are off: {self.choice.reason}; {decision}")
+        return True
+
+    def _say(self, text: str) -> None:
+        if self.group.rank() == 0:
+            logger().info("local steps: %s", text)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from a checkpoint; returns whether it was of use. Every rank calls it.
+
+        Where the settings are still to be chosen, those of the checkpoint are taken.
+        """
+        self.finish_step()
+        if self not in _active:
+            return False
+        if self.worker is None:
+            saved = state["settings"]
+            settings = local_settings(saved["every"], saved["bits"], self._count_workers(), self._parameters)
+            if state["workers"] == self._count_workers():
+                settings = LocalSettings(**saved)
+            self._start = None
+            self._agree(replace(settings, **self._changes))
+        assert self.worker is not None
+        self.worker.load_state_dict(state)
+        return True
 
     def explain(self) -> str:
+        if self not in _active:
+            return ""
         if self.worker is None:
             return "local steps: the settings are chosen after a few steps"
-        own = self.worker.settings
+        own, workers = self.worker.settings, self.worker.workers
+        who = (
+            "workers"
+            if workers.inside is None
+            else f"hosts, whose ranks average in every step ({workers.ranks}),"
+        )
         text = (
-            f"local steps: {self.group.size()} workers agree every {own.every} steps, in "
+            f"local steps: {workers.count} {who} agree every {own.every} steps, in "
             f"{own.bits or 32} bits and {len(self.worker.fragments)} fragments"
         )
+        if self.worker.late:
+            text += f"; {self.worker.late} fragments came late and were taken later"
         return text if self.choice is None else f"{text}; {self.choice.reason}"
 
     def close(self) -> None:
+        _active.discard(self)
         if self.worker is not None:
             self.worker.close()
+
+
+_active: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+"""The local steps that run in this process."""
+
+
+def running_local_steps() -> LocalSteps | None:
+    """The local steps of this process; of several, those of any one: all have the same ranks."""
+    return next(iter(_active), None)
 
 
 def local_steps_of(model: nn.Module) -> LocalSteps | None:
@@ -161,6 +366,16 @@ def local_steps_of(model: nn.Module) -> LocalSteps | None:
 def _broadcast(trained: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
     for p in trained.values():
         dist.broadcast(p.detach(), dist.get_global_rank(group, 0), group=group)
+
+
+def _weakly(steps: LocalSteps) -> Callable[[Any], None]:
+    alive = weakref.ref(steps)
+
+    def skips(_optimizer: Any) -> None:
+        if (own := alive()) is not None:
+            own.skips()
+
+    return skips
 
 
 def _close(steps: Callable[[], LocalSteps | None]) -> None:

@@ -18,22 +18,26 @@ from trimtab.codec import Block, ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, reduction_for
 from trimtab.collectives.reduction import PlainReduction, Reduction, started
+from trimtab.local.workers import Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.wire_format import MIN_NUMEL
 
 
 class AgreedFragment:
-    """Some parameters: what all workers agreed on, the outer momentum, and the exchange that is under way."""
+    """Some parameters: what all workers agreed on, the outer momentum, and the exchange that is under way.
+
+    A worker's own thread only copies its weights when they are sent, and adds one tensor when the average is taken:
+    everything else happens beside the training, with the collectives.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        groups: Sequence[dist.ProcessGroup],
+        workers: Workers,
         settings: LocalSettings,
         *,
         seed: int,
     ) -> None:
-        """`groups`: one for the numbers of samples, and one for each stage of the reduction."""
         self.parameters = dict(parameters)
         self.settings = settings
         first = next(iter(self.parameters.values()))
@@ -41,12 +45,17 @@ class AgreedFragment:
         numel = sum(p.numel() for p in self.parameters.values())
         self.agreed = torch.empty(numel, dtype=torch.float32, device=self.device)
         self.momentum = torch.zeros_like(self.agreed)
-        self._sent = torch.empty_like(self.agreed)
+        self._shift = torch.empty_like(self.agreed)
+        """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
         self._change = torch.empty_like(self.agreed)
-        self._groups, self._seed = groups, seed
+        """While an exchange is under way: the outer gradient, then the next agreed weights."""
+        self.numbers: list[list[float]] = []
+        """Of the last exchange: the numbers that every rank gave with it."""
+        self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
         self._reduction = self._plan(seed)
         self._future: Any = None
+        self._lost = False
         self.read(self.agreed)
 
     def drop_feedback(self) -> None:
@@ -55,7 +64,7 @@ class AgreedFragment:
         self._reduction = self._plan(self._seed)
 
     def _plan(self, seed: int) -> Reduction:
-        bits, stages = self.settings.bits, self._groups[1:]
+        bits, stages = self.settings.bits, self._workers.stages
         if bits is None:
             return PlainReduction(stages)
         pieces, offset = [], 0
@@ -74,41 +83,60 @@ class AgreedFragment:
         parts = flat.split([p.numel() for p in self.parameters.values()])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters.values(), strict=True)]
 
+    def _weights(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.parameters.values()]
+
     @torch.no_grad()
     def read(self, flat: torch.Tensor) -> None:
         """Copy the parameters into a flat buffer."""
-        torch._foreach_copy_(self.views(flat), [p.detach() for p in self.parameters.values()])
+        torch._foreach_copy_(self.views(flat), self._weights())
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
         """Copy a flat buffer into the parameters."""
-        torch._foreach_copy_([p.detach() for p in self.parameters.values()], self.views(flat))
+        torch._foreach_copy_(self._weights(), self.views(flat))
 
     @property
     def in_flight(self) -> bool:
         return self._future is not None
 
-    def send(self, runner: Any, round_: int, samples: int) -> None:
+    @property
+    def arrived(self) -> bool:
+        """Whether `take` would not wait."""
+        return self._future is not None and bool(self._future.done())
+
+    def send(self, runner: Any, round_: int, samples: int, numbers: Sequence[float] = ()) -> None:
         """Start the exchange of what this worker took off the agreed weights in its last `samples` samples.
 
         A worker whose weights are not finite counts for nothing, and takes those of the others.
+
+        Args:
+            numbers: up to `NUMBERS` of this rank, for all ranks.
         """
         assert self._future is None, "a fragment is taken before it is sent again"
-        self.read(self._sent)
-        torch.sub(self.agreed, self._sent, out=self._change)
-        if not bool(torch.isfinite(self._change.sum())):
-            self._change.zero_()
-            self._sent.fill_(torch.nan)
-            samples = 0
-        self._future = runner.submit(self._exchange(round_, samples), self._change)
+        self.read(self._shift)
+        self._future = runner.submit(self._exchange(round_, samples, numbers), self._change)
 
-    def _exchange(self, round_: int, samples: int) -> Iterator[dist.Work]:
-        total = torch.tensor([samples], dtype=torch.float32, device=self.device)
-        yield started(dist.all_reduce(total, group=self._groups[0], async_op=True))
-        everyone = float(total)
-        yield from self._reduction.steps(
-            self._change, step=round_, scale=samples / everyone if everyone else 0.0
-        )
+    def _exchange(self, round_: int, samples: int, numbers: Sequence[float]) -> Iterator[dist.Work]:
+        """1. sum the numbers of samples over all ranks.
+        2. average the changes over the workers' leaders, weighted by samples.
+        3. each leader hands the average to its worker's other ranks; all take the outer step.
+        """
+        torch.sub(self.agreed, self._shift, out=self._change)
+        self._lost = not bool(torch.isfinite(self._change.sum()))
+        if self._lost:
+            self._change.zero_()
+        workers = self._workers
+        report = workers.report(0 if self._lost else samples, numbers)
+        yield started(dist.all_reduce(report, group=workers.everyone, async_op=True))
+        scale, self.numbers = workers.read_report(report)
+        if workers.leads:
+            yield from self._reduction.steps(self._change, step=round_, scale=scale)
+        if workers.inside is not None:
+            yield started(dist.broadcast(self._change, group=workers.inside, group_src=0, async_op=True))
+        settings = self.settings
+        outer_step(self.agreed, self.momentum, self._change, settings.outer_lr, settings.outer_momentum)
+        torch.sub(self._change, self._shift, alpha=settings.keep, out=self._shift)
 
     def wait(self) -> None:
         """Wait until the average has arrived."""
@@ -116,31 +144,43 @@ class AgreedFragment:
             self._future.wait()
 
     @torch.no_grad()
-    def take(self) -> None:
-        """The outer step; then this worker continues from the new weights and what it changed since it sent."""
+    def take(self) -> bool:
+        """Agree on the new weights; this worker continues from them and what it changed since it sent.
+
+        Returns whether its own weights were not finite: it then continues from the agreed ones.
+        """
         self.wait()
         self._future = None
-        settings = self.settings
-        outer_step(self.agreed, self.momentum, self._change, settings.outer_lr, settings.outer_momentum)
-        now = self._change  # no longer needed
-        self.read(now)
-        now.sub_(self._sent)
-        if not bool(torch.isfinite(now.sum())):
-            now.zero_()
-        self.write(now.mul_(settings.keep).add_(self.agreed))
+        self.agreed, self._change = self._change, self.agreed
+        if self._lost or not self.settings.delay:
+            self.write(self.agreed)
+            return self._lost
+        if self.settings.keep != 1:
+            torch._foreach_mul_(self._weights(), self.settings.keep)
+        torch._foreach_add_(self._weights(), self.views(self._shift))
+        return False
+
+    def restore(self) -> None:
+        """Continue from the agreed weights: this worker's own are lost, those that it sends now included."""
+        self.wait()
+        self._lost = self._future is not None
+        self.write(self.agreed)
 
     def state_dict(self) -> dict[str, Any]:
         """What all workers have alike, and this worker's residuals and exchange under way."""
         self.wait()
-        names = list(self.parameters)
+        agreed = self.agreed if self._future is None else self._change
         own: dict[str, Any] = {"residuals": {} if self.feedback is None else self.feedback.state_dict()}
         if self._future is not None:
-            own["flight"] = {"change": self._change.clone(), "sent": self._sent.clone()}
-        return {
-            "agreed": dict(zip(names, (v.clone() for v in self.views(self.agreed)), strict=True)),
-            "momentum": dict(zip(names, (v.clone() for v in self.views(self.momentum)), strict=True)),
-            "own": own,
-        }
+            own["flight"] = {
+                "before": self.agreed.clone(),
+                "shift": self._shift.clone(),
+                "lost": self._lost,
+            }
+        return {"agreed": self._named(agreed), "momentum": self._named(self.momentum), "own": own}
+
+    def _named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.parameters, (view.clone() for view in self.views(flat)), strict=True))
 
     def set_agreed(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take these weights as those that all workers agreed on last."""
@@ -150,7 +190,7 @@ class AgreedFragment:
         torch._foreach_copy_(self.views(flat), [values[name].to(self.device) for name in self.parameters])
 
     def load_state_dict(self, agreed: Mapping[str, Any], momentum: Mapping[str, Any]) -> None:
-        """Continue from the weights and the momentum of all workers."""
+        """Continue from the agreed weights and the momentum of all workers."""
         self._fill(self.agreed, agreed)
         self._fill(self.momentum, momentum)
         self._future = None
@@ -161,8 +201,10 @@ class AgreedFragment:
             residuals = {name: value.to(self.device) for name, value in own["residuals"].items()}
             self.feedback.load_state_dict(residuals)
         if "flight" in own:
-            self._change.copy_(own["flight"]["change"])
-            self._sent.copy_(own["flight"]["sent"])
+            self.agreed, self._change = self._change, self.agreed
+            self.agreed.copy_(own["flight"]["before"])
+            self._shift.copy_(own["flight"]["shift"])
+            self._lost = own["flight"]["lost"]
             self._future = torch.futures.Future()
             self._future.set_result(self._change)
 
@@ -197,6 +239,7 @@ class AveragedBuffers:
 def outer_step(
     agreed: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, factor: float
 ) -> None:
-    """SGD with Nesterov momentum, in place."""
+    """SGD with Nesterov momentum: the new weights replace the gradient."""
     momentum.mul_(factor).add_(gradient)
-    agreed.add_(gradient, alpha=-lr).add_(momentum, alpha=-lr * factor)
+    gradient.add_(momentum, alpha=factor)
+    torch.sub(agreed, gradient, alpha=lr, out=gradient)

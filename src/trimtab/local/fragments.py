@@ -24,7 +24,7 @@ def split(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, fragments))
 
 
-def turns(every: int, count: int) -> tuple[int, ...]:
-    """For each of `count` fragments, the step of a round (1 to `every`) after which it is sent; evenly spaced."""
-    assert 1 <= count <= every
-    return tuple((index + 1) * every // count for index in range(count))
+def turns(steps: int, count: int) -> tuple[int, ...]:
+    """For each of `count` fragments, the step of a round (1 to `steps`) after which it is sent; evenly spaced."""
+    assert steps >= 1
+    return tuple(max(1, (index + 1) * steps // count) for index in range(count))

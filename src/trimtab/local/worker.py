@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.collectives import STAGE_GROUPS, runner_for
-from trimtab.collectives.groups import destroy_groups, private_groups
+from trimtab.collectives import runner_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
 from trimtab.local.agreement import AgreedFragment, AveragedBuffers
 from trimtab.local.fragments import split, turns
+from trimtab.local.workers import Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class LocalWorker(JobBound):
     """Exchanges the weights of a module with the other workers, fragment after fragment, while it trains.
 
-    Every rank of the group is a worker. Collectives run beside the training, on groups of their own; `step` waits only
-    for a fragment whose delay is over.
+    Collectives run beside the training, on groups of their own; `step` waits only for a fragment whose delay is over.
+    A round is `settings.every` steps of a worker, or another number where the worker is slower or faster
+    (`begin_round`): every worker sends every fragment once in a round.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class LocalWorker(JobBound):
         group: dist.ProcessGroup,
         settings: LocalSettings,
         *,
+        workers: Workers | None = None,
         seed: int = 0,
         start: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Collective. All workers start from the weights and buffers of the group's first rank.
 
         Args:
+            workers: which ranks are one worker; by default every rank is one.
             start: weights that all workers agreed on some steps ago; the present ones are then each worker's own.
         """
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -49,54 +53,97 @@ class LocalWorker(JobBound):
             raise TrimtabError("local_steps: the model has no parameter that is trained")
         self.settings, self.group = settings, group
         self.device = next(iter(trained.values())).device
-        self._groups = private_groups(group, self.device, 1 + STAGE_GROUPS)
+        self.workers = workers or Workers(group, self.device)
+        everyone = self.workers.everyone
         sizes = {name: p.numel() for name, p in trained.items()}
         require_agreement(
             fingerprint([], str(settings), *sizes.items(), seed),
             self.device,
-            self._groups[0],
+            everyone,
             what="changes of weights",
             remedy="give trimtab.local_steps the same model and arguments on every rank",
         )
         buffers = [b for b in module.buffers() if b.is_floating_point()]
-        first = dist.get_global_rank(self._groups[0], 0)
+        first = dist.get_global_rank(everyone, 0)
         weights = [p.detach() for p in trained.values()] if start is None else []
         for tensor in weights + buffers:
-            dist.broadcast(tensor, first, group=self._groups[0])
+            dist.broadcast(tensor, first, group=everyone)
         self.fragments = [
-            AgreedFragment({name: trained[name] for name in names}, self._groups, settings, seed=seed)
+            AgreedFragment({name: trained[name] for name in names}, self.workers, settings, seed=seed)
             for names in split(sizes, settings.fragments)
         ]
         if start is not None:
             for fragment in self.fragments:
                 fragment.set_agreed(start)
-        self._turns = turns(settings.every, len(self.fragments))
-        self._buffers = AveragedBuffers(buffers, self._groups[0]) if buffers else None
+        self._buffers = AveragedBuffers(buffers, everyone) if buffers else None
         self._runner = runner_for(self.device)
         self._samples = [0] * len(self.fragments)
-        self.steps = 0
+        self._ages = [0] * len(self.fragments)
+        """Steps since each fragment was sent."""
+        self.numbers: Callable[[], Sequence[float]] = tuple
+        """Gives this rank's numbers for all ranks, once in a round; they arrive in `reported`."""
+        self.reported: list[list[float]] | None = None
+        self.restored: Callable[[], None] = lambda: None
+        """Is called when this worker's weights were not finite, and have been replaced by the agreed ones."""
+        self.steps = self._round = self._place = 0
+        self.late = 0
+        """How often a fragment was taken later than after its delay."""
+        self.begin_round(settings.every)
+
+    def begin_round(self, length: int) -> None:
+        """Take so many steps in this round. Called before its first step; other workers may take other numbers."""
+        assert self._place == 0, "a round has begun"
+        self._length = length
+        self._turns = turns(length, len(self.fragments))
+        # A delay in time is the same for all workers: one with fewer steps in a round waits for fewer.
+        self._delay = -(-self.settings.delay * length // self.settings.every)
 
     def step(self, samples: int) -> None:
         """Tell that a step of so many samples has ended: fragments whose turn it is are taken and sent."""
         self.steps += 1
+        self._place += 1
         self._samples = [before + samples for before in self._samples]
-        round_, place = divmod(self.steps, self.settings.every)
+        self._ages = [age + 1 for age in self._ages]
+        last = len(self.fragments) - 1
         for index, fragment in enumerate(self.fragments):
-            since = (place - self._turns[index]) % self.settings.every
-            if fragment.in_flight and (since >= self.settings.delay or since == 0):
-                fragment.take()
-            if since == 0:
-                fragment.send(self._runner, round_, self._samples[index])
-                self._samples[index] = 0
+            turn = self._turns[index] == self._place
+            if fragment.in_flight and (turn or self._is_due(index)):
+                self._take(index)
+            if turn:
+                fragment.send(
+                    self._runner, self._round, self._samples[index], self.numbers() if index == last else ()
+                )
+                self._samples[index] = self._ages[index] = 0
                 if not self.settings.delay:
-                    fragment.take()
+                    self._take(index)
+        ends = self._place == self._length
         if self._buffers is not None:  # with the last fragment
-            if self._buffers.in_flight and place in (0, self.settings.delay):
+            if self._buffers.in_flight and (ends or self._place == self._delay):
                 self._buffers.take()
-            if place == 0:
+            if ends:
                 self._buffers.send(self._runner)
                 if not self.settings.delay:
                     self._buffers.take()
+        if ends:
+            self._round, self._place = self._round + 1, 0
+
+    def _is_due(self, index: int) -> bool:
+        """Whether a fragment is taken now: after its delay, or up to `patience` steps later if it has not arrived."""
+        over = self._ages[index] - self._delay
+        if over < 0:
+            return False
+        late = self.settings.patience > over and not self.fragments[index].arrived
+        self.late += late and over == 0
+        return not late
+
+    def _take(self, index: int) -> None:
+        if self.fragments[index].take():
+            # One fragment that is not finite soon makes the others so: all begin anew.
+            for fragment in self.fragments:
+                fragment.restore()
+            self.restored()
+        if index == len(self.fragments) - 1:
+            self.reported = self.fragments[index].numbers
 
     def without_feedback(self) -> None:
         """Drop what rounding leaves out, instead of sending it next time; for comparisons."""
@@ -106,6 +153,7 @@ class LocalWorker(JobBound):
     def missed(self, steps: int) -> None:
         """Steps that the worker took before this was made; their turns are over."""
         self.steps += steps
+        self._round, self._place = divmod(self.steps, self.settings.every)
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
@@ -126,33 +174,48 @@ class LocalWorker(JobBound):
         return {
             "version": STATE_VERSION,
             "steps": self.steps,
+            "place": [self._round, self._place, self._length],
             "rank": self.group.rank(),
             "world_size": self.group.size(),
-            "every": self.settings.every,
+            "workers": self.workers.count,
+            "settings": asdict(self.settings),
             "agreed": {name: value for state in states for name, value in state["agreed"].items()},
             "momentum": {name: value for state in states for name, value in state["momentum"].items()},
             "own": [state["own"] for state in states],
             "samples": list(self._samples),
+            "ages": list(self._ages),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the last agreement, on the same or another number of workers."""
+        """Continue where the ranks stopped, if each loads its own state; else from the last agreement. Collective."""
         check_state_version("local steps", state, STATE_VERSION)
         names = {name for fragment in self.fragments for name in fragment.parameters}
         if missing := sorted(names ^ state["agreed"].keys()):
             raise TrimtabError(
                 f"the state of local steps belongs to another model: it differs in {missing[0]}"
             )
-        self.steps = state["steps"]
+        every = self.settings.every
+        before = state["rank"], state["world_size"], state["workers"], state["settings"]["every"]
+        now = self.group.rank(), self.group.size(), self.workers.count, every
+        own = torch.tensor([float(before == now and len(state["own"]) == len(self.fragments))])
+        own = own.to(self.device)
+        dist.all_reduce(own, op=dist.ReduceOp.MIN, group=self.group)
         for fragment in self.fragments:
             fragment.load_state_dict(state["agreed"], state["momentum"])
-        same = (state["rank"], state["world_size"], state["every"], len(state["own"]))
-        if same == (self.group.rank(), self.group.size(), self.settings.every, len(self.fragments)):
-            self._samples = list(state["samples"])
-            for fragment, own in zip(self.fragments, state["own"], strict=True):
-                fragment.load_own(own)
+        self.steps, self._place = state["steps"], 0
+        if not float(own):
+            self._round = self.steps // every
+            for fragment in self.fragments:
+                fragment.write(fragment.agreed)
+            return
+        self._round, place, length = state["place"]
+        self.begin_round(length)
+        self._place = place
+        self._samples, self._ages = list(state["samples"]), list(state["ages"])
+        for fragment, saved in zip(self.fragments, state["own"], strict=True):
+            fragment.load_own(saved)
 
     def close(self) -> None:
         """Stop the threads and destroy the groups."""
         self._runner.close()
-        destroy_groups(self._groups)
+        self.workers.close()

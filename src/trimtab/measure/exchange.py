@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
@@ -39,9 +40,9 @@ def measure_exchanges(
 ) -> dict[str, Exchange]:
     """Time an uncompressed exchange of a trial buffer and one with each codec, in turn; all ranks get the same times.
 
-    Collective: every rank of the groups calls it at the same point. Takes about half a second at
-    100 Mbit/s and less on faster links. The trial never has more elements than the `numel` of the
-    job's gradients: the exchange of a small model is mostly latency.
+    Only `work_s` is each rank's own. Collective: every rank of the groups calls it at the same point. Takes about half
+    a second at 100 Mbit/s and less on faster links. The trial never has more elements than the `numel` of the job's
+    gradients: the exchange of a small model is mostly latency.
 
     Args:
         codecs: by name, a codec and whether it has error feedback.
@@ -80,19 +81,22 @@ def measure_exchanges(
         if first >= LONG_ENOUGH_S or numel >= largest:
             break
         numel = min(numel * 4, largest)
-    times = [
-        (
-            slowest_seconds(plain, device, groups[0]),
-            [slowest_seconds(run, device, groups[0]) for run in runs.values()],
-        )
-        for _ in range(repeats)
-    ]
+    times = []
+    work = dict.fromkeys(runs, 0.0)
+    for _ in range(repeats):
+        plain_s, each_s = slowest_seconds(plain, device, groups[0]), []
+        for name, run in runs.items():
+            before = time.process_time()
+            each_s.append(slowest_seconds(run, device, groups[0]))
+            work[name] += 0.0 if device.type == "cuda" else time.process_time() - before
+        times.append((plain_s, each_s))
     return {
         name: Exchange(
             nbytes=numel * 4,
             plain_s=median(plain_s for plain_s, _ in times),
             compressed_s=median(each[i] for _, each in times),
             bits=codecs[name][0].bits,
+            work_s=work[name] / repeats,
         )
         for i, name in enumerate(codecs)
     }

@@ -1,8 +1,9 @@
 """How often workers agree, in how many bits, in how many fragments, and how large an outer step is. Pure functions.
 
-Two things limit it. The wire: what is sent in a round must fit the time of its steps. The loss: the longer workers go
-their own ways, and the more of them there are, the further the result is from that of training together. So a round
-is as short as the wire allows.
+Three things limit it. The wire: what is sent in a round must fit the time of its steps. The worker: encoding, decoding
+and the outer step take computing time from it, once in a round. The loss: the longer workers go their own ways, and the
+more of them there are, the further the result is from that of training together. So a round is as short as wire and
+worker allow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from trimtab.local_settings import LocalSettings
 
 WIRE_PART = 0.85
 """The part of a round that its exchange may take: beyond it, workers would wait for any variation."""
+
+WORK_PART = 0.04
+"""The part of a round's computing time that its exchange may take."""
+
+OVERLAPPED = 0.5
+"""The part of a step during which DDP's exchange of gradients is hidden: most of the backward pass."""
 
 PENALTY = {1: 0.0, 2: 0.0048, 4: 0.0137, 8: 0.0287}
 """Relative increase of the loss by number of workers, with rounds of 30 steps (published fits for 124 M parameters)."""
@@ -79,13 +86,15 @@ def choose_local_steps(
     workers: int,
     layers: int,
     max_penalty: float = 0.01,
+    work_s: float = 0.0,
 ) -> LocalChoice:
-    """The shortest round that the wire allows, within the penalty.
+    """The shortest round that wire and worker allow, within the penalty.
 
     Args:
         step_s: computation of the slowest worker's step.
         exchange_s: by bits, the time in which all weights' changes are exchanged, nothing else going on.
         every_step_s: of a step that exchanges its gradients as `trimtab.compress` would.
+        work_s: computing time that the exchange of all weights takes from the training.
         layers: groups of parameters that can be sent one after another.
         max_penalty: the relative increase of the loss that is allowed.
     """
@@ -106,9 +115,9 @@ def choose_local_steps(
     for bits in TRIED_BITS:
         if bits not in exchange_s:
             continue
-        needed = max(2, ceil(exchange_s[bits] / (WIRE_PART * step_s)))
+        needed = max(2, ceil(max(exchange_s[bits] / (WIRE_PART * step_s), work_s / (WORK_PART * step_s))))
         every = min(needed, most)
-        seconds = max(step_s, exchange_s[bits] / every)
+        seconds = max(step_s + work_s / every, exchange_s[bits] / every)
         if best is None or seconds < best[2] * 0.98:
             best = every, bits, seconds
         if needed <= most:
@@ -135,6 +144,16 @@ def choose_local_steps(
     )
 
 
+def every_step_seconds(step_s: float, exchange_s: float, work_s: float) -> float:
+    """A step of DDP: its exchange is hidden behind the backward pass, but for the last bucket's, about a tenth.
+
+    Args:
+        exchange_s: all gradients, nothing else going on.
+        work_s: computing time that the exchange takes from the training.
+    """
+    return step_s + work_s + max(exchange_s - OVERLAPPED * step_s, 0.1 * exchange_s)
+
+
 def longest_round(workers: int, max_penalty: float) -> int:
     """The longest round within a penalty, of at least 2 steps."""
     at_reference = penalty(workers, REFERENCE_EVERY)
@@ -142,9 +161,12 @@ def longest_round(workers: int, max_penalty: float) -> int:
 
 
 def local_settings(every: int, bits: int | None, workers: int, layers: int) -> LocalSettings:
-    """Settings for rounds of a given length. Many fragments keep the wire busy all the time, and delays short."""
+    """Settings for rounds of a given length. Many fragments keep the wire busy all the time, and delays short.
+
+    But not below two steps, where the round has them: a worker that is late by less holds nobody up.
+    """
     lr, momentum = outer_rates(workers)
-    fragments = max(1, min(MOST_FRAGMENTS, layers, every))
+    fragments = max(1, min(MOST_FRAGMENTS, layers, every // 2))
     return LocalSettings(
         every=every,
         bits=bits,

@@ -19,6 +19,8 @@ class Exchange:
     """Time to encode, send and decode."""
 
     bits: int
+    work_s: float = 0.0
+    """CPU time of a rank in the compressed exchange; 0 where the values are on a GPU."""
 
     @property
     def gbit_per_s(self) -> float:
@@ -29,7 +31,11 @@ class Exchange:
         """The same exchange of so many bytes; both ways take time in proportion."""
         times = nbytes / self.nbytes
         return replace(
-            self, nbytes=nbytes, plain_s=self.plain_s * times, compressed_s=self.compressed_s * times
+            self,
+            nbytes=nbytes,
+            plain_s=self.plain_s * times,
+            compressed_s=self.compressed_s * times,
+            work_s=self.work_s * times,
         )
 
 

@@ -1,0 +1,76 @@
+"""Which ranks are one worker, and the process groups in which workers and their ranks communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from trimtab.collectives import STAGE_GROUPS
+from trimtab.collectives.groups import destroy_groups, private_groups
+
+NUMBERS = 2
+"""Numbers that every rank may add to an exchange."""
+
+
+class Workers:
+    """The workers of a job: single ranks, or hosts whose ranks average their gradients in every step.
+
+    The first rank of a worker, its leader, exchanges with the other leaders and hands the result to its own ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        members: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            members: the ranks of each worker, as the group counts them; by default every rank is one.
+        """
+        rank, self.ranks = group.rank(), group.size()
+        self.members = tuple(map(tuple, members or [(each,) for each in range(self.ranks)]))
+        self.index = next(index for index, own in enumerate(self.members) if rank in own)
+        self.own = self.members[self.index]
+        self.leads = self.own[0] == rank
+        self._rank, self._device = rank, device
+        self.inside: dist.ProcessGroup | None = None
+        """Of this worker's ranks: results of exchanges."""
+        self.gradients: dist.ProcessGroup | None = None
+        """Of this worker's ranks: the averages of every step. Another thread uses it, so it is another group."""
+        if max(map(len, self.members)) == 1:
+            self.everyone, *stages = private_groups(group, device, 1 + STAGE_GROUPS)
+            self.stages = tuple(stages)
+        else:
+            (self.everyone,) = private_groups(group, device, 1)
+            leaders = [own[0] for own in self.members]
+            others = [each for each in range(self.ranks) if each not in leaders]
+            self.stages = private_groups(group, device, STAGE_GROUPS, ranks=leaders if self.leads else others)
+            (self.inside,) = private_groups(group, device, 1, ranks=self.own)
+            (self.gradients,) = private_groups(group, device, 1, ranks=self.own)
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+    def report(self, samples: int, numbers: Sequence[float]) -> torch.Tensor:
+        """What this rank adds to the sum over all ranks that begins an exchange: see `read_report`."""
+        row = torch.zeros(self.count + self.ranks * NUMBERS, dtype=torch.float64)
+        row[self.index] = samples
+        first = self.count + self._rank * NUMBERS
+        row[first : first + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        return row.to(self._device)
+
+    def read_report(self, report: torch.Tensor) -> tuple[float, list[list[float]]]:
+        """This worker's part of all samples, and the numbers of every rank."""
+        values = report.tolist()
+        samples = values[: self.count]
+        numbers = [values[at : at + NUMBERS] for at in range(self.count, len(values), NUMBERS)]
+        return samples[self.index] / sum(samples) if sum(samples) else 0.0, numbers
+
+    def close(self) -> None:
+        groups = (self.everyone, *self.stages, self.inside, self.gradients)
+        destroy_groups([group for group in groups if group is not None])
