@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.local.rounds import WIDTH, batch, flat, in_one_process, net, one_step, optimizer_for
 from tests.support.pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,82 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.control.local_steps import local_steps_of
 from trimtab.errors import TrimtabError
-from trimtab.local.fragments import split, turns
-
-WIDTH = 24
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
-    )
-
-
-def batch(step: int, rank: int, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(samples, WIDTH, generator=generator), torch.randn(samples, 3, generator=generator)
-
-
-def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def one_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, samples: int = 4
-) -> None:
-    inputs, targets = batch(step, rank, samples)
-    F.mse_loss(model(inputs), targets).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def in_one_process(
-    steps: int, samples: Sequence[int], settings: dict[str, Any]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Every worker's weights, and the agreed ones, after so many steps and one more look before the next."""
-    workers = [net() for _ in samples]
-    optimizers = [optimizer_for(worker) for worker in workers]
-    named = dict(net().named_parameters())
-    fragments = split({name: p.numel() for name, p in named.items()}, settings["fragments"])
-    places = turns(settings["every"], len(fragments))
-    agreed = {name: p.detach().clone() for name, p in named.items()}
-    momentum = {name: torch.zeros_like(p) for name, p in agreed.items()}
-    flight: dict[int, tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]] = {}
-    own = [dict(worker.named_parameters()) for worker in workers]
-
-    def take(index: int) -> None:
-        _, change, sent = flight.pop(index)
-        for name in fragments[index]:
-            momentum[name] = settings["outer_momentum"] * momentum[name] + change[name]
-            agreed[name] = agreed[name] - settings["outer_lr"] * (
-                change[name] + settings["outer_momentum"] * momentum[name]
-            )
-            for parameters, before in zip(own, sent, strict=True):
-                parameters[name].data.copy_(agreed[name] + parameters[name].data - before[name])
-
-    for step in range(1, steps + 1):
-        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
-            one_step(worker, optimizer, step, rank, samples[rank])
-        for index, names in enumerate(fragments):
-            if index in flight and step - flight[index][0] >= settings["delay"]:
-                take(index)
-            if step % settings["every"] == places[index] % settings["every"]:
-                sent = [{name: parameters[name].detach().clone() for name in names} for parameters in own]
-                weights = [count / sum(samples) for count in samples]
-                change = {
-                    name: agreed[name] - sum(w * s[name] for w, s in zip(weights, sent, strict=True))
-                    for name in names
-                }
-                flight[index] = step, change, sent
-                if not settings["delay"]:
-                    take(index)
-    return [flat(worker) for worker in workers], torch.cat([value.reshape(-1) for value in agreed.values()])
 
 
 def on_ranks(

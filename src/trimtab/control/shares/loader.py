@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab import environment
+from trimtab.control.local_steps import running_local_steps
 from trimtab.control.plans.active_plan import ActivePlan
 from trimtab.control.rank_values import (
     collective_device,
@@ -152,7 +153,14 @@ class Loader:
         if self._active_plan is not None:
             self._active_plan.record_batch_of(self)
         count = self._own if reduction == "mean" else min(self._cut.own, 1)
-        weighted: torch.Tensor = loss * _quotient(self._world_size * count, self._total(), loss.dtype)
+        ranks, total = self._world_size, self._total()
+        if (local := running_local_steps()) is not None:
+            # Only these ranks average their gradients; in what workers agree on, samples count later.
+            team, _ = local.team
+            ranks = len(team)
+            if self._count is None:
+                total = max(1, sum(self._cut.shares[rank] for rank in team))
+        weighted: torch.Tensor = loss * _quotient(ranks * count, total, loss.dtype)
         if self._adjust is not None:
             if self._clock is None:
                 self._clock = LocalClock(loss.device)
@@ -243,10 +251,13 @@ class Loader:
 
     def _start_sum(self, own: int) -> Callable[[], Any]:
         """Start an all-reduce of the ranks' counts; its result is needed only after the forward pass."""
-        if self._world_size == 1:
+        group, local = self._group, running_local_steps()
+        if local is not None:
+            group = local.team[1]
+        if self._world_size == 1 or (local is not None and group is None):
             return lambda: own
-        total = torch.tensor([own], dtype=torch.float64, device=collective_device(self._group))
-        work = dist.all_reduce(total, group=self._group, async_op=True)
+        total = torch.tensor([own], dtype=torch.float64, device=collective_device(group))
+        work = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
 
         def result() -> Any:

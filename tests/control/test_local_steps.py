@@ -1,0 +1,196 @@
+"""Local steps of real training loops: hosts as workers, uneven batches, and everything a script does around a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.local.rounds import WIDTH, batch, flat, in_one_process, net, one_step, optimizer_for
+from tests.support.pool import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+import trimtab
+from trimtab.control.local_steps import local_steps_of
+from trimtab.model_state import state_of
+
+SETTINGS = {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2}
+
+
+def close(model: nn.Module) -> None:
+    local = local_steps_of(model)
+    assert local is not None
+    local.finish_step()
+    local.close()
+
+
+def agreed(model: nn.Module) -> torch.Tensor:
+    with trimtab.agreed_weights(model):
+        return flat(model).clone()
+
+
+def on_hosts(steps: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Ranks 0 and 1 are one host, ranks 2 and 3 another."""
+    rank = dist.get_rank()
+    before = os.environ.get("GROUP_RANK")
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    try:
+        model = DistributedDataParallel(net())
+        trimtab.local_steps(model, **SETTINGS, bits=None)
+    finally:
+        os.environ.pop("GROUP_RANK") if before is None else os.environ.update(GROUP_RANK=before)
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, rank)
+    explanation = trimtab.explain(model)
+    close(model)
+    return flat(model).clone(), agreed(model), explanation
+
+
+def test_ranks_of_a_host_are_one_worker(ranks: Pool) -> None:
+    def of_host(step: int, host: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = zip(*(batch(step, rank) for rank in (2 * host, 2 * host + 1)), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    expected, of_all = in_one_process(14, (8, 8), SETTINGS, of_host)
+    outcome = ranks(4, on_hosts, 14)
+    for rank, (own, of_rank, explanation) in enumerate(outcome):
+        torch.testing.assert_close(own, expected[rank // 2], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_rank, of_all, rtol=1e-5, atol=1e-6)
+        assert torch.equal(of_rank, outcome[0][1]), "agreed weights are the same to the bit"
+        assert torch.equal(own, outcome[rank // 2 * 2][0]), "ranks of a host have the same weights"
+        assert "2 hosts" in explanation
+
+
+class Slow(nn.Module):
+    """A step so slow that any exchange is fast enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2)
+        outputs: torch.Tensor = self.net(inputs)
+        return outputs
+
+
+def fast_enough() -> tuple[str, bool, bool, list[float]]:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Slow())
+    trimtab.local_steps(model)
+    optimizer = optimizer_for(model)
+    apart = []
+    for step in range(1, 10):
+        one_step(model, optimizer, step, rank)
+        everyone = [torch.empty_like(flat(model)) for _ in range(2)]
+        dist.all_gather(everyone, flat(model))
+        apart.append(float((everyone[0] - everyone[1]).abs().max()))
+    local = local_steps_of(model)
+    assert local is not None
+    local.close()
+    state = trimtab.state_dict(model)
+    return trimtab.explain(model), model.require_backward_grad_sync, "local_steps" in state, apart
+
+
+def test_ddp_goes_back_to_every_step_where_that_is_fast_enough(ranks: Pool) -> None:
+    for explanation, synchronizes, has_state, apart in ranks(2, fast_enough):
+        assert "local steps are off" in explanation
+        assert "would gain nothing" in explanation
+        assert synchronizes
+        assert not has_state
+        assert min(apart[:6]) > 0, "each rank for itself while steps are timed"
+        assert max(apart[6:]) == 0, "then weights, optimizer states and gradients are the same"
+
+
+def through_a_loader(shares: tuple[int, int], steps: int) -> torch.Tensor:
+    inputs, targets = samples(8 * steps)
+    data = trimtab.loader(TensorDataset(inputs, targets), 8, shares=shares, adjust=None, shuffle=False)
+    model = net()
+    trimtab.local_steps(model, **SETTINGS, bits=None)
+    optimizer = optimizer_for(model)
+    for own_inputs, own_targets in data:
+        data.weigh(F.mse_loss(model(own_inputs), own_targets)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    close(model)
+    return flat(model).clone()
+
+
+def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, WIDTH, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def test_a_loaders_uneven_batches_count_in_the_agreement_and_not_in_the_gradient(ranks: Pool) -> None:
+    inputs, targets = samples(8 * 14)
+
+    def of_worker(step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = 8 * (step - 1)
+        part = slice(first, first + 6) if worker == 0 else slice(first + 6, first + 8)
+        return inputs[part], targets[part]
+
+    expected, _ = in_one_process(14, (6, 2), SETTINGS, of_worker)
+    for own, reference in zip(ranks(2, through_a_loader, (6, 2), 14), expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
+
+
+def as_scripts_do() -> dict[str, Any]:
+    """A schedule, clipping, a GradScaler, EMA, gradient accumulation and an evaluation at the agreed weights."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(net())
+    trimtab.local_steps(model, every=4, bits=4, workers="ranks")
+    ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = optimizer_for(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    evaluations = []
+    for step in range(1, 13):
+        for half in range(2):
+            inputs, targets = batch(2 * step + half, rank)
+            scaler.scale(F.mse_loss(model(inputs), targets) / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 4 == 0:
+            model.eval()
+            with trimtab.agreed_weights(model), torch.no_grad():
+                evaluations.append(float(F.mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1])))
+                ema.update_parameters(model.module)
+            model.train()
+    worker = local_steps_of(model)
+    assert worker is not None
+    close(model)
+    assert worker.worker is not None
+    return {
+        "own": flat(model).clone(),
+        "agreed": agreed(model),
+        "ema": flat(ema.module).clone(),
+        "evaluations": evaluations,
+        "lr": optimizer.param_groups[0]["lr"],
+        "steps": worker.worker.steps,
+        "copied": state_of(ema.module).local_steps is not None,
+    }
+
+
+def test_what_scripts_do_around_a_step_works(ranks: Pool) -> None:
+    first, second = ranks(2, as_scripts_do)
+    for one in (first, second):
+        assert one["steps"] == 12, "accumulated batches are one step"
+        assert one["lr"] < 1e-3, "the schedule has come to its end"
+        assert not one["copied"], "a copy of the model for EMA does not train"
+        assert len(set(one["evaluations"])) == 3
+    assert not torch.equal(first["own"], second["own"])
+    for key in ("agreed", "ema"):
+        assert torch.equal(first[key], second[key])
+    assert first["evaluations"] == second["evaluations"], "evaluated at the agreed weights"
