@@ -20,7 +20,7 @@ import trimtab
 from trimtab.control.local_steps import local_steps_of
 from trimtab.model_state import state_of
 
-SETTINGS = {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2}
+SETTINGS: dict[str, Any] = {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2}
 
 
 def close(model: nn.Module) -> None:

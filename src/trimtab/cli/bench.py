@@ -147,11 +147,14 @@ def hierarchy(
 
 @_measures("local steps")
 def local(
-    links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit",
+    links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit,10mbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated.")] = "2",
     full: Annotated[bool, typer.Option("--full", help="100 and 10 Mbit/s, 2 and 4 workers.")] = False,
-    repeats: Repeats = 3,
-    steps: Steps = 600,
+    only: Annotated[
+        str, typer.Option(help="Parts, comma-separated: speed, uneven, loss; all when absent.")
+    ] = "",
+    repeats: Repeats = 2,
+    steps: Steps = 400,
     seeds: Seeds = 3,
     json: Json = False,
 ) -> dict[str, Any]:
@@ -159,7 +162,10 @@ def local(
     counts = _numbers(workers, int)
     if not all(2 <= count <= 4 for count in counts):
         raise TrimtabError(f"{workers!r}: give numbers of workers from 2 to 4")
-    return {"links": links.split(","), "workers": counts}
+    parts = [name for name in only.split(",") if name]
+    if wrong := sorted(set(parts) - {"speed", "uneven", "loss"}):
+        raise TrimtabError(f"bench local: there is no part {wrong[0]!r}; choose from speed, uneven, loss")
+    return {"links": links.split(","), "workers": counts, "only": parts}
 
 
 @_measures("scale")
