@@ -94,6 +94,7 @@ class LocalSteps(JobBound):
         self._ended = False
         self._began = 0.0
         self._times: list[float] = []
+        _active.add(self)
         if isinstance(model, DistributedDataParallel):
             # As inside `no_sync()`, for good: gradients and buffers stay with their worker.
             model.require_backward_grad_sync = model.require_forward_param_sync = False
@@ -112,7 +113,6 @@ class LocalSteps(JobBound):
             skip = observe_skipped_steps(_weakly(self))
             weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
-        _active.add(self)
 
     def _find_members(self, model: nn.Module, who: WhoWorks) -> tuple[tuple[int, ...], ...] | None:
         """The ranks of each worker; None where every rank is one. Collective."""

@@ -23,18 +23,19 @@ def test_steps_to_a_loss() -> None:
 
 def test_rows_of_a_link() -> None:
     curves = {
-        **{
-            "ddp": [[4.0, 2.0], [4.0, 2.1]],
-            "ddp" + AA: [[4.0, 2.01], [4.0, 2.09]],
-            "trimtab": [[4.0, 2.0]] * 2,
-        },
+        "ddp": [[4.0, 2.0], [4.0, 2.1]],
+        "ddp" + AA: [[4.0, 2.01], [4.0, 2.09]],
+        "trimtab": [[4.0, 2.0]] * 2,
         **{f"{method} 20": [[4.0, 2.02], [4.0, 2.1]] for method in LOCAL_BITS if method != CANARY},
         f"{CANARY} 20": [[4.0, 3.5], [4.0, 3.6]],
     }
     timed = [
         {
             "method": method,
-            **{"samples_per_s": 2.0, "over_ddp": 1.0, "fraction_of_ideal": 1.0, "wire_mb_per_step": 0.0},
+            "samples_per_s": 2.0,
+            "over_ddp": 1.0,
+            "fraction_of_ideal": 1.0,
+            "wire_mb_per_step": 0.0,
             "step_s": 0.5,
         }
         for method in SPEED
