@@ -66,6 +66,9 @@ class ModelState:
     plan_follower: Any = None
     """`trimtab.control.plans.follower.Follower`, which replaces the plan when ranks drift."""
 
+    autopilot: Any = None
+    """`trimtab.control.autopilot.pilot.Autopilot`, which makes the plan."""
+
     compression_plan: Any = None
     """`trimtab.planning.plan.Plan` that decided whether this DDP module is compressed, and to how many bits."""
 

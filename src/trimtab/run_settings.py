@@ -1,8 +1,10 @@
-"""What `trimtab run` was told, as its ranks receive it: one argument of the bootstrap."""
+"""What `trimtab run` was told, as its ranks receive it: one argument of the bootstrap; and when steps are our own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,6 +20,12 @@ class RunSettings:
 
     local_steps: str | None = None
     """Steps of a round, or "auto"; None exchanges gradients in every step."""
+
+    adjust: str = "bits,shares"
+    """What may be adjusted; see `trimtab.selector`."""
+
+    auto: bool = False
+    """Whether the job makes its own plan."""
 
     def arguments(self) -> list[str]:
         """For the bootstrap's command line; nothing where every option has its default."""
@@ -38,3 +46,19 @@ class RunSettings:
         for name, value in told.items():
             told[name] = tuple(value) if isinstance(value, list) else value
         return cls(**told)
+
+
+class OwnSteps:
+    """Whether this process runs training steps of trimtab's own, which no take-over may touch."""
+
+    running = False
+
+
+@contextmanager
+def own_steps() -> Iterator[None]:
+    """Around steps that measure a copy of the model."""
+    before, OwnSteps.running = OwnSteps.running, True
+    try:
+        yield
+    finally:
+        OwnSteps.running = before

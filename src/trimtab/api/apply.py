@@ -11,6 +11,7 @@ from trimtab import environment
 from trimtab.control.plans.applying import apply_plan
 from trimtab.control.plans.follower import Follow
 from trimtab.planning.plan import Plan
+from trimtab.selector import selected
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -21,6 +22,7 @@ def apply(
     *,
     seed: int = 0,
     follow: Follow | None = Follow(),  # noqa: B008  # frozen
+    adjust: str = "auto",
 ) -> Model:
     """Run a model as a plan says; in place, and returns the model. Every rank calls it, before training.
 
@@ -41,11 +43,13 @@ def apply(
         plan: a `Plan`, or the path of its file.
         seed: seed of the stochastic rounding of precisions and gradients.
         follow: when to make a new plan; None keeps the plan as it is.
+        adjust: what of the plan may be used: "auto" for all, "exact" for what changes no result, or some of bits,
+            shares and precision, comma-separated. As in `trimtab run --adjust`.
 
     Raises:
         TrimtabError: on every rank, if any rank cannot run the plan: it was made for another model, number of
             ranks, device, wrapper or version of trimtab, or differs between ranks. Nothing has been changed then.
     """
     if not environment.disabled():
-        apply_plan(model, plan, seed=seed, follow=follow)
+        apply_plan(model, plan, seed=seed, follow=follow, adjust=selected(adjust))
     return model

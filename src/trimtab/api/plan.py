@@ -35,6 +35,7 @@ from trimtab.predict.operators.estimate import measured_kinds, with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import probed
 from trimtab.predict.step import rank_counts
+from trimtab.selector import selected
 from trimtab.workload import Workload
 
 RANKING = ("depth", "curvature", "random")
@@ -55,6 +56,7 @@ def plan(
     indicator: str = "variance",
     precisions: Sequence[str] | None = None,
     autocast: str | None = None,
+    adjust: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """Decide what every rank of a job does: samples, precisions of operators, bits of gradients.
@@ -77,10 +79,16 @@ def plan(
         indicator: how damage is estimated; see `trimtab.measure.gradient_damage`.
         precisions: to choose from; by default all that were probed.
         autocast: "bf16" or "fp16", if the job runs under it.
+        adjust: what may be adjusted: "auto" for all, "exact" for what changes no result, or some of bits, shares and
+            precision, comma-separated. As in `trimtab run --adjust`.
 
     Raises:
         TrimtabError: something is missing or does not fit; the message says what to do.
     """
+    allowed = selected(adjust)
+    batch = batch if "shares" in allowed else "fixed"
+    bits = bits if "bits" in allowed else None
+    precisions = precisions if "precision" in allowed else ()
     target = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     profile = _profile(target)
     if batch_size < target.world_size:

@@ -23,7 +23,8 @@ from trimtab import backend, environment
 from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
 from trimtab.report import events
-from trimtab.run_settings import RunSettings
+from trimtab.run_settings import OwnSteps, RunSettings
+from trimtab.selector import selected
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,6 +41,7 @@ def take_over_ddp(settings: RunSettings) -> None:
 
     from trimtab.api.compress import compress
     from trimtab.api.local_steps import local_steps
+    from trimtab.control.autopilot.pilot import start_autopilot
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
@@ -48,11 +50,14 @@ def take_over_ddp(settings: RunSettings) -> None:
 
     if events.active():
         observe_backward()
-    every = settings.local_steps
+    every, adjust = settings.local_steps, selected(settings.adjust)
     construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @functools.wraps(construct)
     def construct_and_compress(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if OwnSteps.running:
+            construct(self, *args, **kwargs)
+            return
         cap = launch_bucket_cap_mb()
         if (
             cap is not None
@@ -65,7 +70,7 @@ def take_over_ddp(settings: RunSettings) -> None:
         if every is not None:
             local_steps(self, every="auto" if every == "auto" else int(every))
             return
-        if not apply_launch_plan(self):
+        if not apply_launch_plan(self) and "bits" in adjust:
             try:
                 compress(self)
             except TrimtabError as error:  # nobody asked for it in so many words: the script goes on without
@@ -73,6 +78,8 @@ def take_over_ddp(settings: RunSettings) -> None:
         compression = compression_of(self)
         if compression is not None:
             compression.automatic = True
+        if settings.auto:
+            start_autopilot(self, adjust)
 
     @functools.wraps(register)
     def register_or_defer(self: DistributedDataParallel, state: object, hook: Any) -> None:
@@ -92,6 +99,7 @@ def take_over_plan(settings: RunSettings) -> None:
         from trimtab.control.plans.active_plan import LaunchPlan
 
         LaunchPlan.path = Path(settings.plan)
+        LaunchPlan.adjust = selected(settings.adjust)
 
 
 TAKE_OVERS = (take_over_plan, take_over_ddp)

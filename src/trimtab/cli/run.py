@@ -15,6 +15,7 @@ import typer
 
 from trimtab.errors import TrimtabError
 from trimtab.run_settings import RunSettings
+from trimtab.selector import selected
 
 BOOTSTRAP = "trimtab.cli.bootstrap"
 
@@ -24,6 +25,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "auto|H",
         "help": "Ranks train by themselves and agree on their weights every H steps, instead of exchanging gradients "
         "in every step; for slow links.",
+    },
+    "--auto": {
+        "action": "store_true",
+        "help": "Make the plan from the job itself: measure in its first steps, plan beside the training, apply the "
+        "plan between two steps, and follow it. Without --adjust everything may be adjusted.",
+    },
+    "--adjust": {
+        "metavar": "WHAT",
+        "help": "What may be adjusted: auto (all), exact (only what changes no result), none, or some of bits, shares "
+        "and precision, comma-separated. Default: bits,shares; with --auto or --plan: auto.",
     },
 }
 """Our own options beside torchrun's, as for `add_argument`; `_settings` checks them."""
@@ -104,9 +115,35 @@ def _settings(parsed: argparse.Namespace) -> RunSettings:
         _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
     if parsed.local_steps is not None:
         _check_local_steps(parsed.local_steps, parsed.plan)
+    adjust = _adjust(parsed)
     return RunSettings(
-        plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()), local_steps=parsed.local_steps
+        plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()),
+        local_steps=parsed.local_steps,
+        adjust=adjust,
+        auto=parsed.auto or (parsed.plan is None and "precision" in selected(adjust)),
     )
+
+
+def _adjust(parsed: argparse.Namespace) -> str:
+    """What may be adjusted; options that contradict each other are refused."""
+    chosen: str | None = parsed.adjust
+    if parsed.auto and parsed.plan is not None:
+        raise TrimtabError("run: --auto and --plan exclude each other: one makes the plan that the other has")
+    if (parsed.auto or chosen is not None) and parsed.local_steps is not None:
+        raise TrimtabError(
+            f"run: --local-steps and {'--auto' if parsed.auto else '--adjust'} exclude each other: ranks that train by "
+            "themselves exchange no gradients and share no batch"
+        )
+    if chosen is None:
+        return "auto" if parsed.auto or parsed.plan is not None else RunSettings.adjust
+    try:
+        allowed = selected(chosen)
+    except TrimtabError as error:
+        raise TrimtabError(f"run: --{error}") from None
+    if not allowed and (parsed.auto or parsed.plan is not None):
+        made = "--auto" if parsed.auto else "--plan"
+        raise TrimtabError(f"run: {made} and --adjust none exclude each other: a plan adjusts something")
+    return chosen
 
 
 def _check_plan(path: str, per_node: str, nodes: str) -> None:

@@ -53,6 +53,14 @@ class Task:
     seconds: float = 120.0
     """No new unit of work is started after this time."""
 
+    quick: bool = False
+    """One round, in the model's own precision first, and short transfers: a job is waiting."""
+
+    @property
+    def rounds(self) -> int:
+        """Timed rounds of steps."""
+        return 1 if self.quick else ROUNDS
+
 
 def called(device: torch.device) -> str:
     """The device's name according to the driver or the operating system."""
@@ -212,7 +220,8 @@ class DeviceProbe:
         counts = [min(column) for column in zip(*(own for _, own, _ in by_rank), strict=True)]
         missing = list(dict.fromkeys(name for _, _, names in by_rank for name in names))
         self._done = 0
-        self._total = len(missing) + sum(WARMUP + ROUNDS - count for count in counts if count < ROUNDS)
+        rounds = self._task.rounds
+        self._total = len(missing) + sum(WARMUP + rounds - count for count in counts if count < rounds)
         self._start = self._start or time.perf_counter()
         left = self._others(units, missing)
         return self._steps(cells, counts, left)
@@ -235,7 +244,9 @@ class DeviceProbe:
     def _steps(
         self, cells: Sequence[Cell], counts: Sequence[int], left: list[str]
     ) -> tuple[DeviceProfile, list[str]]:
-        pending = [(cell, count) for cell, count in zip(cells, counts, strict=True) if count < ROUNDS]
+        pending = [
+            (cell, count) for cell, count in zip(cells, counts, strict=True) if count < self._task.rounds
+        ]
         finished = not pending or self._rounds(pending)
         timed: dict[str, Timed] = {}
         for cell, _ in pending:
@@ -266,8 +277,8 @@ class DeviceProbe:
             find_unused_parameters=self._depends_on_values,
         )
         try:
-            for round_ in range(-WARMUP, ROUNDS):
-                for cell, count in pending:
+            for round_ in range(-WARMUP, self._task.rounds):
+                for cell, count in pending[:1] if self._task.quick and round_ < 0 else pending:
                     if 0 <= round_ < count:
                         continue
                     if self._time_is_up():
@@ -287,6 +298,8 @@ class DeviceProbe:
         own = list(self._task.precisions)
         most = max(_gather(len(own)))
         chosen: list[str | None] = [*own, *[None] * (most - len(own)), None]
+        if self._task.quick:  # what is needed most comes first
+            chosen.insert(0, chosen.pop())
         rank, sizes = dist.get_rank(), self._task.batches
         return [
             Cell(samples, precision, f"steps {self._mark} batch {samples} {precision or 'plain'}")
@@ -296,9 +309,9 @@ class DeviceProbe:
 
     def _cached_rounds(self, cell: Cell) -> int:
         if cell.unit in self._cache.done:
-            return ROUNDS
+            return self._task.rounds
         # A unit with all its steps is finished together with the others, so one step is repeated.
-        return min(len(self._cache.steps.get(cell.unit, ())), ROUNDS - 1)
+        return min(len(self._cache.steps.get(cell.unit, ())), self._task.rounds - 1)
 
     def _chosen(self, precision: str | None) -> dict[str, str]:
         return matched(self.workload, {"*": precision}) if precision else {}

@@ -25,7 +25,7 @@ from trimtab.workload import Workload
 
 LINK_ROUNDS, REDUCTION_ROUNDS = 4, 4
 
-MOST_TRIAL_BYTES = 64 << 20
+MOST_TRIAL_BYTES, QUICK_TRIAL_BYTES = 64 << 20, 4 << 20
 """Bytes of a model's buckets that are sent in trials: all of a large model would take minutes on a slow link."""
 
 
@@ -59,7 +59,9 @@ def probe_job(
         link: the class of the link between them, `LOCAL` for an unnamed one.
         cache: earlier measurements of this rank; without it nothing is cached.
     """
-    steps = LINK_ROUNDS + (REDUCTION_ROUNDS if task.bits else 0) if len(names) > 1 else 0
+    rounds, reduction_rounds = (1, 1) if task.quick else (LINK_ROUNDS, REDUCTION_ROUNDS)
+    most = QUICK_TRIAL_BYTES if task.quick else MOST_TRIAL_BYTES
+    steps = rounds + (reduction_rounds if task.bits else 0) if len(names) > 1 else 0
     job_progress = _Progress(progress, steps)
     if cache is None:
         cache = ProbeCache(called(device), "", torch="", trimtab="", keep=False)
@@ -75,17 +77,17 @@ def probe_job(
         version=PROFILE_VERSION, trimtab=trimtab.__version__, torch=torch.__version__, devices=devices
     )
     if len(names) > 1:
-        measured = _links(device_probe.workload, task.bits, device, names, placement, job_progress)
+        measured = _links(
+            device_probe.workload, task.bits, device, names, placement, job_progress, rounds=rounds, most=most
+        )
         profile = replace(profile, links={link: measured})
         group = dist.group.WORLD
         if link != LOCAL and task.bits and group is not None and (inside := inside_times(group, device)):
             profile = replace(profile, links={**profile.links, LOCAL: inside})
         bits = [b for b in task.bits if all(str(b) in of_rank.codec for of_rank in devices.values())]
         if bits:
-            overhead = ReductionOverhead(
-                device_probe.workload, bits, placement, device, most=MOST_TRIAL_BYTES
-            )
-            for _ in range(REDUCTION_ROUNDS):
+            overhead = ReductionOverhead(device_probe.workload, bits, placement, device, most=most)
+            for _ in range(reduction_rounds):
                 overhead.round()
                 job_progress.one()
             profile = with_overhead(profile, link, overhead.seconds(profile, link, names))
@@ -100,10 +102,13 @@ def _links(
     names: Sequence[str],
     placement: Placement,
     job_progress: _Progress,
+    *,
+    rounds: int,
+    most: int,
 ) -> dict[str, CollectiveTime]:
     rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
-    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, MOST_TRIAL_BYTES))
-    for _ in range(LINK_ROUNDS):
+    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, most))
+    for _ in range(rounds):
         link_probe.round()
         job_progress.one()
     return link_times(link_probe, names)

@@ -20,10 +20,11 @@ from trimtab.cluster import Cluster, Device, Host, Link, Profile, load_cluster
 from trimtab.cluster.profile import LOCAL, ProbedModel, check_profile, merge_profiles
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.measure.cache import ProbeCache
 from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
 from trimtab.measure.fingerprint import fingerprint
-from trimtab.measure.job import probe_job
+from trimtab.measure.job import Probed, probe_job
 from trimtab.measure.out_of_memory import allocations_fail_on_time, is_out_of_memory
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.measure.timing import meet, seconds_per_call
@@ -123,18 +124,11 @@ def _measure(
     task: Task, device: torch.device, fresh: bool, damage: bool, progress: Callable[[int, int], None]
 ) -> Cluster:
     world = dist.get_world_size()
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
-    hosts = [name for name, _, _ in everyone]
-    classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
     # Ranks of one machine may differ, so each keeps what it measured for itself.
     cache = cache_of(device, f"rank-{dist.get_rank()}-of-{world}" if world > 1 else "")
     if not fresh:
         cache.load()
-    several = len(set(hosts)) > 1
-    placement = Placement.of(hosts.count(name) for name in dict.fromkeys(hosts))
-    link = LINK if several else LOCAL
-    probed = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    cluster, probed = measure_cluster(task, device, cache=cache, progress=progress)
     if probed.left and dist.get_rank() == 0:
         logger().warning(
             "after %g seconds %d measurements are unfinished, the first is %r: raise --seconds%s",
@@ -147,39 +141,69 @@ def _measure(
         fingerprint=fingerprint(task.spec.model),
         workloads={device.type: StoredWorkload.of(probed.workload)},  # type: ignore[dict-item]  # cpu or cuda
         indicator=INDICATOR if damage else None,
-        damages=_damages(task, device, probed.workload) if damage else {},
+        damages=measure_damages(task, device, probed.workload, calibration(task.spec)) if damage else {},
     )
-    return Cluster(
+    return replace(cluster, profile=replace(probed.profile, models={task.spec.name: model}))
+
+
+def measure_cluster(
+    task: Task,
+    device: torch.device,
+    *,
+    cache: ProbeCache | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Cluster, Probed]:
+    """The cluster of this job with its measurements, but without the model's. Collective.
+
+    Args:
+        cache: earlier measurements of this rank; without it nothing is cached.
+    """
+    world = dist.get_world_size()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
+    hosts = [name for name, _, _ in everyone]
+    classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
+    several = len(set(hosts)) > 1
+    placement = Placement.of(hosts.count(name) for name in dict.fromkeys(hosts))
+    link = LINK if several else LOCAL
+    probed = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    cluster = Cluster(
         version=1,
         devices=classes,
         links=_link(probed.profile) if several else {},
         hosts=_hosts(hosts, of_rank, LINK if several else None),
-        profile=replace(probed.profile, models={task.spec.name: model}),
+        profile=probed.profile,
     )
+    return cluster, probed
 
 
-def _damages(task: Task, device: torch.device, workload: Workload) -> Damage:
-    """The damage of every precision that was probed, measured by rank 0 for all. Collective."""
+def measure_damages(task: Task, device: torch.device, workload: Workload, batches: Sequence[Any]) -> Damage:
+    """The damage of every precision of the task, measured by rank 0 for all. Collective."""
     measured: list[Any] = [None]
     if dist.get_rank() == 0:
-        dtype = DTYPES[task.autocast] if task.autocast else None
-        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
-            damages = gradient_damage(
-                task.spec.model,
-                calibration(task.spec),
-                task.spec.loss_of,
-                precisions=task.precisions,
-                indicator=INDICATOR,
-            )
-        # A precision whose range is exceeded is never chosen, like one without a damage.
-        measured[0] = {
-            name: {precision: value for precision, value in by.items() if isfinite(value)}
-            for name, by in damages.items()
-            if name in workload.settings
-        }
+        try:
+            measured[0] = _own_damages(task, device, workload, batches)
+        except Exception as error:
+            measured[0] = error
     dist.broadcast_object_list(measured, device=device if device.type == "cuda" else None)
-    damages_by_operator: Damage = measured[0]
-    return damages_by_operator
+    if isinstance(measured[0], Exception):
+        raise measured[0]
+    damages: Damage = measured[0]
+    return damages
+
+
+def _own_damages(task: Task, device: torch.device, workload: Workload, batches: Sequence[Any]) -> Damage:
+    dtype = DTYPES[task.autocast] if task.autocast else None
+    with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+        damages = gradient_damage(
+            task.spec.model, batches, task.spec.loss_of, precisions=task.precisions, indicator=INDICATOR
+        )
+    # A precision whose range is exceeded is never chosen, like one without a damage.
+    return {
+        name: {precision: value for precision, value in by.items() if isfinite(value)}
+        for name, by in damages.items()
+        if name in workload.settings
+    }
 
 
 def _link(profile: Profile) -> dict[str, Link]:

@@ -18,6 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import find_state
 from trimtab.planning.plan import Plan
+from trimtab.selector import ALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,18 @@ class LaunchPlan:
 
     path: Path | None = None
     active: ActivePlan | None = None
+    adjust = ALL
+    """What of the plan may be used."""
+
+    @classmethod
+    def read(cls) -> Plan:
+        """The plan in its file, or the one that runs already."""
+        from trimtab.planning.restrict import restricted
+
+        if cls.active is not None:
+            return cls.active.plan
+        assert cls.path is not None
+        return restricted(read_plan(cls.path), cls.adjust)
 
     @classmethod
     def give_up(cls, error: NoPlanForRanksError, rank: int) -> None:
@@ -166,10 +179,11 @@ def active_plan_for(
         return None
     if plan is None and LaunchPlan.active is not None:
         return LaunchPlan.active
-    source = plan if plan is not None else LaunchPlan.path
     present = PresentRanks(group)
     try:
-        active = ActivePlan(agree_on_plan(lambda: present.fit(read_plan(source)), group))  # type: ignore[arg-type]
+        active = ActivePlan(
+            agree_on_plan(lambda: present.fit(LaunchPlan.read() if plan is None else read_plan(plan)), group)
+        )
     except NoPlanForRanksError as error:
         if plan is not None:
             raise

@@ -37,16 +37,25 @@ from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
+from trimtab.planning.restrict import restricted
 from trimtab.precision.operators import CallCounter
 from trimtab.precision.setting import set_operators
+from trimtab.selector import ALL
 from trimtab.workload.buckets import MIB
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan | str | PathLike[str], *, seed: int = 0, follow: Follow | None
+    model: nn.Module,
+    plan: Plan | str | PathLike[str],
+    *,
+    seed: int = 0,
+    follow: Follow | None,
+    adjust: frozenset[str] = ALL,
 ) -> None:
     """As `trimtab.apply`. Collective."""
-    _agree_and_apply(model, lambda: read_plan(plan), active_plan_of(model), seed=seed, follow=follow)
+    _agree_and_apply(
+        model, lambda: restricted(read_plan(plan), adjust), active_plan_of(model), seed=seed, follow=follow
+    )
 
 
 def apply_launch_plan(ddp: DistributedDataParallel) -> bool:
@@ -54,13 +63,10 @@ def apply_launch_plan(ddp: DistributedDataParallel) -> bool:
 
     False if there is none, or none for the ranks that are there.
     """
-    path, active = LaunchPlan.path, LaunchPlan.active
-    if path is None:
+    if LaunchPlan.path is None:
         return False
     try:
-        LaunchPlan.active = _agree_and_apply(
-            ddp, lambda: read_plan(path) if active is None else active.plan, active, seed=0, follow=Follow()
-        )
+        LaunchPlan.active = _agree_and_apply(ddp, LaunchPlan.read, LaunchPlan.active, seed=0, follow=Follow())
     except NoPlanForRanksError as error:
         LaunchPlan.give_up(error, ddp.process_group.rank())
         return False
@@ -187,6 +193,8 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     if state.compression_plan is not None:
         return "gradients are sent as under the previous plan"
     compression = compression_of(ddp)
+    if compression is not None and compression.automatic and plan.bits == "adaptive":
+        return "gradients in adaptive bits"
     if compression is not None:
         return f"gradients are sent as set by trimtab.compress ({compression.codec}), not as in the plan"
     if has_other_hook(ddp):
@@ -223,11 +231,10 @@ def _what_the_script_does(ddp: DistributedDataParallel, plan: Plan) -> list[str]
 
 def launch_bucket_cap_mb() -> float | None:
     """The `bucket_cap_mb` of the plan of `trimtab run --plan`; None if it has none or cannot be read yet."""
-    path, active = LaunchPlan.path, LaunchPlan.active
-    if path is None:
+    if LaunchPlan.path is None:
         return None
     try:
-        return (read_plan(path) if active is None else active.plan).bucket_cap_mb
+        return LaunchPlan.read().bucket_cap_mb
     except TrimtabError:
         return None  # all ranks refuse it together when it is applied
 

@@ -1,0 +1,1 @@
+"""A plan made by the job itself, while it trains."""
