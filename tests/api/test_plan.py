@@ -44,6 +44,13 @@ def test_a_model_and_its_data_give_a_plan() -> None:
     assert simulate(given, workload(), setting).timeline.step_s == pytest.approx(found.predicted.step_s)
 
 
+def test_ranks_on_cpus_and_gpus_in_one_job_are_refused() -> None:
+    mixed = uneven()
+    devices = {**mixed.devices, FAST: replace(mixed.devices[FAST], kind="cuda")}
+    with pytest.raises(TrimtabError, match=r"ranks on cpu \(slow\) and cuda \(fast\).*--remove NAME"):
+        trimtab.plan(model(), replace(mixed, devices=devices), 8, batches=batches())
+
+
 def test_plan_is_an_ordinary_function() -> None:
     assert inspect.isfunction(trimtab.plan)
     assert [*inspect.signature(trimtab.plan).parameters][:3] == ["model", "cluster", "batch_size"]

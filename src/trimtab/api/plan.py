@@ -105,6 +105,7 @@ def plan(
         )
     offered = _precisions(target, profile, precisions)
     kinds = measured_kinds(target, profile)
+    _require_one_kind(target, kinds)
     stored = _stored(model, profile, kinds)
     workload = None if stored is None else stored.workload(kinds, autocast)
     damages: Damage = {}
@@ -154,6 +155,19 @@ def plan(
     if workload.caveat is not None:
         made = replace(made, reasons=(*made.reasons, workload.caveat))
     return made
+
+
+def _require_one_kind(cluster: Cluster, kinds: Collection[str]) -> None:
+    """Raise for ranks on CPUs and GPUs in one job: they compute other operators, and no backend serves both."""
+    if len(kinds) > 1:
+        by_kind: dict[str, list[str]] = {}
+        for name in rank_counts(cluster):
+            by_kind.setdefault(cluster.devices[name].kind, []).append(name)
+        both = " and ".join(f"{kind} ({', '.join(names)})" for kind, names in sorted(by_kind.items()))
+        raise TrimtabError(
+            f"plan: the cluster has ranks on {both}, and one job cannot use both; plan for one kind, without the "
+            "others' hosts (--remove NAME)"
+        )
 
 
 class _Job(NamedTuple):

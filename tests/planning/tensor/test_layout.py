@@ -12,7 +12,9 @@ from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
+from trimtab.planning.plan_search import PlanSearch
 from trimtab.planning.tensor.layout import Layout, LayoutSearch
+from trimtab.planning.tensor.plan_layout import with_layout
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.tensor import TensorJob
 
@@ -158,6 +160,21 @@ def test_memory_demands_groups() -> None:
     assert plan.tensor_size == 2
     assert "a copy on every rank does not fit" in plan.reasons[0]
     assert all(role.peak_bytes <= limit * 2**30 for role in plan.roles.values())
+
+
+def test_a_layout_says_what_each_of_its_parts_is_worth() -> None:
+    on = ranks_on_hosts(FAST, SLOW, per_byte=0.0)
+    search = PlanSearch(on, workload(), {}, 2)
+    copies = planned(on, 2, budget=0.0, bits=None, layout="data")
+    slow = replace(copies, predicted=replace(copies.predicted, step_s=50.0, alone={"shares": 60.0}))
+    plan = with_layout(search, lambda: slow, "auto", model="m", trimtab="0", batch="free", bits=(None,))
+    step_s, alone, without = plan.predicted.step_s, plan.predicted.alone, plan.predicted.without
+    assert plan.tensor_size == 2
+    assert without.keys() == {"layout", "units"}
+    assert (without["layout"], alone["shares"]) == (50.0, 60.0)
+    assert alone["layout"] == without["units"] > step_s
+    worth = [reason for reason in plan.reasons if reason.startswith("units are divided as")]
+    assert "without it the step is" in worth[0]
 
 
 def test_without_known_units_every_rank_has_a_copy() -> None:

@@ -113,13 +113,18 @@ def _agree_and_apply(
             state.plan_follower.close()
             state.plan_follower = None
         if plan.tensor_groups:
-            notes.append("speeds are not followed in tensor groups; see tensor_parallel(balance='auto')")
+            notes.append(
+                "the plan stays when speeds change: units of its tensor groups are moved by "
+                "tensor_parallel(balance='auto') instead"
+            )
         elif follow is not None and plan.world_size > 1:
             state.plan_follower = Follower(
                 ddp, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
             )
     elif is_fsdp(model):
         notes.append(compress_sharded(model, plan, seed))
+        if follow is not None:
+            notes.append("the plan stays when speeds change: under FSDP2 a rank's own time is not known")
     elif plan.bits is not None and len(plan.tensor_groups) != 1:
         wrapped = "DDP" if plan.wrapper == "ddp" else "sharded"
         notes.append(f"gradients are not compressed: apply the plan to the {wrapped} module for that")

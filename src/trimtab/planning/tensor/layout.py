@@ -169,7 +169,7 @@ class LayoutSearch:
 
     def _start(self, groups: Groups, bits: int | None) -> Layout:
         """Shares that level the times of the slowest ranks in each place, and samples that level the groups'."""
-        samples = _even(self.total, len(groups))
+        samples = even_samples(self.total, len(groups))
         size = len(groups[0])
         kinds = {tuple(self.job.ranks[rank].device for rank in group) for group in groups}
         times = [self.job.share_times(kind, max(samples)) for kind in kinds]
@@ -251,7 +251,8 @@ def _partitions(ranks: tuple[int, ...], size: int) -> Iterator[Groups]:
             yield (group, *way)
 
 
-def _even(total: int, parts: int) -> tuple[int, ...]:
+def even_samples(total: int, parts: int) -> tuple[int, ...]:
+    """A batch divided among so many groups, in numbers that differ by one at most."""
     each, more = divmod(total, parts)
     return tuple(each + (index < more) for index in range(parts))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +10,8 @@ from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError
-from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch
+from trimtab.planning.reasons import Adjustment
+from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch, even_samples
 from trimtab.predict.tensor import TensorJob
 
 LayoutOption = Literal["auto", "data"] | int
@@ -66,7 +67,7 @@ def with_layout(
                 f"plan: layout {layout}: no rank has memory for its part of the model and of a batch of "
                 f"{search.total}; lower the batch size, or use larger groups"
             )
-        return _plan(search, layouts, best, model, trimtab, batch, adaptive, "as asked for")
+        return _plan(search, layouts, best, None, model, trimtab, batch, adaptive, "as asked for", tried)
     failure = ""
     plan: Plan | None = None
     try:
@@ -89,7 +90,7 @@ def with_layout(
         if best is None:
             raise DoesNotFitError(f"{failure} (nor does it fit in tensor groups)")
         why = f"a copy on every rank does not fit: {failure}"
-        return _plan(search, layouts, best, model, trimtab, batch, adaptive, why)
+        return _plan(search, layouts, best, None, model, trimtab, batch, adaptive, why, tried)
     if best is None:
         return plan
     seconds = best.step.step_s
@@ -104,11 +105,13 @@ def with_layout(
         search,
         layouts,
         best,
+        plan,
         model,
         trimtab,
         batch,
         adaptive,
         f"{_otherwise(plan)} a step would take {_ms(plan.predicted.step_s)}",
+        tried,
     )
 
 
@@ -125,13 +128,21 @@ def _plan(
     search: PlanSearch,
     layouts: LayoutSearch,
     layout: Layout,
+    instead: Plan | None,
     model: str,
     trimtab: str,
     batch: Literal["fixed", "free"],
     adaptive: bool,
     why: str,
+    tried: Sequence[int | None],
 ) -> Plan:
+    """The plan of a layout; `instead` is the best one with a copy on every rank, if that fits and was searched for."""
+    without = _without(layouts, layout)
+    better = [one for name, one in without.items() if not one.over and (name != "bits" or None in tried)]
+    if better and (fastest := min(better, key=lambda one: one.order)).order < layout.order:
+        layout, without = fastest, _without(layouts, fastest)
     setting, step = layout.setting, layout.step
+    adjustments = _adjustments(layouts, layout, without, instead)
     devices = search.devices
     roles: dict[str, Role] = {}
     of_rank: list[str] = [""] * len(devices)
@@ -179,31 +190,77 @@ def _plan(
         ranks=tuple(ranks),
         tensor_groups=setting.groups,
         predicted=Predicted(
-            step_s=step.step_s, plain_step_s=plain_s, damage=0.0, uniform_damage=search.uniform_damage()
+            step_s=step.step_s,
+            plain_step_s=plain_s,
+            damage=0.0,
+            uniform_damage=search.uniform_damage(),
+            alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
+            without={one.name: one.without_s for one in adjustments if one.without_s is not None},
         ),
-        reasons=tuple(_reasons(layout, devices, why, plain_s)),
+        reasons=tuple(_reasons(layout, adjustments, devices, why, plain_s)),
     )
 
 
-def _reasons(layout: Layout, devices: Sequence[str], why: str, plain_s: float) -> list[str]:
+def _without(layouts: LayoutSearch, layout: Layout) -> dict[str, Layout]:
+    """The layout without each of its adjustments, all else the same."""
+    setting, size = layout.setting, len(layout.shares)
+    equal, samples = (1 / size,) * size, even_samples(layouts.total, len(setting.groups))
+    jobs = {}
+    if max(map(abs, (a - b for a, b in zip(layout.shares, equal, strict=True)))) > 1e-9:
+        jobs["units"] = layouts.at(setting.groups, equal, setting.samples, setting.bits)
+    if setting.samples != samples:
+        jobs["shares"] = layouts.at(setting.groups, layout.shares, samples, setting.bits)
+    if setting.bits is not None:
+        jobs["bits"] = layouts.at(setting.groups, layout.shares, setting.samples, None)
+    return jobs
+
+
+def _adjustments(
+    layouts: LayoutSearch, layout: Layout, without: Mapping[str, Layout], instead: Plan | None
+) -> list[Adjustment]:
+    """What each part of the layout is worth. Alone, other parts than the groups are those of a data-parallel job."""
+    setting, size = layout.setting, len(layout.shares)
+    samples = even_samples(layouts.total, len(setting.groups))
+    groups_alone = layouts.at(setting.groups, (1 / size,) * size, samples, None)
+    alone = dict(instead.predicted.alone) if instead is not None and instead.wrapper == "ddp" else {}
+    if not groups_alone.over:
+        alone["layout"] = groups_alone.step.step_s
+    without_s = {name: one.step.step_s for name, one in without.items() if not one.over}
+    if instead is not None:
+        without_s["layout"] = instead.predicted.step_s
+    words = {
+        "units": f"units are divided as {'/'.join(f'{share:.2f}' for share in layout.shares)}, so that the ranks of a "
+        "group finish together",
+        "shares": f"groups share the batch as {'/'.join(map(str, setting.samples[:8]))}"
+        f"{'/...' if len(setting.samples) > 8 else ''}",
+        "bits": f"groups exchange gradients in {setting.bits} bits",
+    }
+    return [
+        Adjustment(
+            name=name,
+            words=words.get(name, "") if name in without else "",
+            without_s=without_s.get(name),
+            alone_s=alone.get(name),
+        )
+        for name in dict.fromkeys(("layout", *without, *alone))
+    ]
+
+
+def _reasons(
+    layout: Layout, adjustments: Sequence[Adjustment], devices: Sequence[str], why: str, plain_s: float
+) -> list[str]:
     setting, step = layout.setting, layout.step
     groups = "; ".join(
         "+".join(f"{rank} ({devices[rank]})" for rank in group) for group in setting.groups[:4]
     )
     more = f"; and {len(setting.groups) - 4} more" if len(setting.groups) > 4 else ""
-    shares = "/".join(f"{share:.2f}" for share in layout.shares)
     reasons = [
         f"{len(layout.shares)} ranks hold a copy of the model together, {why}",
-        f"tensor groups: ranks {groups}{more}; units are divided as {shares}, so that the ranks of a group finish "
-        "together",
+        f"tensor groups: ranks {groups}{more}",
+        *(one.reason(step.step_s) for one in adjustments if one.words),
     ]
     if len(setting.groups) > 1:
-        samples = "/".join(map(str, setting.samples[:8]))
-        sent = "uncompressed" if setting.bits is None else f"in {setting.bits} bits"
-        reasons.append(
-            f"samples by group: {samples}{'/...' if len(setting.samples) > 8 else ''}; groups exchange the gradients "
-            f"of their units {sent}, which adds {_ms(step.exchange_s)}"
-        )
+        reasons.append(f"the exchange of gradients between groups adds {_ms(step.exchange_s)}")
     reasons.append("nothing is lowered: sharded projections compute in the model's own precision")
     reasons.append(
         f"a step is predicted to take {_ms(step.step_s)}, {_ms(step.all_reduce_s)} of it to sum activations, instead "
