@@ -46,7 +46,13 @@ def test_plans_of_other_exchanges_are_held_out_too() -> None:
     assert {plan.route for plan in exchange.ROUTES} == {"flat", "two levels"}
     assert str(exchange.ROUTES[1]) == "5/3, low none, 4 bits, two levels"
     assert str(exchange.ACCUMULATE[0]) == "4/4, low half, fp32 bits, 2 micro-batches"
-    assert exchange.route_rows("cuda", 1, lambda done, total: None) == []
+
+
+def test_links_between_hosts_of_several_ranks_are_not_those_inside_them() -> None:
+    parts_of_a_gpu = ranks.linked(ranks.two_hosts("cuda", "none", 2))
+    assert {host.link for host in parts_of_a_gpu.hosts} == set(parts_of_a_gpu.links) == {"between"}
+    alone, shaped = ranks.two_hosts("cuda", "none"), ranks.two_hosts("cpu", "300mbit", 2)
+    assert (ranks.linked(alone), ranks.linked(shaped)) == (alone, shaped)
 
 
 def test_no_tensor_plan_has_all_units_and_jobs_compare_equal_batches() -> None:

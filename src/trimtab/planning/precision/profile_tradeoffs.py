@@ -66,6 +66,15 @@ class ProfileTradeoffs(Tradeoffs):
         low, high = self._around(device, samples)
         return self._looked_up(device, samples) if low == high else self._between(device, samples, low, high)
 
+    def _plain_s(self, device: str, samples: int) -> float:
+        low, high = self._around(device, samples)
+        if low == high or (device, samples) in self._menus:
+            return super()._plain_s(device, samples)
+        # The search for shares asks about many numbers of samples and needs no options for them.
+        return _mixed(
+            self.menu(device, low).own_s, self.menu(device, high).own_s, (samples - low) / (high - low)
+        )
+
     def _around(self, device: str, samples: int) -> tuple[int, int]:
         """The sizes from whose menus that of `samples` follows; both are `samples` where it is looked up."""
         model = self.measured.operators.workload.model
@@ -162,9 +171,6 @@ class ProfileTradeoffs(Tradeoffs):
         part = (samples - low) / (high - low)
         weight = (samples / self.total) ** 2
 
-        def mixed(x: float, y: float) -> float:
-            return max(0.0, x + part * (y - x))
-
         options: Options = {}
         for name in a.options:
             if name not in b.options:
@@ -173,18 +179,24 @@ class ProfileTradeoffs(Tradeoffs):
             options[name] = tuple(
                 Option(
                     precision=o.precision,
-                    seconds=mixed(o.seconds, theirs[o.precision].seconds),
+                    seconds=_mixed(o.seconds, theirs[o.precision].seconds, part),
                     damage=0.0 if o.precision == OWN else self.damages[name][o.precision] * weight,
                     memory=round(o.memory + part * (theirs[o.precision].memory - o.memory)),
                 )
                 for o in a.options[name]
                 if o.precision in theirs
             )
-        return RankMenu(base_s=mixed(a.base_s, b.base_s), own_s=mixed(a.own_s, b.own_s), options=options)
+        return RankMenu(
+            base_s=_mixed(a.base_s, b.base_s, part), own_s=_mixed(a.own_s, b.own_s, part), options=options
+        )
 
     @property
     def counts(self) -> dict[str, int]:
         return rank_counts(self.cluster)
+
+
+def _mixed(low: float, high: float, part: float) -> float:
+    return max(0.0, low + part * (high - low))
 
 
 def _around(samples: int) -> tuple[int, int]:

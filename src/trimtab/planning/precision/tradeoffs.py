@@ -70,8 +70,10 @@ class Tradeoffs(ABC):
     # What `shares.with_precision` uses
 
     def own_s(self, device: str, samples: int) -> float:
-        if not self.fits(device, samples, {}):
-            return inf
+        return self._plain_s(device, samples) if self.fits(device, samples, {}) else inf
+
+    def _plain_s(self, device: str, samples: int) -> float:
+        """The menu's `own_s`."""
         return self.menu(device, samples).own_s
 
     def damage(self, device: str, samples: int, seconds: float) -> float:

@@ -104,6 +104,22 @@ class LayoutSearch:
         setting = self._setting((tuple(range(size)),), [1 / size] * size, (samples,), None)
         return self.job.step(setting).all_reduce_s
 
+    def bound_s(self, size: int) -> float:
+        """About the shortest step of groups of neighbors: nothing is computed twice, nobody waits but for the sums."""
+        world = len(self.job.ranks)
+        samples = max(1, self.total * size // world)
+        pace = {
+            name: self.job.measured.mapper(name, self.job.cluster.devices[name].kind, samples).total_s
+            / samples
+            for name in dict.fromkeys(rank.device for rank in self.job.ranks)
+        }
+        summed = self.sums_s(size) / samples
+        rate = 0.0
+        for first in range(0, world, size):
+            together = sum(1 / pace[rank.device] for rank in self.job.ranks[first : first + size])
+            rate += 1 / (1 / together + summed)
+        return self.total / rate
+
     def groupings(self, size: int) -> list[Groups]:
         """Ways to form groups, each kind once; ranks are in ascending order, as in torch's groups."""
         ranks = range(len(self.job.ranks))

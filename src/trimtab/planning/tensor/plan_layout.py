@@ -76,13 +76,14 @@ def with_layout(
         failure = str(error)
     if plan is not None and world > MANY_RANKS:  # a search takes long here
         tried = [plan.bits] if plan.bits in tried else tried[:1]
-        sums = {size: layouts.sums_s(size) for size in sizes}
-        sizes = [size for size in sizes if GAIN * sums[size] < plan.predicted.step_s]
-        if sums and not sizes:
+        bounds = {size: layouts.bound_s(size) for size in sizes}
+        sizes = [size for size in sizes if GAIN * bounds[size] < plan.predicted.step_s]
+        if bounds and not sizes:
+            least = min(bounds, key=lambda size: bounds[size])
             return _noted(
                 plan,
-                f"there are no tensor groups: in them {_ms(min(sums.values()))} of a step or more "
-                "would be needed to sum activations",
+                f"there are no tensor groups: in groups of {least} ranks a step would take {_ms(bounds[least])} or "
+                f"more, {_ms(layouts.sums_s(least))} of it to sum activations",
             )
     fitting = [each for size in sizes if (each := layouts.best(size, tried)) is not None]
     best = min(fitting, key=lambda each: each.order, default=None)

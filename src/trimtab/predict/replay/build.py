@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.cluster.profile import CodecTime, Line
-from trimtab.predict.collectives import Placement, Route, Traffic, all_reduce, stages, tree_all_reduce
+from trimtab.predict.collectives import (
+    Placement,
+    Route,
+    Stages,
+    Traffic,
+    all_reduce,
+    stages,
+    tree_all_reduce,
+)
 from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
@@ -101,25 +109,29 @@ def compressed_buckets(
     overhead = max(fit.per_bucket_s for fit in links.fits("all_gather"))
     buckets: list[BucketTransfers] = []
     local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
+    # Repeated layers have like buckets, and roles of one kind of device share their times.
+    kinds = [tuple(map(id, codec.values())) for codec in codecs]
+    ways: dict[object, tuple[Stages, tuple[Transfer, ...]]] = {}
+    seconds: dict[object, tuple[float, ...]] = {}
     for index, bucket in enumerate(workload.buckets):
         numel = sum(sizes[name] for name in bucket.parameters)
         nbytes = sum(encoded_bytes(sizes[name], bits[name], setting.block) for name in bucket.parameters)
-        way = stages(setting.route or Route(), placement, numel, nbytes, block=setting.block)
         values: dict[int, int] = {}
         for name in bucket.parameters:
             if bits[name]:
                 values[bits[name]] = values.get(bits[name], 0) + sizes[name]
-        *first, last = way.traffic
-        transfers = [_transfer(traffic, links) for traffic in first] + [_transfer(last, links, overhead)]
-        buckets.append(BucketTransfers(name=f"bucket {index}", transfers=tuple(transfers)))
-        # Roles of one kind of device share their times.
-        seconds: dict[tuple[int, ...], tuple[float, ...]] = {}
-        for role, codec in zip(local, codecs, strict=True):
-            key = tuple(map(id, codec.values()))
-            if key not in seconds:
+        like = numel, nbytes, tuple(values.items())
+        if like not in ways:
+            way = stages(setting.route or Route(), placement, numel, nbytes, block=setting.block)
+            *first, last = way.traffic
+            ways[like] = way, (*(_transfer(t, links) for t in first), _transfer(last, links, overhead))
+        way, transfers = ways[like]
+        buckets.append(BucketTransfers(name=f"bucket {index}", transfers=transfers))
+        for role, codec, kind in zip(local, codecs, kinds, strict=True):
+            if (like, kind) not in seconds:
                 times = _mixed(codec, values)
-                seconds[key] = way.local_s(times, links.inside, feedback=setting.error_feedback)
-            role.append(seconds[key])
+                seconds[like, kind] = way.local_s(times, links.inside, feedback=setting.error_feedback)
+            role.append(seconds[like, kind])
     return tuple(buckets), [tuple(role) for role in local]
 
 

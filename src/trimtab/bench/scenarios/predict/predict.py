@@ -29,8 +29,7 @@ KINDS: dict[str, Callable[[str, int, Progress], list[dict[str, Any]]]] = {
     "tensor": tensor_rows,
     "data x tensor": data_x_tensor_rows,
 }
-"""By kind of plan: the rows (`rows.row`) from the device ("cpu" or "cuda"), the number of rounds and the progress;
-none where the kind does not run on the device."""
+"""By kind of plan: the rows (`rows.row`) from the device ("cpu" or "cuda"), the number of rounds and the progress."""
 
 
 def predict(device: str, rounds: int, only: Sequence[str], progress: Progress) -> Result:
@@ -44,8 +43,6 @@ def predict(device: str, rounds: int, only: Sequence[str], progress: Progress) -
         for index, kind in enumerate(kinds)
         for row in KINDS[kind](device, rounds, part(progress, index, len(kinds)))
     ]
-    if not rows:
-        raise TrimtabError(f"--only: {', '.join(kinds)} cannot be measured with --device {device}")
     return Result(bench="predict", summary={"device": device, **summary(rows)}, rows=rows)
 
 

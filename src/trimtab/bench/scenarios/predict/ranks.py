@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -18,7 +19,7 @@ from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import Progress
 from trimtab.bench.ranks import hosts
 from trimtab.bench.trainer import Batch, Trainer
-from trimtab.cluster import Cluster
+from trimtab.cluster import Cluster, Link
 from trimtab.cluster.profile import (
     LOCAL,
     PROFILE_VERSION,
@@ -114,7 +115,7 @@ class Job:
         self.device = torch.device(spec["device"])
         self.per_host: int = spec["per_host"]
         self.placement = Placement.of((self.per_host,) * 2)
-        self.cluster = two_hosts(spec["device"], spec["link"], self.per_host)
+        self.cluster = linked(two_hosts(spec["device"], spec["link"], self.per_host))
         self.task = make_task(spec["model"], self.device)
         self.unit = self.task.samples
         self.names = [name for name in NAMES for _ in range(self.per_host)]
@@ -361,6 +362,17 @@ def two_hosts(device: str, link: str, per_host: int = 1) -> Cluster:
     """A fast and a slow host."""
     speeds = SPEEDS[device] if per_host == 1 else SHARED_SPEEDS
     return hosts(speeds, device, link=link, names=NAMES, per_host=per_host)
+
+
+def linked(cluster: Cluster) -> Cluster:
+    """With a link class between hosts of several ranks, which is measured: inside them it is another one."""
+    if cluster.links or max(sum(host.devices.values()) for host in cluster.hosts) == 1:
+        return cluster
+    return replace(
+        cluster,
+        links={"between": Link(gbit_per_s=1.0)},
+        hosts=tuple(replace(host, link="between") for host in cluster.hosts),
+    )
 
 
 def make_task(name: str, device: torch.device) -> tasks.Task:

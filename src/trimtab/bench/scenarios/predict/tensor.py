@@ -40,6 +40,9 @@ SIZES: dict[str, dict[str, int]] = {
     "cpu": {"width": 512, "heads": 16, "layers": 3, "context": 128, "samples": 1},
     "cuda": {"width": 4096, "heads": 32, "layers": 4, "context": 512, "samples": 2},
 }
+SMALLER = {"layers": 2}
+"""With two groups on a GPU: four ranks hold four models each in one memory."""
+
 SPEEDS = {"cpu": (1.0, 0.5), "cuda": (0.3, 0.15)}
 LINKS = {"cpu": ("1gbit", "none"), "cuda": ("none",)}
 PROBED = (2, 4, 8)
@@ -94,7 +97,7 @@ def _rows(
             "link": link,
             "layouts": list(layouts),
             "rounds": rounds,
-            "size": SIZES[device],
+            "size": SIZES[device] | (SMALLER if device == "cuda" and len(layouts[0].samples) > 1 else {}),
         }
         report = part(progress, index, len(LINKS[device]))
         # Slowing products down keeps the ranks in step; a quota would stop one in the middle of a collective.
