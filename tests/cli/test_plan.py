@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.planning.planning import uneven
+from tests.report.page.test_document import data_of
 
 from trimtab.cli.plan import parse_bits, plan, rows
 from trimtab.cluster import save_cluster
@@ -56,13 +57,21 @@ def test_the_command_writes_a_plan_and_says_what_it_holds(
     found = load_plan(folder / "p.json")
     assert sum(found.shares) == 12
     assert [row["samples"] for row in rows(found)] == [r.samples for r in found.roles.values()]
-    run(folder, as_json=True, batch="fixed")
+    run(folder, as_json=True, batch="fixed", html=folder / "p.html")
     tree = json.loads(capsys.readouterr().out)
     assert tree["batch"] == "fixed"
     assert tree["hash"] == load_plan(folder / "p.json").hash
     assert tree["gain"] > 1
     (own,) = (point for point in tree["tradeoff"] if point["chosen"])
     assert own["step_ms"] == tree["step_ms"]
+    page = (folder / "p.html").read_text()
+    assert "times as fast as plain DDP." in page
+    titles = {card.get("title") for section in data_of(page)["sections"] for card in section["blocks"]}
+    assert {
+        "A step, by role",
+        "Trade-off: step time against damage",
+        "Precision of each operator, by depth",
+    } <= titles
     assert {"precision", "rank 0 (fast)"} <= {row["adjustment"] for row in tree["adjustments"]}
 
 

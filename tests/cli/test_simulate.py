@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.predict.profiles import cluster, profile
+from tests.report.page.test_document import data_of
 
 from trimtab.cli.simulate import simulate
 from trimtab.cluster import save_cluster
@@ -82,7 +83,12 @@ def test_what_ifs_are_planned_priced_and_judged(tmp_path: Path, capsys: pytest.C
         "link": "1gbit",
         "as_json": True,
     }
-    simulate(tmp_path / "c.json", **options, price=["RTX-3090=0.4"], budget_per_hour=2.5)
+    page = tmp_path / "page.html"
+    simulate(tmp_path / "c.json", **options, price=["RTX-3090=0.4"], budget_per_hour=2.5, html=page)
+    overview, step, cost = data_of(page.read_text())["sections"]
+    assert len(overview["blocks"][0]["rows"]) == 5
+    assert step["blocks"][0]["lanes"]
+    assert "with 2xrtx 3090" in [series["name"] for series in cost["blocks"][0]["series"]]
     found = json.loads(capsys.readouterr().out)
     given, planned, *changed = found["outcomes"]
     assert [case["what"] for case in changed] == ["without b", "with 2xrtx 3090", "with T4"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 
@@ -11,17 +13,20 @@ TENSOR_SPEED = 0.5
 
 def demo() -> None:
     """All of it, in two to three minutes, on the machine at hand."""
-    _data_parallel()
+    folder = _data_parallel()
     _tensor_parallel()
+    _report(folder)
     print("Every figure was measured in this run. For more: trimtab bench --help, and docs/.")
 
 
-def _data_parallel() -> None:
+def _data_parallel() -> Path:
     from trimtab.bench.ranks import run_on_ranks
     from trimtab.bench.scenarios import demo as scenario
     from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.emulate import Emulation
+    from trimtab.report.run_info import new_run_folder
 
+    folder = new_run_folder("demo")
     cluster, shaped = scenario.cluster(shaped=True), True
     try:
         emulation = Emulation(cluster).__enter__()
@@ -31,11 +36,24 @@ def _data_parallel() -> None:
         emulation = Emulation(cluster).__enter__()
     with emulation, progress_bar("data parallel") as progress:
         print(_described(cluster))
-        measured = run_on_ranks(emulation, scenario.on_rank, {"shaped": shaped}, progress=progress)
+        measured = run_on_ranks(
+            emulation, scenario.on_rank, {"shaped": shaped, "run_dir": str(folder)}, progress=progress
+        )
     print_table(measured["title"], measured["rows"])
     for what, explanation in measured["explained"].items():
         print(f"{what}: {explanation}")
     print()
+    return folder
+
+
+def _report(folder: Path) -> None:
+    """The page of the recorded steps; without one where the current folder cannot be written to."""
+    from trimtab.cli.report import report
+
+    try:
+        report([folder])
+    except TrimtabError as error:
+        print(f"There is no report: {error}")
 
 
 def _tensor_parallel() -> None:

@@ -107,7 +107,7 @@ def plan(
         raise TrimtabError(f"{cluster}: {error}") from None
     save_plan(made, out)
     if html is not None:
-        _write_page(made, html, title=str(out), model=model)
+        _write_page(made, html, title=out.name, model=model)
     if as_json:
         print(json.dumps(tree(made, out), indent=2))
         return

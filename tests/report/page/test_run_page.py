@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from trimtab.report.page.document import MOST_BYTES, Document, fitted, to_html
 from trimtab.report.page.run import run_document
 from trimtab.report.page.run_data import RunData
 from trimtab.report.run_folder import load_run
+
+RECORDED = Path(__file__).with_name("recorded")
+"""The run folder of a run of `trimtab demo`, as it was written."""
 
 
 def document_of(folder: Path, points: int = 100) -> Document:
@@ -79,6 +83,27 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert [limit["label"] for limit in memory["limits"]] == ["limit of rank 0, 1", "limit of rank 2, 3"]
     command = cards(document, "environment")[0]["text"]
     assert command == "cd /home/ada/job\nOMP_NUM_THREADS=4 trimtab run --nproc-per-node 4 train.py"
+
+
+def test_a_recorded_run_of_the_demo() -> None:
+    document = document_of(RECORDED)
+    figures = re.split(r"[\d.]*\d", document.verdict)
+    assert "".join(figures) in (
+        "ms a step,  times as fast as plain DDP (predicted), % of the ideal; loss  → .".replace(
+            "ms", f" {unit}"
+        )
+        for unit in ("s", "ms")
+    )
+    assert document.notes == []
+    by_rank = card(document, "overview", "Where the step went, by rank")
+    measured = [row for row in by_rank["rows"] if not row.get("faint")]
+    seconds = [RunData(run=load_run(RECORDED)).mean_of(rank, "seconds") for rank in (0, 1)]
+    assert [sum(row["values"]) for row in measured] == pytest.approx(seconds, rel=1e-3)
+    labels = [item["label"] for item in cards(document, "controller")[0]["items"]]
+    assert {"plan", "compress"} <= set(labels)
+    for title in ("Bits of each layer's gradients over time", "Batch shares: samples of each rank"):
+        assert card(document, "settings", title)
+    assert card(document, "step", "Step 50, rank by rank")["lanes"]
 
 
 def test_prices_give_costs(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -13,9 +15,13 @@ from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import make_plans
 from trimtab.bench.trainer import LoaderTrainer, take_turns
 from trimtab.cluster import Cluster
+from trimtab.control.step_recorder import observe_backward, record_steps
+from trimtab.environment import RUN_DIR
 from trimtab.models import tasks
 from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust
+from trimtab.report import events
+from trimtab.report.run_info import write_run_info
 
 PLAIN, BITS, SHARES, PLAN = "plain DDP", "trimtab.compress", "+ trimtab.loader", "trimtab.apply(plan)"
 IDEAL = "fp32, nothing sent"
@@ -24,6 +30,9 @@ SAMPLES = 8
 
 BLOCK, SETTLING, COUNTED = 3, 4, 2
 """Steps of a method before the next has its turn; blocks in which shares settle; blocks that count."""
+
+RECORDED = 40
+"""Steps of the plan that are recorded for the report."""
 
 
 def cluster(*, shaped: bool) -> Cluster:
@@ -66,6 +75,8 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
                 "loss": trainer.held_out_loss() if trained else None,
             }
         )
+    if spec.get("run_dir") is not None:
+        _record(plan, Path(spec["run_dir"]), 2 * SAMPLES * timings[PLAIN].median_ms / 1e3)
     numel = sum(p.numel() for p in trainers[PLAIN].module.parameters())
     steps = blocks * BLOCK
     return {
@@ -76,6 +87,21 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             "the plan": "; ".join(plan.reasons),
         },
     }
+
+
+def _record(plan: Plan, folder: Path, plain_step_s: float) -> None:
+    """Train with the plan from the start, with all events in a run folder."""
+    os.environ[RUN_DIR] = str(folder)
+    if events.is_first_rank():
+        command = ["trimtab", "demo"]
+        write_run_info(
+            folder, command=command, script="demo", world_size=plan.world_size, plain_step_s=plain_step_s
+        )
+    observe_backward()
+    trainer = _trainer(PLAN, plan)
+    record_steps(trainer.model)
+    trainer.block(RECORDED)
+    events.close(0)
 
 
 def _task() -> tasks.Task:

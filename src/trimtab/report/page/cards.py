@@ -46,9 +46,18 @@ def table(
     chosen: int | None = None,
     half: bool = False,
 ) -> Card:
-    """Columns are (name, unit); units s, B (powers of ten), iB (powers of two) and % are scaled by the page."""
+    """Columns are (name, unit); units s, B (powers of ten), iB (powers of two) and % are scaled by the page.
+
+    Columns without any value are left out.
+    """
     if len(rows) > MOST_ROWS:
         note = f"{note} The first {MOST_ROWS} of {len(rows)} rows.".strip()
+    used = [
+        at
+        for at in range(len(columns))
+        if at == 0 or not rows or any(row[at] not in (None, "") for row in rows)
+    ]
+    columns, rows = [columns[at] for at in used], [[row[at] for at in used] for row in rows]
     cells = [[text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows[:MOST_ROWS]]
     return {
         "kind": "table",

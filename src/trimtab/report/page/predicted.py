@@ -51,7 +51,7 @@ def plan_document(plan: dict[str, Any], *, title: str, model: str, operators: Se
     if damage is not None:
         note = "squared relative error of the gradient by lower precision"
         items.append(figure("Damage", f"{damage:.3g}", note))
-    reasons = [event("", "why", text(reason)) for reason in sequence(plan.get("reasons"))]
+    reasons = [event("", "", text(reason)) for reason in sequence(plan.get("reasons"))]
     verdict = f"{duration(step_s)} a step is predicted"
     if gain is not None:
         verdict += f", {gain:.2g} times as fast as plain DDP" if gain > 1.005 else ", as fast as plain DDP"

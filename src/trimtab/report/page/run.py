@@ -197,25 +197,31 @@ def ranks_table(data: RunData) -> Card:
 def controller(data: RunData) -> Card:
     """What was noticed and decided, and what it brought."""
     items = []
+    plans = data.run.events("plan")
     for one in data.run.events("decision", "guard", "plan", "warning", "start"):
         when = f"step {one['step']:,}" if one.get("step") is not None else ""
         when = f"{when} · {duration(data.since_start(one))}"
+        brought = data.run.brought(one) if one["kind"] in ("decision", "plan") and one.get("step") else None
+        effect = []
+        if brought and brought[0] > 0:
+            change = brought[1] / brought[0] - 1
+            effect = [f"brought: step {duration(brought[0])} → {duration(brought[1])} ({change:+.0%})"]
         if one["kind"] == "decision":
-            brought = data.run.brought(one) if one.get("step") is not None else None
+            if one.get("what") == "plan" and plans:
+                continue  # the plan itself says more
             more = [f"noticed: {text(one['noticed'])}"] if one.get("noticed") else []
             more += [f"why: {text(one['why'])}"] if one.get("why") else []
-            if brought and brought[0] > 0:
-                change = brought[1] / brought[0] - 1
-                more.append(f"brought: step {duration(brought[0])} → {duration(brought[1])} ({change:+.0%})")
             said = one.get("decided") or f"{text(one.get('before'))} → {text(one.get('after'))}"
-            items.append(event(when, text(one.get("what") or "decision", 24), text(said), more=more))
+            items.append(
+                event(when, text(one.get("what") or "decision", 24), text(said), more=[*more, *effect])
+            )
         elif one["kind"] == "guard":
             items.append(event(when, "guard", text(one.get("reason")), tone="bad"))
         elif one["kind"] == "plan":
             step_s = number(mapping(mapping(one.get("plan")).get("predicted")).get("step_s"))
             more = [text(reason) for reason in sequence(mapping(one.get("plan")).get("reasons"))[:12]]
             said = f"plan {text(one.get('hash'), 20)} in force, predicted step {duration(step_s)}"
-            items.append(event(when, "plan", said, more=more))
+            items.append(event(when, "plan", said, more=[*more, *effect]))
         elif one["kind"] == "warning":
             items.append(
                 event(when, "warning", f"rank {one['rank']}: {text(one.get('message'))}", tone="warn")

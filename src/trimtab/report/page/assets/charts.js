@@ -248,16 +248,15 @@ function legendOf(block) {
 }
 
 function tableOf(columns, rows, caption) {
-  const numeric = (value) => isNumber(value) || value === null;
+  const numeric = columns.map((_, at) => at > 0 && rows.some((row) => isNumber((row.cells || row)[at])));
   const body = rows.map((row) => {
     const cells = row.cells || row;
     return element("tr", row.chosen ? { class: "chosen" } : {}, ...cells.map((cell, at) => {
       const column = columns[at] || {};
-      return element(at ? "td" : "th", { class: !at ? null : numeric(cell) ? "n" : String(cell).length > 14 ? "long" : null, scope: at ? null : "row" }, show(cell, column.unit));
+      return element(at ? "td" : "th", { class: !at ? null : numeric[at] ? "n" : String(cell).length > 14 ? "long" : null, scope: at ? null : "row" }, show(cell, column.unit));
     }));
   });
-  const first = rows.find((row) => row) || [];
-  const head = columns.map((column, at) => element("th", { scope: "col", class: at && numeric((first.cells || first)[at]) ? "n" : null }, column.name));
+  const head = columns.map((column, at) => element("th", { scope: "col", class: numeric[at] ? "n" : null }, column.name));
   return element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     element("table", {}, element("caption", { class: "sr" }, caption), element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body)));
 }

@@ -232,7 +232,7 @@ class SpanChart extends Chart {
 
 class MapChart extends Chart {
   constructor(block) {
-    const each = clamp(Math.floor(440 / Math.max(1, block.rows.length)), 5, 22);
+    const each = clamp(Math.floor(600 / Math.max(1, block.rows.length)), 5, 22);
     super(block, block.rows.length * each + 46);
     this.each = each;
     this.tools.append(...block.scale.map((value, index) => {
@@ -257,7 +257,7 @@ class MapChart extends Chart {
       block.names.forEach((name, at) => this.text((this.xOf(edges[at]) + this.xOf(edges[at + 1])) / 2, this.bottom + 15, fitted(name, this.xOf(edges[at + 1]) - this.xOf(edges[at])), { "text-anchor": "middle" }));
       this.text((this.left + this.right) / 2, this.bottom + 32, block.axis, { "text-anchor": "middle" });
     } else this.xAxis(block.axis, "", edges[0], edges.at(-1));
-    const every = Math.ceil(12 / each);
+    const every = Math.ceil(14 / each);
     this.targets = block.rows.map((name, at) => {
       const y = this.top + at * each;
       if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 12), { class: "name", "text-anchor": "end" });

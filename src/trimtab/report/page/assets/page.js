@@ -8,8 +8,8 @@ const BLOCKS = {
   table: (block) => card(block, tableOf(block.columns, block.rows, block.title)),
   text: (block) => card(block),
   code: (block) => card(block, element("pre", { tabindex: 0, "aria-label": block.title }, block.text)),
-  events: (block) => card(block, element("ol", { class: "events" }, ...block.items.map((item) => element("li", {},
-    element("span", { class: "when" }, item.when), element("span", { class: `badge ${item.tone || ""}` }, item.label),
+  events: (block) => card(block, element("ol", { class: "events" }, ...block.items.map((item) => element("li", { class: item.label ? null : "plain" },
+    ...(item.label ? [element("span", { class: "when" }, item.when), element("span", { class: `badge ${item.tone || ""}` }, item.label)] : []),
     element("div", {}, item.text, ...(item.more || []).map((line) => element("div", { class: "more" }, line))))))),
   columns: (block) => element("div", { class: "columns" }, ...block.items.map((item) =>
     element("div", {}, element("h3", {}, item.title), ...item.blocks.map(render)))),
