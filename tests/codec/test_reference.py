@@ -229,6 +229,7 @@ def test_elements_between_segments_are_untouched(kernels: Kernels) -> None:
     assert flat[kept].tolist() == kept
 
 
+@pytest.mark.soak
 def test_more_elements_than_32_bits_count() -> None:
     """Memory never written costs nothing; the last blocks must come out as they would alone."""
     if FAST.name == "reference":

@@ -220,7 +220,7 @@ def test_probe_writes_what_fits(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("-m", "trimtab.cli", "probe", "--model", "own_model:make", "--batch", "2,4,256"),
-            *("--precision", "", "--bits", "4", "--out", "cluster.json"),
+            *("--precision", "", "--bits", "4", "--seconds", "8", "--out", "cluster.json"),
         ],
         cwd=tmp_path,
         env={

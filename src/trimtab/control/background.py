@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
 from typing import Any
 
@@ -50,6 +51,8 @@ class Background:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._published: list[str] = []
+        self._unanswered = False
+        """Whether the thread waits for a store that does not answer."""
         self.cpu_seconds = 0.0
 
     def decide(self, key: str, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
@@ -88,6 +91,18 @@ class Background:
 
         return self._submit(run)
 
+    def wait(self, decision: Future[dict[str, Any]]) -> dict[str, Any]:
+        """The decision, within the group's timeout: over a link that was cut, the thread's question to the store has
+        no answer and no end."""
+        try:
+            return decision.result(self._timeout_s)
+        except FutureTimeoutError:
+            self._unanswered = True
+            raise TrimtabError(
+                f"the job's store has not answered within {self._timeout_s:g} s; can its host, that of rank 0, "
+                "still be reached?"
+            ) from None
+
     @staticmethod
     def done(value: dict[str, Any]) -> Future[dict[str, Any]]:
         """A decision that is already known."""
@@ -100,7 +115,7 @@ class Background:
         self._closing.set()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(timeout)
+            self._thread.join(0 if self._unanswered else timeout)
 
     def _submit(self, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()

@@ -185,7 +185,7 @@ class Controller:
         """Waits for a pending decision."""
         pending = None
         if self._pending is not None:
-            pending = {"at_step": self._pending[0], "decision": self._pending[1].result()}
+            pending = {"at_step": self._pending[0], "decision": self._background.wait(self._pending[1])}
         return {
             "config": vars(self._config).copy(),
             "settings": vars(replace(self.planner.settings, name=self._family)).copy(),
@@ -249,7 +249,7 @@ class Controller:
 
     def _apply(self, step: int) -> None:
         assert self._pending is not None
-        decision = self._pending[1].result()
+        decision = self._background.wait(self._pending[1])
         self._pending = None
         if FAILED in decision:
             if self._decides and not self._failed:

@@ -151,7 +151,7 @@ class Follower:
 
     def _switch_plan(self) -> None:
         assert self._pending is not None
-        decision = self._pending[1].result()
+        decision = self._background.wait(self._pending[1])
         self._pending = None
         if FAILED in decision:
             if self._rank == 0 and not self._failed:
