@@ -29,6 +29,9 @@ RESTART = "TRIMTAB_RUN_RESTART"
 ELASTIC = "TRIMTAB_RUN_ELASTIC"
 """Set to 1 by `trimtab run --nnodes MIN:MAX`: the number of ranks may change whenever they are started again."""
 
+MOST_IN_A_LINE = 120
+"""Characters of a line of information on standard error."""
+
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -51,6 +54,25 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # not ge
         super().emit(record)
 
 
+class _ShortLines(logging.Formatter):
+    """Information takes at most 120 characters; all of it is shown at the level debug."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno != logging.INFO or logging.getLogger(record.name).level <= logging.DEBUG:
+            return text
+        return shorten(text)
+
+
+def shorten(text: str, most: int = MOST_IN_A_LINE) -> str:
+    """At most so many characters of a text, which ends with a clause or at least with a word."""
+    if len(text) <= most:
+        return text
+    room = text[: most - len(" ...")]
+    clause = max(room.rfind(mark) for mark in ("; ", ". "))
+    return room[:clause] if clause > most // 4 else f"{room[: max(room.rfind(' '), most // 2)]} ..."
+
+
 def logger() -> logging.Logger:
     """The one logger, writing to stderr at the level of ``TRIMTAB_LOG`` (default info)."""
     log = logging.getLogger("trimtab")
@@ -59,7 +81,7 @@ def logger() -> logging.Logger:
         if level not in _LEVELS:
             raise TrimtabError(f"TRIMTAB_LOG={level!r} is not a log level; use one of {', '.join(_LEVELS)}")
         handler = _StandardError()
-        handler.setFormatter(logging.Formatter("trimtab: %(message)s"))
+        handler.setFormatter(_ShortLines("trimtab: %(message)s"))
         log.addHandler(handler)
         log.setLevel(level.upper())
         log.propagate = False

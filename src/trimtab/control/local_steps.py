@@ -41,6 +41,7 @@ from trimtab.planning.local_steps import (
     every_step_seconds,
     local_settings,
 )
+from trimtab.report import events
 
 WARM_UP, TIMED = 2, 4
 """Steps before the settings are chosen: some that are not timed, and some that are."""
@@ -303,6 +304,7 @@ class LocalSteps(JobBound):
     def _say(self, text: str) -> None:
         if self.group.rank() == 0:
             logger().info("local steps: %s", text)
+            events.emit("decision", what="local_steps", decided=text, why=None, expected={})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from a checkpoint; returns whether it was of use. Every rank calls it.

@@ -20,7 +20,7 @@ from trimtab.report.run_info import RUNS, VERSION
 MOST_LINE = 4 << 20
 """Characters of the longest line that is read."""
 
-_NAME = re.compile(r"rank-(\d{1,6})\.jsonl")
+RANK_FILE = re.compile(r"rank-(\d{1,6})\.jsonl")
 _TIMES = ("data", "compute", "codec", "wire", "optimizer")
 
 
@@ -117,13 +117,13 @@ def load_run(path: str | Path) -> Run:
     if not folder.is_dir():
         raise TrimtabError(f"{folder}: there is no such run folder; `trimtab run` makes one in {RUNS}/")
     problems: list[str] = []
-    info = _read_object(folder / "run.json", problems)
+    info = read_info(folder, problems)
     ranks = {}
     for file in sorted(folder.iterdir()):
-        match = _NAME.fullmatch(file.name)
+        match = RANK_FILE.fullmatch(file.name)
         if match and file.is_file():
             rank = _read_rank(file, int(match[1]))
-            rank.live = _step(_read_object(folder / f"live-{rank.rank}.json", [])) or {}
+            rank.live = read_live(folder, rank.rank)
             ranks[rank.rank] = rank
             if rank.broken_lines:
                 problems.append(f"{file.name}: {rank.broken_lines} lines are not events and were left out")
@@ -131,6 +131,16 @@ def load_run(path: str | Path) -> Run:
         raise TrimtabError(f"{folder}: this is no run folder: it has neither run.json nor rank-N.jsonl")
     _align(ranks)
     return Run(folder=folder, info=info, ranks=dict(sorted(ranks.items())), problems=problems)
+
+
+def read_info(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """run.json; empty where that is missing or broken, and then `problems` says so."""
+    return _read_object(folder / "run.json", problems)
+
+
+def read_live(folder: Path, rank: int) -> dict[str, Any]:
+    """The last step of a rank; empty where none is written."""
+    return _step(_read_object(folder / f"live-{rank}.json", [])) or {}
 
 
 def latest_run(base: str | Path = ".") -> Path:
@@ -186,7 +196,7 @@ def _read_rank(file: Path, number: int) -> Rank:
         while line := lines.readline(MOST_LINE):
             if not line.strip():
                 continue
-            event = _event(line)
+            event = parse_event(line)
             if event is None:
                 rank.broken_lines += 1
             else:
@@ -194,7 +204,8 @@ def _read_rank(file: Path, number: int) -> Rank:
     return rank
 
 
-def _event(line: str) -> dict[str, Any] | None:
+def parse_event(line: str) -> dict[str, Any] | None:
+    """The event of a line; None if it is none."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

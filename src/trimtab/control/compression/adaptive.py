@@ -29,6 +29,8 @@ from trimtab.environment import logger
 from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 from trimtab.planning.compression.family import ADAMW, FAMILIES, Family
 from trimtab.planning.compression.policies import POLICIES
+from trimtab.report import events
+from trimtab.wire_format import encoded_bytes
 
 SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 5, 2
 """Steps between two gradients that go into the averages, after the warm-up and during it."""
@@ -96,6 +98,36 @@ class Change:
     step: int
     bits: dict[str, int]
     reasons: tuple[str, ...]
+
+
+def mean_bits(pieces: Mapping[str, tuple[int, int, int]]) -> float:
+    """Bits a value of what is compressed."""
+    coded = [(numel, bits) for numel, bits, _ in pieces.values() if bits]
+    return round(sum(n * bits for n, bits in coded) / max(sum(n for n, _ in coded), 1), 3)
+
+
+def emit_bits(
+    compression: DdpCompression,
+    changes: Mapping[str, int] | None = None,
+    *,
+    family: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Record the bits of every parameter, once some of them change."""
+    if events.active() and events.is_first_rank():
+        pieces = compression.pieces
+        bits = {name: bits for name, (_, bits, _) in pieces.items()} | dict(changes or {})
+        sizes = [
+            (numel, encoded_bytes(numel, bits[name], block)) for name, (numel, _, block) in pieces.items()
+        ]
+        events.emit(
+            "bits",
+            step=step,
+            bits=bits,
+            family=family,
+            payload_bytes=sum(encoded for _, encoded in sizes),
+            plain_bytes=4 * sum(numel for numel, _ in sizes),
+        )
 
 
 class Controller:
@@ -247,6 +279,30 @@ class Controller:
         codec = family_codec(family, self._config.start_bits)
         self._compression.switch_codec(codec, error_feedback=family.error_feedback)
 
+    def _emit(self, step: int, decision: Mapping[str, Any]) -> None:
+        if not events.active():
+            return
+        raised = [reason for reason in decision["reasons"] if " bits: " in reason]
+        if raised:
+            events.emit("guard", step=step, reason="; ".join(raised), bits=decision["bits"])
+        pieces = self._compression.pieces
+        before = mean_bits(pieces)
+        after = mean_bits(
+            {n: (size, decision["bits"].get(n, bits), block) for n, (size, bits, block) in pieces.items()}
+        )
+        events.emit(
+            "decision",
+            step=step,
+            what="bits",
+            noticed="; ".join(raised) or None,
+            decided=f"{after:.2f} bits a value instead of {before:.2f}",
+            why="; ".join(decision["reasons"]),
+            expected={"bits": after},
+            before=before,
+            after=after,
+        )
+        emit_bits(self._compression, decision["bits"], family=self._family, step=step)
+
     def _apply(self, step: int) -> None:
         assert self._pending is not None
         decision = self._background.wait(self._pending[1])
@@ -277,3 +333,4 @@ class Controller:
             if self._decides:
                 for reason in decision["reasons"]:
                     logger().info("step %d: %s", step, reason)
+                self._emit(step, decision)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec
 from trimtab.collectives.groups import destroy_groups
-from trimtab.control.compression.adaptive import Adaptive, Controller, family_codec
+from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
 from trimtab.control.compression.agreement import gather_choices, tensor_group
 from trimtab.control.compression.host_route import HostRoute, choose_host_route, planned_host_route
 from trimtab.control.compression.layer_log import LayerLog
@@ -28,10 +28,12 @@ from trimtab.model_state import attach_state, state_of
 from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
 from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
+from trimtab.report import events
 from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
     from trimtab.predict.collectives import Route
+    from trimtab.predict.exchange import Exchange
 
 _BUCKET_BYTES = 25 << 20
 """DDP's default bucket size."""
@@ -115,9 +117,12 @@ def compress_ddp(
     state.compression = compression
     # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
+    emit_bits(compression)
     explanation = f"{reason}; {_coverage(compression)}"
     if route is not None and (planned_route or route.hierarchy is not None or route.method is not None):
         explanation = f"{explanation}; {route.reason}"
+        if events.is_first_rank():
+            events.emit("decision", what="route", decided=route.reason, why=route.reason, expected={})
         if route.hierarchy is not None:
             weakref.finalize(model, route.hierarchy.close).atexit = False
     return explanation
@@ -231,6 +236,7 @@ def _choose_family(
             )
         remembered = {None: "nothing is remembered", True: "compressed", False: "did not compress"}[before]
         logger().debug(f"family {name}; the last run of this job: {remembered}; {decision.reason}")
+        _emit_decision(decision, exchanges[AT_FIRST if undecided else name].of(gradient_bytes))
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
     if undecided:
         settings = replace(settings, name=AT_FIRST, fastest=name)
@@ -240,6 +246,21 @@ def _choose_family(
             )
             decision = replace(decision, reason=reason)
     return _FamilyChoice(config=config, settings=settings, decision=decision, groups=groups)
+
+
+def _emit_decision(decision: Decision, exchange: Exchange) -> None:
+    events.emit(
+        "decision",
+        what="compress",
+        noticed=f"a plain exchange takes {exchange.plain_s * 1e3:.1f} ms a step ({exchange.gbit_per_s:.2g} Gbit/s)",
+        decided=f"compress, {exchange.bits} bits at first"
+        if decision.compress
+        else "send gradients uncompressed",
+        why=decision.reason,
+        expected={"plain_s": exchange.plain_s, "compressed_s": exchange.compressed_s, "gain": decision.gain},
+        before=None,
+        after=exchange.bits if decision.compress else None,
+    )
 
 
 def _coverage(compression: DdpCompression) -> str:

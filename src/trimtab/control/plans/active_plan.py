@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import find_state
 from trimtab.planning.plan import Plan
+from trimtab.report import events
 from trimtab.selector import ALL
 
 
@@ -124,6 +126,27 @@ def plan_text(plan: Plan) -> str:
     from trimtab.planning.plan import Plan as PlanType
 
     return TypeAdapter(PlanType).dump_json(plan).decode()
+
+
+def emit_plan(plan: Plan, before: Plan | None, reasons: Sequence[str]) -> None:
+    """Record that a plan is in force from now on; rank 0 calls it."""
+    if not events.active():
+        return
+    tree = json.loads(plan_text(plan))
+    for role in tree["roles"].values():
+        role.pop("choices", None)
+    events.emit("plan", hash=plan.hash, plan=tree)
+    noticed, why = ("", reasons) if before is None or not reasons else (reasons[0], reasons[1:])
+    events.emit(
+        "decision",
+        what="plan",
+        noticed=noticed or None,
+        decided=f"plan {plan.hash}" + ("" if before is None else f" instead of {before.hash}"),
+        why="; ".join(why) or None,
+        expected={"step_s": plan.predicted.step_s, "plain_step_s": plan.predicted.plain_step_s},
+        before=None if before is None else before.hash,
+        after=plan.hash,
+    )
 
 
 def agree_on_plan(load: Callable[[], Plan], group: dist.ProcessGroup | None) -> Plan:

@@ -23,6 +23,7 @@ from trimtab.control.plans.active_plan import (
     LaunchPlan,
     active_plan_of,
     agree_on_plan,
+    emit_plan,
     plan_text,
     read_plan,
 )
@@ -32,6 +33,7 @@ from trimtab.control.plans.sharded import compress_sharded, require_wrapper
 from trimtab.control.plans.tensor_layout import group_of, require_layout
 from trimtab.control.plans.validation import require_runnable, require_same_bits
 from trimtab.control.rank_values import rank_and_world_size
+from trimtab.control.step_recorder import record_steps
 from trimtab.doors.ddp import has_other_hook
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
@@ -131,6 +133,8 @@ def _agree_and_apply(
     active.notes = tuple(notes)
     if rank == 0:
         environment.logger().info("%s", "; ".join(notes))
+        emit_plan(plan, None, plan.reasons)
+    record_steps(model)
     return active
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from trimtab.control.background import FAILED, Background
-from trimtab.control.plans.active_plan import ActivePlan, Switch, plan_text
+from trimtab.control.plans.active_plan import ActivePlan, Switch, emit_plan, plan_text
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.environment import logger
@@ -174,6 +174,7 @@ class Follower:
         self._clock.forget()
         if self._rank == 0:
             logger().info("step %d: plan %s instead of %s on all ranks", self._step, plan.hash, before.hash)
+            emit_plan(plan, before, decision["reasons"])
 
     def _warn_about_unused_shares(self) -> None:
         if self._rank == 0 and not self._is_followed:

@@ -35,6 +35,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust, noise_of, rebalance, share_batch
+from trimtab.report import events
 
 _END = object()
 _RUNS = 32
@@ -310,6 +311,17 @@ class Loader:
                 f"batch shares {before} take the ranks {times} ms, with a noise of {noise:.1%}; now {after}"
             )
             environment.logger().log(level, text)
+            if new is not None:
+                events.emit(
+                    "decision",
+                    what="shares",
+                    noticed=f"the ranks take {times} ms a step, with a noise of {noise:.1%}",
+                    decided=f"batch shares {after} instead of {before}",
+                    why="shares follow the ranks' speeds",
+                    expected={},
+                    before=list(self.shares),
+                    after=list(new),
+                )
         if new is not None:
             self._change_shares(new)
 

@@ -41,6 +41,7 @@ from trimtab.planning.tensor.rebalance import (
     uneven,
 )
 from trimtab.predict.migration import Transfer
+from trimtab.report import events
 from trimtab.sharding.lease import end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move
 from trimtab.sharding.unit_block import sharded_model
@@ -343,6 +344,18 @@ class Balancer:
                 f"{'/'.join(f'{own * 1e3:.1f}' for own in times)} ms, "
                 f"{decision.predicted * 1e3:.1f} predicted with shares "
                 f"{'/'.join(f'{share:.2f}' for share in decision.shares)} (took {took * 1e3:.0f} ms)"
+            )
+
+            events.emit(
+                "decision",
+                step=self._step,
+                what="tensor",
+                noticed=f"the ranks took {'/'.join(f'{own * 1e3:.1f}' for own in times)} ms",
+                decided=actions or "each rank computes its own units",
+                why=None,
+                expected={"seconds": decision.predicted},
+                before=None,
+                after=list(decision.shares),
             )
 
     def _most(self) -> float:

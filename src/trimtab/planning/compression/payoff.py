@@ -53,10 +53,14 @@ def decide(exchange: Exchange, gradient_bytes: int, before: bool | None = None) 
         f"({exchange.gbit_per_s:.2g} Gbit/s) and {compressed_ms:.0f} ms in {exchange.bits} bits"
     )
     if compress:
-        reason = f"the link is the bottleneck: {times_in_words}; compressing, predicted {gain:.1f}x shorter exchange"
+        reason = (
+            f"compressing: {plain_ms:.0f} -> {compressed_ms:.0f} ms a step, {exchange.bits} bits; the link is the "
+            f"bottleneck: {times_in_words}, predicted {gain:.1f}x shorter exchange"
+        )
     else:
         reason = (
-            f"the link is not the bottleneck: {times_in_words}; compression would not pay, so it stays off"
+            f"not compressing: the link is not the bottleneck ({plain_ms:.0f} ms a step); {times_in_words}; "
+            "compression would not pay, so it stays off"
         )
     return Decision(compress=compress, gain=gain, reason=reason)
 
