@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,10 +32,24 @@ else:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_RUNS = Path.cwd() / "trimtab-runs"
+_HAD_RUNS = pytest.StashKey[bool]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_HAD_RUNS] = _RUNS.exists()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove the run folders of jobs that were started in the current folder."""
+    if not session.stash[_HAD_RUNS] and not hasattr(session.config, "workerinput"):
+        shutil.rmtree(_RUNS, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from trimtab.cli.probe import probe
 from trimtab.cli.report import report
 from trimtab.cli.run import run
 from trimtab.cli.simulate import simulate
+from trimtab.cli.top import top
 from trimtab.errors import TrimtabError
 
 app = typer.Typer(
@@ -37,7 +38,7 @@ _FORWARD_ARGUMENTS = {
 }
 app.command(context_settings=_FORWARD_ARGUMENTS)(run)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(emulate)
-for command in (probe, plan, simulate, report, demo, doctor):
+for command in (probe, plan, simulate, report, top, demo, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -37,6 +37,13 @@ def report(
     price: Annotated[
         list[str] | None, typer.Option(help="Price of a device for an hour: T4=0.35. Repeatable.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="STEP120.JSON",
+            help="Also write a measured step for ui.perfetto.dev: the recorded one nearest to the number in the name.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What happened? One page that needs no network: where each step went, what was decided and what it brought.
@@ -48,6 +55,7 @@ def report(
     from trimtab.report.page.document import Document, fitted, write_page
     from trimtab.report.page.run import run_document
     from trimtab.report.run_folder import latest_run
+    from trimtab.report.trace import write_trace
 
     folders = runs or [latest_run()]
     if len(folders) > 2:
@@ -71,12 +79,17 @@ def report(
         verdict = document.verdict
         return document
 
+    traced = None if trace is None else write_trace(loaded[0][0].run, trace)
     write_page(fitted(make), out)
     if as_json:
-        print(json.dumps({"out": str(out), "verdict": verdict, "runs": [str(folder) for folder in folders]}))
+        wrote = {} if trace is None else {"trace": str(trace), "step": traced}
+        facts = {"out": str(out), "verdict": verdict, "runs": [str(folder) for folder in folders], **wrote}
+        print(json.dumps(facts))
     else:
         print(verdict)
         print(f"report: {out}")
+        if trace is not None:
+            print(f"trace of step {traced}: {trace}")
 
 
 def _loaded(folder: Path, cluster: Path | None, prices: Mapping[str, float]) -> tuple[RunData, list[Card]]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from trimtab.cli import run_view
 from trimtab.errors import TrimtabError
 from trimtab.run_settings import RunSettings
 from trimtab.selector import selected
@@ -36,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "What may be adjusted: auto (all), exact (only what changes no result), none, or some of bits, shares "
         "and precision, comma-separated. Default: bits,shares; with --auto or --plan: auto.",
     },
+    **run_view.OPTIONS,
 }
 """Our own options beside torchrun's, as for `add_argument`; `_settings` checks them."""
 
@@ -51,9 +53,17 @@ def run(context: typer.Context) -> None:
 def launch(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments and the script behind the bootstrap; returns torchrun's exit status."""
     command = torchrun_command(arguments)
+    view = run_view.RunView(parse(arguments), arguments)
     # With the store shared between restarts, Gloo finds the dead workers' addresses in it (torch 2.13).
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ}
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ, **view.environment()}
     process = subprocess.Popen(command, env=environment)
+    with view.watching():
+        status = _wait(process)
+    view.summarize()
+    return status
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
     interrupted = False
     while True:
         try:
@@ -70,20 +80,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
     torchrun's own parser finds where its flags end. The plan is read here, so that an unusable one is
     rejected before any process starts.
     """
-    from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.prog = "trimtab run"
-    parser.description = (
-        "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
-        "in fewer bits where that pays. The flags are torchrun's, plus those at the end. With --max-restarts "
-        "N ranks that are lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made "
-        "anew for those that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
-    )
-    for flag, options in OPTIONS.items():
-        parser.add_argument(flag, **options)
-    parser.error = _refuse  # type: ignore[method-assign]
-    parsed = parser.parse_args(list(arguments))
+    parsed = parse(arguments)
     if parsed.no_python:
         raise TrimtabError("run: with --no-python there is no Python script to adjust; use torchrun")
     if not parsed.module and not Path(parsed.training_script).is_file():
@@ -107,6 +104,24 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         *script,
         *parsed.training_script_args,
     ]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of `trimtab run`, by torchrun's own parser."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "trimtab run"
+    parser.description = (
+        "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
+        "in fewer bits where that pays. The flags are torchrun's, plus those at the end. With --max-restarts "
+        "N ranks that are lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made "
+        "anew for those that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
+    )
+    for flag, options in OPTIONS.items():
+        parser.add_argument(flag, **options)
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
 
 
 def _settings(parsed: argparse.Namespace) -> RunSettings:

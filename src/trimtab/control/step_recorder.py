@@ -56,6 +56,7 @@ class StepRecorder(JobBound):
         self._open = True
         compression = find_state(self._model(), "compression")
         if compression is not None:
+            self._samples.pieces = compression.pieces
             watched = is_sampled(step) or is_traced(step)
             compression.observe_stages(self._times.stages.append if watched else None)
 

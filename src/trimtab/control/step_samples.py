@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.model_state import find_state
 from trimtab.report import events
 from trimtab.wire_format import encoded_bytes
 
@@ -63,7 +61,9 @@ class StepSamples:
     """Adds up steps to samples. All calls are made on the writer's thread."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
-        self._device, self._model = device, weakref.ref(model)
+        self._device = device
+        self.pieces: dict[str, tuple[int, int, int]] | None = None
+        """Numel, bits and block of what is compressed, as it is now; None if nothing is."""
         world_size = (
             dist.get_world_size(getattr(model, "process_group", None)) if dist.is_initialized() else 1
         )
@@ -148,9 +148,8 @@ class StepSamples:
             "sent_plain": plain,
             "bits": None,
         }
-        compression = find_state(self._model(), "compression")
-        if compression is not None and isinstance(getattr(compression, "pieces", None), dict):
-            payload, values = payload_of(compression.pieces)
+        if self.pieces is not None:
+            payload, values = payload_of(self.pieces)
             state |= {"sent": round(payload * self._factor), "bits": round(8 * payload / max(values, 1), 3)}
         return state
 

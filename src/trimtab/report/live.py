@@ -58,11 +58,8 @@ class LiveRun:
             event = parse_event(line)
             if event is not None and event["kind"] not in ("trace", "layers", "bits"):
                 rank.events.append(event)
-        steps = rank.of("step")[-_KEPT:]
-        rank.events = sorted(
-            [*(event for event in rank.events if event["kind"] != "step"), *steps],
-            key=lambda e: float(e["time"]),
-        )[-2 * _KEPT :]
+        kept = {id(event) for event in rank.of("step")[-_KEPT:]}
+        rank.events = [e for e in rank.events if e["kind"] != "step" or id(e) in kept][-2 * _KEPT :]
         rank.live = read_live(self.folder, rank.rank)
 
 

@@ -213,7 +213,7 @@ def parse_event(line: str) -> dict[str, Any] | None:
     if (
         not isinstance(event, dict)
         or not isinstance(event.get("kind"), str)
-        or not _number(event.get("time"))
+        or not is_number(event.get("time"))
     ):
         return None
     if event.get("step") is not None and not _count(event["step"]):
@@ -223,7 +223,7 @@ def parse_event(line: str) -> dict[str, Any] | None:
 
 def _step(event: dict[str, Any]) -> dict[str, Any] | None:
     """A step sample whose numbers are numbers; None if it lacks what every sample has."""
-    if not (_count(event.get("step")) and _count(event.get("steps")) and _number(event.get("seconds"))):
+    if not (_count(event.get("step")) and _count(event.get("steps")) and is_number(event.get("seconds"))):
         return None
     numbers = (
         *_TIMES,
@@ -237,9 +237,9 @@ def _step(event: dict[str, Any]) -> dict[str, Any] | None:
         "bits",
         "samples",
     )
-    checked = {name: event.get(name) if _number(event.get(name)) else None for name in numbers}
+    checked = {name: event.get(name) if is_number(event.get(name)) else None for name in numbers}
     loss = event.get("loss")
-    if not _number(loss) and loss not in ("nan", "inf", "-inf"):
+    if not is_number(loss) and loss not in ("nan", "inf", "-inf"):
         loss = None
     return {**event, **checked, "loss": loss}
 
@@ -257,7 +257,8 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     return value
 
 
-def _number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a finite number of reasonable size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 

@@ -22,11 +22,15 @@ RUNS = "trimtab-runs"
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning", "ray")
 
 
+def run_name(script: str, prefix: str) -> str:
+    """The name of a run folder."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{prefix}-{Path(script).stem or 'run'}")
+
+
 def new_run_folder(script: str, base: Path | None = None) -> Path:
     """The path of a new folder, `trimtab-runs/<UTC time>-<script>`; it is made when something is written to it."""
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(script).stem) or "run"
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{stem}"
     parent = (base or Path.cwd()) / RUNS
+    name = run_name(script, time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
     folder, number = parent / name, 1
     while folder.exists():
         number += 1

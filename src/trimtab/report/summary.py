@@ -54,7 +54,7 @@ def throughput(run: Run) -> float | None:
 def _rate(run: Run, count: int, seconds: float) -> str:
     samples = throughput(run)
     rate = f"{count / max(seconds, 1e-9):.3g} steps/s"
-    return rate if samples is None else f"{rate}, {samples:.4g} samples/s at the end"
+    return rate if samples is None else f"{rate}, {samples:.3g} samples/s"
 
 
 def _where(steps: list[dict[str, Any]]) -> str:
@@ -62,7 +62,7 @@ def _where(steps: list[dict[str, Any]]) -> str:
     total = sum(sample["seconds"] * sample["steps"] for sample in steps) or 1.0
     waiting = sum(sample["waiting"] * sample["steps"] for sample in steps) / total
     wire = sum((sample["wire"] or 0.0) * sample["steps"] for sample in steps) / total
-    return f"; rank 0 waited {waiting:.0%} of it for others and {wire:.0%} for the link"
+    return f"; rank 0: {waiting:.0%} waiting for ranks, {wire:.0%} for the link"
 
 
 def _bytes_saved(steps: list[dict[str, Any]]) -> str:
@@ -85,7 +85,7 @@ def _time_saved(decisions: list[dict[str, Any]], steps: int) -> str:
 
 def _bits(steps: list[dict[str, Any]]) -> str:
     bits = steps[-1]["bits"]
-    return "" if bits is None else f"{bits:.1f} bits a value at the end"
+    return "" if bits is None else f"{bits:.1f} bits a value"
 
 
 def _shares(run: Run) -> str:

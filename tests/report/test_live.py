@@ -1,0 +1,92 @@
+"""The live view: what it shows, and that it follows a folder that grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.report.run_cases import STARTED, end, sample, start, two_ranks
+
+from trimtab.report.live import LiveRun, frame_lines
+from trimtab.report.run_folder import load_run
+from trimtab.report.summary import duration, size, summary_lines
+
+COMPRESS = {
+    "time": STARTED,
+    "kind": "decision",
+    "step": 0,
+    "what": "compress",
+    "decided": "compress, 3 bits at first",
+    "expected": {"plain_s": 0.18, "compressed_s": 0.011},
+    "after": 3,
+}
+REPLAN = {
+    "time": STARTED + 1,
+    "kind": "decision",
+    "step": 9,
+    "what": "plan",
+    "before": "a",
+    "after": "b",
+    "decided": "b",
+}
+
+
+def test_a_frame_shows_every_rank_and_the_last_decisions(tmp_path: Path) -> None:
+    progress = {"time": STARTED, "kind": "progress", "step": 0, "total_steps": 2012}
+    lines = frame_lines(load_run(two_ranks(tmp_path, COMPRESS, REPLAN, progress)), 120, color=False)
+    assert lines[0].startswith(
+        "train.py: ended, step 12, 10 steps/s, 560 samples/s, loss 0.08333, 3 min 20 s left"
+    )
+    assert lines[1].split()[:6] == ["rank", "step", "ms/step", "samples", "share", "bits"]
+    assert lines[2].split()[:9] == ["0", "12", "100", "32", "57%", "3.2", "30%", "1", "8%"]
+    assert lines[3].split()[:7] == ["1", "12", "100", "24", "43%", "3.2", "0%"]
+    assert [line.strip() for line in lines[4:]] == ["step 0: compress, 3 bits at first", "step 9: b"]
+
+
+def test_a_growing_folder_is_followed(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run")
+    assert live.poll().ranks == {}
+    assert "starting" in frame_lines(live.poll(), 100, color=False)[0]
+    (tmp_path / "run").mkdir()
+    whole = "".join(
+        json.dumps(event) + "\n" for event in [start(0, world_size=1), *map(sample, range(1, 300)), end()]
+    )
+    file = tmp_path / "run" / "rank-0.jsonl"
+    middle = len(whole) // 2  # inside a line
+    file.write_text(whole[:middle])
+    before = live.poll()
+    assert not before.ended
+    seen = before.steps[0][-1]["step"]
+    with file.open("a") as more:
+        more.write(whole[middle:])
+    after = live.poll()
+    assert after.ended
+    steps = [step["step"] for step in after.steps[0]]
+    assert steps == list(range(200, 300)), "the last hundred"
+    assert seen < 299
+
+
+def test_the_summary_says_what_was_saved(tmp_path: Path) -> None:
+    folder = two_ranks(tmp_path, COMPRESS, REPLAN)
+    lines = summary_lines(load_run(folder))
+    assert all(len(line) <= 111 for line in lines), "with the name in front they fit a line"
+    assert lines[0] == (
+        "12 steps in 1.2 s, 10 steps/s, 560 samples/s; rank 0: 30% waiting for ranks, 8% for the link"
+    )
+    assert lines[1] == (
+        "sent 12 MB a rank instead of 120 MB; about 2.03 s of exchanges saved (predicted); 3.2 bits a value"
+    )
+    assert lines[2] == "batch shares 32/24; 1 new plan"
+    (tmp_path / "rank-0.jsonl").write_text("")
+    (tmp_path / "rank-1.jsonl").write_text("")
+    assert summary_lines(load_run(folder)) == []
+
+
+def test_units() -> None:
+    assert [duration(seconds) for seconds in (0.5, 61, 3_725, 90_000)] == [
+        "0.5 s",
+        "61 s",
+        "1 h 02 min",
+        "25 h 00 min",
+    ]
+    assert [size(nbytes) for nbytes in (5, 1500, 2e9, 3e15)] == ["5 B", "1.5 kB", "2 GB", "3e+03 TB"]
