@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from trimtab.cli.app import app
 from trimtab.cli.run import parse, torchrun_command
 from trimtab.cli.run_view import RunView
 from trimtab.errors import TrimtabError
@@ -87,9 +89,9 @@ def test_a_job_is_recorded_and_can_be_looked_at(tmp_path: Path) -> None:
     assert any("instead of" in line for line in summary)
     assert all(len(line) <= 120 for line in summary)
 
-    frame = run(tmp_path, "top", "--once")
-    assert frame.returncode == 0, frame.stderr
-    assert "train.py: ended, step 12" in frame.stdout
+    shown = CliRunner().invoke(app, ["top", str(folder), "--once"], env={"COLUMNS": "100"})
+    assert shown.exit_code == 0
+    assert "train.py: ended, step 12" in shown.output
 
 
 def view(*arguments: str) -> RunView:
