@@ -69,3 +69,65 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
         torchrun_command(["--local-steps", "0", script])
     with pytest.raises(TrimtabError, match="--local-steps often: give a number"):
         torchrun_command(["--local-steps", "often", script])
+
+
+ELASTIC = """
+import os, signal, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import trimtab
+
+path, steps = sys.argv[1], 14
+dist.init_process_group("gloo")
+rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+torch.manual_seed(0)
+ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+step = 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    step = saved["step"]
+    optimizer.load_state_dict(saved["optimizer"])
+    trimtab.load_state_dict(ddp, saved["trimtab"])
+    same = torch.equal(ddp.module.weight, saved["trimtab"]["local_steps"]["agreed"]["weight"])
+    os.write(1, f"rank {rank} from step {step} at the agreement {same}\\n".encode())
+while step < steps:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ddp(torch.randn(4, 64, generator=generator)).square().mean().backward()
+    if first and step == 10 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    state = {"step": step, "optimizer": optimizer.state_dict(), "trimtab": trimtab.state_dict(ddp)}
+    if step == 6 and rank == 0:
+        torch.save(state, path + ".part")
+        os.replace(path + ".part", path)
+with trimtab.agreed_weights(ddp):
+    weights = [torch.empty(64, 64) for _ in range(2)]
+    dist.all_gather(weights, ddp.module.weight.detach())
+os.write(1, f"rank {rank} ends with equal weights {torch.equal(*weights)}\\n".encode())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.soak
+def test_a_lost_worker_comes_back_at_the_last_agreement(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--local-steps", "4")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trimtab.cli", "run", *options),
+            *(str(tmp_path / "train.py"), str(tmp_path / "checkpoint.pt")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} from step 6 at the agreement True" in done.stdout
+        assert f"rank {rank} ends with equal weights True" in done.stdout
+    assert "workers continue from their last agreement" in done.stderr

@@ -49,14 +49,11 @@ WARM_UP, TIMED = 2, 4
 WhoWorks = Literal["auto", "ranks", "hosts"]
 
 
-class TimeSource(Protocol):
-    """Knows how long this rank's steps take: a loader that shares batches out by speed."""
-
-    def own_numbers(self) -> list[float]:
-        """Numbers for all ranks, read once in a round."""
+class StepTimer(Protocol):
+    """Times this rank's own work in a step: a loader that shares batches out by speed."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around what is not part of this rank's work."""
+        """Around what is not part of it."""
 
 
 class LocalSteps(JobBound):
@@ -88,8 +85,8 @@ class LocalSteps(JobBound):
         self._members = self._find_members(model, who)
         self.worker: LocalWorker | None = None
         self.choice: LocalChoice | None = None
-        self.source: TimeSource | None = None
-        """Where this rank's step times come from, if a loader shares batches out."""
+        self.timer: StepTimer | None = None
+        """Must not count the time in which this worker waits for others as its own."""
         self._start: dict[str, torch.Tensor] | None = None
         self._samples = self._seen = self._skipped = 0
         self._ended = False
@@ -152,7 +149,6 @@ class LocalSteps(JobBound):
         self.worker = LocalWorker(
             self.module, self.group, settings, workers=workers, seed=self.seed, start=start
         )
-        self.worker.numbers = lambda: () if self.source is None else self.source.own_numbers()
         self.worker.restored = self._forget_lost
         model = self._model()
         if workers.gradients is not None and isinstance(model, DistributedDataParallel):
@@ -181,13 +177,6 @@ class LocalSteps(JobBound):
             return (self.group.rank(),), None
         return self.worker.workers.own, self.worker.workers.gradients
 
-    def take_reported(self) -> list[list[float]] | None:
-        """The numbers of all ranks, if a round has brought new ones; the same on every rank."""
-        if self.worker is None:
-            return None
-        reported, self.worker.reported = self.worker.reported, None
-        return reported
-
     def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the samples of a forward pass: the first axis of its first tensor."""
         if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -213,7 +202,7 @@ class LocalSteps(JobBound):
             return
         self._ended = False
         samples, self._samples = self._samples, 0
-        with nullcontext() if self.source is None else self.source.waiting():
+        with nullcontext() if self.timer is None else self.timer.waiting():
             if self.worker is None:
                 self._seen += samples
                 self._times.append(time.perf_counter() - self._began)

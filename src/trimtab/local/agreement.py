@@ -49,8 +49,6 @@ class AgreedFragment:
         """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
         self._change = torch.empty_like(self.agreed)
         """While an exchange is under way: the outer gradient, then the next agreed weights."""
-        self.numbers: list[list[float]] = []
-        """Of the last exchange: the numbers that every rank gave with it."""
         self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
         self._reduction = self._plan(seed)
@@ -105,19 +103,16 @@ class AgreedFragment:
         """Whether `take` would not wait."""
         return self._future is not None and bool(self._future.done())
 
-    def send(self, runner: Any, round_: int, samples: int, numbers: Sequence[float] = ()) -> None:
+    def send(self, runner: Any, round_: int, samples: int) -> None:
         """Start the exchange of what this worker took off the agreed weights in its last `samples` samples.
 
         A worker whose weights are not finite counts for nothing, and takes those of the others.
-
-        Args:
-            numbers: up to `NUMBERS` of this rank, for all ranks.
         """
         assert self._future is None, "a fragment is taken before it is sent again"
         self.read(self._shift)
-        self._future = runner.submit(self._exchange(round_, samples, numbers), self._change)
+        self._future = runner.submit(self._exchange(round_, samples), self._change)
 
-    def _exchange(self, round_: int, samples: int, numbers: Sequence[float]) -> Iterator[dist.Work]:
+    def _exchange(self, round_: int, samples: int) -> Iterator[dist.Work]:
         """1. sum the numbers of samples over all ranks.
         2. average the changes over the workers' leaders, weighted by samples.
         3. each leader hands the average to its worker's other ranks; all take the outer step.
@@ -127,9 +122,9 @@ class AgreedFragment:
         if self._lost:
             self._change.zero_()
         workers = self._workers
-        report = workers.report(0 if self._lost else samples, numbers)
+        report = workers.report(0 if self._lost else samples)
         yield started(dist.all_reduce(report, group=workers.everyone, async_op=True))
-        scale, self.numbers = workers.read_report(report)
+        scale = workers.part(report)
         if workers.leads:
             yield from self._reduction.steps(self._change, step=round_, scale=scale)
         if workers.inside is not None:

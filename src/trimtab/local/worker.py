@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -80,9 +80,6 @@ class LocalWorker(JobBound):
         self._samples = [0] * len(self.fragments)
         self._ages = [0] * len(self.fragments)
         """Steps since each fragment was sent."""
-        self.numbers: Callable[[], Sequence[float]] = tuple
-        """Gives this rank's numbers for all ranks, once in a round; they arrive in `reported`."""
-        self.reported: list[list[float]] | None = None
         self.restored: Callable[[], None] = lambda: None
         """Is called when this worker's weights were not finite, and have been replaced by the agreed ones."""
         self.steps = self._round = self._place = 0
@@ -104,15 +101,12 @@ class LocalWorker(JobBound):
         self._place += 1
         self._samples = [before + samples for before in self._samples]
         self._ages = [age + 1 for age in self._ages]
-        last = len(self.fragments) - 1
         for index, fragment in enumerate(self.fragments):
             turn = self._turns[index] == self._place
             if fragment.in_flight and (turn or self._is_due(index)):
                 self._take(index)
             if turn:
-                fragment.send(
-                    self._runner, self._round, self._samples[index], self.numbers() if index == last else ()
-                )
+                fragment.send(self._runner, self._round, self._samples[index])
                 self._samples[index] = self._ages[index] = 0
                 if not self.settings.delay:
                     self._take(index)
@@ -142,8 +136,6 @@ class LocalWorker(JobBound):
             for fragment in self.fragments:
                 fragment.restore()
             self.restored()
-        if index == len(self.fragments) - 1:
-            self.reported = self.fragments[index].numbers
 
     def without_feedback(self) -> None:
         """Drop what rounding leaves out, instead of sending it next time; for comparisons."""

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from trimtab.collectives import STAGE_GROUPS
 from trimtab.collectives.groups import destroy_groups, private_groups
 
-NUMBERS = 2
-"""Numbers that every rank may add to an exchange."""
-
 
 class Workers:
     """The workers of a job: single ranks, or hosts whose ranks average their gradients in every step.
@@ -36,7 +33,7 @@ class Workers:
         self.index = next(index for index, own in enumerate(self.members) if rank in own)
         self.own = self.members[self.index]
         self.leads = self.own[0] == rank
-        self._rank, self._device = rank, device
+        self._device = device
         self.inside: dist.ProcessGroup | None = None
         """Of this worker's ranks: results of exchanges."""
         self.gradients: dist.ProcessGroup | None = None
@@ -56,20 +53,16 @@ class Workers:
     def count(self) -> int:
         return len(self.members)
 
-    def report(self, samples: int, numbers: Sequence[float]) -> torch.Tensor:
-        """What this rank adds to the sum over all ranks that begins an exchange: see `read_report`."""
-        row = torch.zeros(self.count + self.ranks * NUMBERS, dtype=torch.float64)
+    def report(self, samples: int) -> torch.Tensor:
+        """What this rank adds to the sum over all ranks that begins an exchange: the samples of each worker."""
+        row = torch.zeros(self.count, dtype=torch.float64)
         row[self.index] = samples
-        first = self.count + self._rank * NUMBERS
-        row[first : first + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         return row.to(self._device)
 
-    def read_report(self, report: torch.Tensor) -> tuple[float, list[list[float]]]:
-        """This worker's part of all samples, and the numbers of every rank."""
-        values = report.tolist()
-        samples = values[: self.count]
-        numbers = [values[at : at + NUMBERS] for at in range(self.count, len(values), NUMBERS)]
-        return samples[self.index] / sum(samples) if sum(samples) else 0.0, numbers
+    def part(self, report: torch.Tensor) -> float:
+        """This worker's part of all samples, from the sum of the reports."""
+        samples = report.tolist()
+        return float(samples[self.index] / sum(samples)) if sum(samples) else 0.0
 
     def close(self) -> None:
         groups = (self.everyone, *self.stages, self.inside, self.gradients)

@@ -158,7 +158,7 @@ class Loader:
         if (local := running_local_steps()) is not None:
             # Only these ranks average their gradients; in what workers agree on, samples count later.
             team, _ = local.team
-            ranks = len(team)
+            ranks, local.timer = len(team), self
             if self._count is None:
                 total = max(1, sum(self._cut.shares[rank] for rank in team))
         weighted: torch.Tensor = loss * _quotient(ranks * count, total, loss.dtype)
