@@ -9,9 +9,7 @@ step), with clipping (which sees the finished average) and with any communicatio
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
@@ -31,19 +29,13 @@ from trimtab.control.rank_values import (
 )
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.sampler import Cut, ShareSampler
+from trimtab.control.shares.windows import ShareWindows
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.planning.plan import Plan
-from trimtab.planning.shares.batch import Adjust, noise_of, rebalance, share_batch
-from trimtab.report import events
+from trimtab.planning.shares.batch import Adjust, share_batch
 
 _END = object()
-_RUNS = 32
-"""Changes of the shares over which measured times are kept."""
-
-_WINDOWS = 64
-"""Windows with the same shares that are kept."""
-
 FOLLOW_SPEEDS = Adjust()
 """By default, shares follow measured speeds."""
 
@@ -79,7 +71,6 @@ class Loader:
         self.sampler = sampler
         self._data, self._count, self._group = data, count, group
         self._rank, self._world_size = rank_and_world_size(group, "loader")
-        self._min_share = min_batch * sampler.accumulate
         # Disabled on one rank is disabled on all: they measure together.
         disabled = any(value for (value,) in gather_numbers([float(environment.disabled())], group))
         self._adjust = None if disabled or self._world_size == 1 else adjust
@@ -89,14 +80,18 @@ class Loader:
         self._delay = -(-int(ahead) // sampler.accumulate)
         self._capacity = BatchCapacity(max_batch)
         self._clock: LocalClock | None = None
-        self._runs: deque[list[list[float]]] = deque([[]], maxlen=_RUNS)
-        """Each rank's times by window, in one list for each time that the shares were the same."""
+        self._windows = ShareWindows(
+            adjust or FOLLOW_SPEEDS,
+            self._capacity,
+            group=group,
+            least=min_batch * sampler.accumulate,
+            accumulate=sampler.accumulate,
+            limits=limits,
+        )
         self._active_plan = active_plan
         if active_plan is not None:
             active_plan.loaders.add(self)
         self._planned: Sequence[float] | None = None
-        self._limits = limits
-        self._counted_steps = 0
         self._weighed = True
         self._cut: Cut | None = None
         self._own = 0
@@ -285,43 +280,7 @@ class Loader:
             return
         # Steps with other shares than the current ones, and incomplete steps, say nothing about these.
         usable = cut.shares == self.sampler.shares
-        self._clock.end_step(keep=usable)
-        self._counted_steps += usable
-        if not usable or self._counted_steps < self._adjust.window:
-            return
-        self._counted_steps = 0
-        with self._clock.waiting():
-            by_rank = gather_numbers([self._clock.read(), self._capacity.samples()], self._group)
-        seconds = [own for own, _ in by_rank]
-        if not all(own > 0 for own in seconds):
-            return
-        windows = self._runs[-1]
-        windows.append(seconds)
-        del windows[:-_WINDOWS]
-        self._limits = [None if limit < 0 else int(limit) * self.sampler.accumulate for _, limit in by_rank]
-        noise = noise_of(self._runs)
-        new = rebalance(
-            self.shares, windows, self._adjust, noise=noise, most=self._limits, least=self._min_share
-        )
-        if self._rank == 0:
-            before, after = ("/".join(map(str, shares)) for shares in (self.shares, new or self.shares))
-            times = "/".join(f"{own * 1e3:.0f}" for own in seconds)
-            level = logging.DEBUG if new is None else logging.INFO
-            text = (
-                f"batch shares {before} take the ranks {times} ms, with a noise of {noise:.1%}; now {after}"
-            )
-            environment.logger().log(level, text)
-            if new is not None:
-                events.emit(
-                    "decision",
-                    what="shares",
-                    noticed=f"the ranks take {times} ms a step, with a noise of {noise:.1%}",
-                    decided=f"batch shares {after} instead of {before}",
-                    why="shares follow the ranks' speeds",
-                    expected={},
-                    before=list(self.shares),
-                    after=list(new),
-                )
+        new = self._windows.end_step(self._clock, self.shares, usable=usable)
         if new is not None:
             self._change_shares(new)
 
@@ -331,7 +290,10 @@ class Loader:
             return
         speeds, self._planned = self._planned, None
         new = share_batch(
-            self.sampler.batch_size, [1 / speed for speed in speeds], most=self._limits, least=self._min_share
+            self.sampler.batch_size,
+            [1 / speed for speed in speeds],
+            most=self._windows.limits,
+            least=self._windows.least,
         )
         if new != self.shares:
             self._change_shares(new)
@@ -341,11 +303,7 @@ class Loader:
         self._reset()
 
     def _reset(self) -> None:
-        self._counted_steps = 0
-        if self._runs[-1]:
-            self._runs.append([])
-        if self._clock is not None:
-            self._clock.forget()
+        self._windows.forget(self._clock)
 
 
 def _refuse_second_accumulation(accumulate: int) -> None:

@@ -1,0 +1,215 @@
+"""The batches of a script's own DataLoader, cut by batch shares.
+
+A step's global batch is what the ranks' own samplers give them for this step, joined in the order of the ranks. Each
+rank takes its part of it, so a step holds the same samples as in the plain job, and only who computes them changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+Steps = Callable[[], Iterator[Sequence[list[int]]]]
+"""An epoch from its start: for every step each rank's samples, as the plain job has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """What is known about one batch of this rank."""
+
+    own: int
+    """Its samples."""
+
+    weight: float
+    """W · n / N: what its gradient counts for, so that the average over the ranks is that of the global batch."""
+
+    shares: tuple[int, ...] | None
+    """Samples of the step for each rank; None for a smaller step, the last of an epoch, which is never cut."""
+
+
+class LeftAlone:
+    """A loader whose batches are not cut, and why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class CutLoader:
+    """The batch sampler of a loader that is cut by shares; equal ones until `change` is called."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        in_training: Callable[[], bool],
+        ahead: bool = False,
+    ) -> None:
+        """
+        Args:
+            in_training: False when an epoch begins while the model is in evaluation mode; its batches are not cut.
+            ahead: batches are taken from the loader before they are used.
+        """
+        self._in_training = in_training
+        self.batch_size, self.rank, self.world_size, self.ahead = batch_size, rank, world_size, ahead
+        self.steps = steps
+        self.drawn = 0
+        """Batches whose samples are fixed, over all epochs; some are still to be loaded."""
+        self.waiting: deque[CutBatch] = deque(maxlen=1024)
+        """Batches that the script has, and whose backward pass has not begun."""
+        self._shares: tuple[int, ...] | None = None
+        self._later: tuple[int, tuple[int, ...] | None] | None = None
+
+    def __iter__(self) -> CutEpoch:
+        epoch = CutEpoch(self, training=torch.is_grad_enabled() and self._in_training())
+        if epoch.training:
+            self.waiting.clear()
+        return epoch
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in a whole step, as of the next batch that is drawn after pending changes."""
+        shares = self._shares if self._later is None else self._later[1]
+        return shares or (self.batch_size,) * self.world_size
+
+    def change(self, shares: Sequence[int] | None, *, at: int) -> None:
+        """Cut by these shares (None: as the plain job) from drawn batch `at` on; all ranks make the same call."""
+        assert at >= self.drawn
+        self._later = at, None if shares is None else tuple(shares)
+
+    def cut(self, batches: Sequence[list[int]]) -> tuple[list[int], CutBatch]:
+        """This rank's samples of a step. A smaller step, the last of an epoch, stays as the plain job has it."""
+        if self._later is not None and self.drawn >= self._later[0]:
+            self._shares, self._later = self._later[1], None
+        shares = self._shares or (self.batch_size,) * self.world_size
+        whole = all(len(batch) == self.batch_size for batch in batches)
+        if self._shares is None or not whole:
+            own = batches[self.rank]
+            return own, CutBatch(own=len(own), weight=1.0, shares=shares if whole else None)
+        first, count = sum(shares[: self.rank]), shares[self.rank]
+        own = list(itertools.islice(itertools.chain(*batches), first, first + count))
+        return own, CutBatch(own=count, weight=count / self.batch_size, shares=shares)
+
+
+class CutEpoch:
+    """The batches of one pass over a loader; `issued` has what is known of those that are being loaded."""
+
+    def __init__(self, source: CutLoader, *, training: bool) -> None:
+        self.source, self.training = source, training
+        self.issued: deque[CutBatch] = deque()
+        self._steps: Iterator[Sequence[list[int]]] | None = None
+
+    def __iter__(self) -> CutEpoch:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._steps is None:  # not before the first batch: samplers draw their random numbers then
+            self._steps = self.source.steps()
+        batches = next(self._steps)
+        if self.training:
+            own, batch = self.source.cut(batches)
+        else:
+            own = batches[self.source.rank]
+            batch = CutBatch(own=len(own), weight=1.0, shares=None)
+        self.source.drawn += 1
+        self.issued.append(batch)
+        return own
+
+
+def cut_loader(loader: DataLoader[Any], in_training: Callable[[], bool]) -> CutLoader | LeftAlone:
+    """How the batches of a loader can be cut among all ranks, or why they cannot."""
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return LeftAlone("an IterableDataset has its own order of samples")
+    if batches is None:
+        return LeftAlone("the loader has no batches (batch_size=None)")
+    if not loader.in_order:
+        return LeftAlone("the loader returns batches out of order (in_order=False)")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    name = type(batches).__name__
+    if type(batches) is BatchSampler:
+        sampler = batches.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return LeftAlone(
+                f"its sampler is a {type(sampler).__name__}, which does not divide samples among ranks"
+            )
+        if type(sampler).__iter__ is not DistributedSampler.__iter__:
+            return LeftAlone(f"its sampler is a {type(sampler).__name__}, which has its own order of samples")
+        if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+            return LeftAlone(
+                f"its sampler divides samples among {sampler.num_replicas} ranks, not {world_size}"
+            )
+        return CutLoader(
+            lambda: _distributed_steps(sampler, batches),
+            batch_size=batches.batch_size,
+            rank=rank,
+            world_size=world_size,
+            in_training=in_training,
+        )
+    shard, skipped = batches, 0
+    if name == "SkipBatchSampler":  # Accelerate's, for a job that resumes inside an epoch
+        skipped, shard = batches.skip_batches, batches.batch_sampler  # type: ignore[attr-defined]
+    if type(shard).__name__ != "BatchSamplerShard":
+        return LeftAlone(f"its batches come from a {name}, which is not known")
+    of_shard: Any = shard
+    if type(of_shard.batch_sampler) is not BatchSampler or not (of_shard.even_batches or of_shard.drop_last):
+        return LeftAlone("Accelerate does not give the ranks equal batches of it (even_batches=False)")
+    if (of_shard.num_processes, of_shard.process_index) != (world_size, rank):
+        return LeftAlone(f"Accelerate divides its samples among {of_shard.num_processes} ranks")
+    return CutLoader(
+        lambda: itertools.islice(_accelerate_steps(of_shard), skipped, None),
+        batch_size=of_shard.batch_size // (world_size if of_shard.split_batches else 1),
+        rank=rank,
+        world_size=world_size,
+        in_training=in_training,
+        ahead=True,
+    )
+
+
+def _distributed_steps(
+    sampler: DistributedSampler[Any], batches: BatchSampler
+) -> Iterator[Sequence[list[int]]]:
+    """The ranks' batches of a DistributedSampler, which gives rank r every W-th sample from the r-th on."""
+    whole = copy.copy(sampler)
+    whole.rank, whole.num_replicas, whole.num_samples = 0, 1, sampler.total_size
+    order, world_size, size = list(whole), sampler.num_replicas, batches.batch_size
+    for start in range(0, sampler.num_samples, size):
+        stop = min(start + size, sampler.num_samples)
+        if stop - start < size and batches.drop_last:
+            return
+        yield [
+            order[start * world_size + rank : stop * world_size : world_size] for rank in range(world_size)
+        ]
+
+
+def _accelerate_steps(shard: Any) -> Iterator[Sequence[list[int]]]:
+    """The ranks' batches of Accelerate's BatchSamplerShard: all read one pass over the batch sampler inside it."""
+    shards = []
+    for rank, batches in enumerate(itertools.tee(iter(shard.batch_sampler), shard.num_processes)):
+        own = copy.copy(shard)
+        own.process_index, own.batch_sampler = rank, _Replayed(shard.batch_sampler, batches)
+        shards.append(iter(own))
+    return zip(*shards, strict=True)
+
+
+class _Replayed:
+    """A batch sampler that shares its one pass with others. Each gets copies: Accelerate extends batches in place."""
+
+    def __init__(self, sampler: BatchSampler, batches: Iterator[list[int]]) -> None:
+        self._sampler, self._batches = sampler, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(list, self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)

@@ -1,0 +1,379 @@
+"""Uneven batches in a script that does not know of them: `trimtab run` takes over its DataLoader and backward pass.
+
+1. A new iterator of a DataLoader that divides samples among all ranks gets a batch sampler that cuts each global batch
+   by shares (`cutting.py`). What is known of a batch waits until its backward pass begins.
+2. `torch.autograd.backward` starts from the batch's weight W · n / N instead of 1. The loss that the script sees is its
+   own batch's. A later place would be wrong: `no_sync` adds up the batches of a step before the communication hook
+   runs, and SyncBatchNorm exchanges gradients inside the backward pass. Every average after it (DDP's, that of a
+   communication hook or of the backend, FSDP2's reduce-scatter) gets weighted gradients.
+3. At first batches are equal. Three of them show whether the script can be cut: one backward pass for each, a loss that
+   is a mean or a sum, no BatchNorm. If not on all ranks, they stay equal, and one line says why.
+4. Then shares follow measured speeds, as those of `trimtab.loader` do, or are those that the user gave.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import dataloader as torch_dataloader
+
+from trimtab.control.rank_values import gather_numbers
+from trimtab.control.shares.capacity import BatchCapacity
+from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
+from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_form
+from trimtab.control.shares.windows import ShareWindows
+from trimtab.control.training_steps import TrainingSteps
+from trimtab.environment import logger
+from trimtab.errors import TrimtabError
+from trimtab.measure.local_clock import LocalClock, leave_out
+from trimtab.model_state import JobHook
+from trimtab.planning.shares.batch import Adjust
+
+OBSERVED = 3
+"""Batches with equal shares that show whether a script can be cut."""
+
+
+class Takeover:
+    """Cuts the training batches of this process, and weighs their gradients."""
+
+    def __init__(self, sizes: Sequence[int] | None = None, rule: Adjust | None = None) -> None:
+        """`sizes` are the batches that the user wants, by rank; by default shares follow speeds by `rule`."""
+        self.sizes = None if sizes is None else tuple(sizes)
+        self.scope: str | None = None
+        """What a framework has divided the loss by, if not by its own batch: "all ranks" or "this rank"."""
+        self._rule = rule or Adjust()
+        self._model: weakref.ref[nn.Module] | None = None
+        self._sources: weakref.WeakKeyDictionary[Any, CutLoader | LeftAlone] = weakref.WeakKeyDictionary()
+        self._latest: CutLoader | LeftAlone | None = None
+        self._source: CutLoader | None = None
+        self._observed = 0
+        self._decided = False
+        self._first: LossForm | None = None
+        self._current: CutBatch | None = None
+        self._problem: str | None = None
+        self._step: list[CutBatch] = []
+        self._texts: set[str] = set()
+        self._ignored: list[torch.Tensor] = []
+        """For recent losses, whether they ignored a target."""
+        self._clock: LocalClock | None = None
+        self._steps: TrainingSteps | None = None
+        self._capacity = BatchCapacity(None)
+        self._windows = ShareWindows(self._rule if sizes is None else None, self._capacity, group=None)
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of a step for each rank; None as long as nothing is cut."""
+        return None if self._source is None else self._source.shares
+
+    def watch(self, model: nn.Module) -> None:
+        """The batches of this DDP or FSDP2 module may be cut: it averages gradients over ranks."""
+        model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
+
+    def source_of(self, loader: Any) -> CutLoader | LeftAlone | None:
+        """How a loader is cut; None if there is only one rank."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        _watch_trainer(self)
+        if loader not in self._sources:
+            self._sources[loader] = cut_loader(loader, self._in_training)
+        return self._sources[loader]
+
+    def delivered(self, source: CutLoader | LeftAlone, epoch: object) -> None:
+        """The script gets the next batch of an epoch."""
+        if isinstance(epoch, CutEpoch):
+            batch = epoch.issued.popleft()
+            if not epoch.training or not torch.is_grad_enabled():
+                return
+            epoch.source.waiting.append(batch)
+        if torch.is_grad_enabled():
+            self._latest = source
+
+    def weight(self, losses: Sequence[torch.Tensor]) -> float:
+        """What a backward pass that begins counts for."""
+        if self._model is None or torch._C._current_graph_task_id() != -1:
+            return 1.0  # nothing is averaged, or activation checkpointing calls it inside another one
+        source = self._training_source()
+        if source is None:
+            if self._current is None:
+                return 1.0
+            self._note("a batch has several backward passes")
+            return self._weight_of(self._current, loss_form(losses[0]))
+        form = (
+            loss_form(losses[0]) if len(losses) == 1 else LossForm(problem="there are several losses at once")
+        )
+        batch = self._current = self._take(source, form)
+        self._step.append(batch)
+        self._capacity.record(batch.own)
+        if not self._decided:
+            self._observe(source, batch, form, losses[0])
+        elif self._clock is not None:
+            self._check_targets(form)
+            self._clock.follow(losses[0])
+        return self._weight_of(batch, form)
+
+    def between(self, _model: nn.Module) -> None:
+        """A step has ended: record it, and perhaps change the shares."""
+        step, self._step = self._step, []
+        source, clock = self._source, self._clock
+        if source is None or clock is None or not step:
+            return
+        if len(self._ignored) >= self._rule.window:
+            self._note_ignored()
+        usable = all(batch.shares == source.shares for batch in step)
+        new = self._windows.end_step(clock, source.shares, usable=usable, alarm=self._problem is not None)
+        if self._windows.alarm:
+            self._stay_equal(self._agreed_problem() or "")
+        elif new is not None:
+            self._change(new)
+
+    def begins(self) -> None:
+        """A step begins."""
+
+    def ends(self) -> None:
+        """A step ends."""
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._model = weakref.ref(module)
+
+    def _in_training(self) -> bool:
+        model = None if self._model is None else self._model()
+        return model is None or model.training
+
+    def _training_source(self) -> CutLoader | None:
+        """The loader that the batch of a backward pass comes from; None if that batch had one already."""
+        if self._source is not None and self._source.waiting:
+            return self._source
+        latest = self._latest
+        if isinstance(latest, LeftAlone):
+            if self._source is None and not self._decided:
+                self._decided = True
+                self._say(f"batches stay as they are: {latest.reason}")
+            return None
+        if latest is None or not latest.waiting:
+            return None
+        if latest is not self._source:  # a script may make a new loader for every epoch
+            self._source, self._observed, self._decided = latest, 0, False
+            self._first = self._problem = None
+            self._require_sizes(latest)
+            if not latest.ahead:  # skipped by the script: a job that resumes inside an epoch
+                while len(latest.waiting) > 1:
+                    latest.waiting.popleft()
+        return latest
+
+    def _take(self, source: CutLoader, form: LossForm) -> CutBatch:
+        """The oldest waiting batch that the loss can be of; those before it were skipped."""
+        per_sample = self._per_sample
+        for index, batch in enumerate(source.waiting):
+            counts = {mean / batch.own for mean in form.means}
+            if not form.means or (counts == per_sample if per_sample else all(c == int(c) for c in counts)):
+                for _ in range(index):
+                    source.waiting.popleft()
+                break
+        else:
+            self._note("the loss is not a mean over the samples of its batch")
+        return source.waiting.popleft()
+
+    @property
+    def _per_sample(self) -> set[float]:
+        """Values of each sample in the means of the loss, if that does not change from batch to batch."""
+        if self._first is None or self._source is None:
+            return set()
+        return {mean / self._source.batch_size for mean in self._first.means}
+
+    def _weight_of(self, batch: CutBatch, form: LossForm) -> float:
+        if self.scope == "all ranks":
+            return 1.0  # the sum over all ranks is right already
+        if form.divisors and self._first is not None and form.divisors == self._first.divisors:
+            return 1.0  # a sum: no sample counts more than another, whoever computes it
+        return batch.weight
+
+    def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
+        """One more batch with equal shares; after some the ranks decide together."""
+        if self._observed == 0:
+            self._note(compares_samples(loss) or self._problem_of_model())
+        if self.scope == "this rank":
+            self._note(
+                "the Trainer divides the loss by the tokens of each rank (average_tokens_across_devices=False)"
+            )
+        elif self.scope == "all ranks":
+            if form.means:
+                self._note("the loss is a mean although the Trainer divides by the tokens of all ranks")
+        elif form.problem is not None:
+            self._note(form.problem)
+        elif batch.shares is not None:
+            if any(mean % batch.own for mean in form.means):
+                self._note(f"the loss is a mean over {form.means[0]} values of {batch.own} samples")
+            if self._first is None:
+                self._first = form
+            elif form.divisors != self._first.divisors:
+                self._note(
+                    "the loss is a sum over the batch, divided by a number that varies, as means over tokens are"
+                )
+            elif form.means != self._first.means:
+                self._first = LossForm()  # lengths vary
+            self._check_targets(form)
+        self._observed += 1
+        if self._observed < OBSERVED:
+            return
+        self._decided = True
+        problem = self._agreed_problem()
+        if problem is not None:
+            self._stay_equal(problem)
+            return
+        model = None if self._model is None else self._model()
+        assert model is not None
+        self._clock = LocalClock(loss.device)
+        if self._steps is None:
+            self._steps = TrainingSteps(model, {id(p) for p in model.parameters()}, self, skipped=True)
+            for module in model.modules():
+                if isinstance(module, nn.SyncBatchNorm):
+                    leave_out(module, lambda: self._clock)
+        if self.sizes is not None:
+            self._change(self.sizes)
+            self._say(f"batches of {'/'.join(map(str, self.sizes))} samples on the ranks, as requested")
+
+    def _problem_of_model(self) -> str | None:
+        """What about the model forbids uneven batches."""
+        model = None if self._model is None else self._model()
+        assert model is not None
+        for name, module in model.named_modules():
+            normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+            if normalizes and not isinstance(module, nn.SyncBatchNorm):
+                return f"{type(module).__name__} {name} normalizes by each rank's own samples"
+        if self.sizes is None and not isinstance(model, nn.parallel.DistributedDataParallel):
+            return "FSDP2 waits for other ranks in every layer, which hides their speeds; use --batch-sizes 24,11,11"
+        if getattr(getattr(model, "_join_config", None), "enable", False):
+            return "ranks may run out of data one by one (DDP's join)"
+        group = getattr(model, "process_group", None)
+        if group is not None and group.size() != dist.get_world_size():
+            return "DistributedDataParallel averages over some of the ranks only"
+        return None
+
+    def _check_targets(self, form: LossForm) -> None:
+        """Note ignored targets: a mean over the others does not weigh every sample alike."""
+        for counted, count in form.counted:
+            self._ignored.append(counted != count)
+        if not self._decided or any(each.device.type == "cpu" for each in self._ignored):
+            self._note_ignored()
+
+    def _note_ignored(self) -> None:
+        """On a GPU this waits for the last step."""
+        ignored, self._ignored = self._ignored, []
+        if any(map(bool, ignored)):
+            self._note("some targets are ignored, so the loss is a mean over tokens and not over samples")
+
+    def _change(self, shares: Sequence[int] | None) -> None:
+        """From the first batch on that no rank has drawn. Collective."""
+        assert self._source is not None
+        at = max(int(drawn) for (drawn,) in gather_numbers([self._source.drawn], None))
+        self._source.change(shares, at=at)
+        self._windows.forget(self._clock)
+
+    def _require_sizes(self, source: CutLoader) -> None:
+        if self.sizes is None:
+            return
+        whole = source.batch_size * source.world_size
+        if len(self.sizes) != source.world_size or sum(self.sizes) != whole:
+            raise TrimtabError(
+                f"run: --batch-sizes {','.join(map(str, self.sizes))}: the script trains on {whole} samples in a step, "
+                f"{source.batch_size} on each of {source.world_size} ranks, and these are {sum(self.sizes)} on "
+                f"{len(self.sizes)}, so the training would change; give {source.world_size} numbers that add up to "
+                f"{whole}"
+            )
+
+    def _agreed_problem(self) -> str | None:
+        """The problem of the first rank that has one. Collective."""
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, self._problem)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _stay_equal(self, problem: str) -> None:
+        self._clock, self._problem = None, None
+        if self._source is not None and len(set(self._source.shares)) > 1:
+            self._change(None)
+        self._say(f"batches stay equal on all ranks: {problem}")
+
+    def _note(self, problem: str | None) -> None:
+        if self._problem is None:
+            self._problem = problem
+
+    def _say(self, text: str) -> None:
+        if dist.get_rank() == 0 and text not in self._texts:
+            logger().info(text)
+        self._texts.add(text)
+
+
+def take_over(
+    sizes: Sequence[int] | None = None, rule: Adjust | None = None
+) -> tuple[Takeover, Callable[[], None]]:
+    """From here on the batches of this process are cut; returns what does it, and what ends it."""
+    takeover = Takeover(sizes, rule)
+    iterator: Any = torch_dataloader._BaseDataLoaderIter
+    begin, advance, backward = iterator.__init__, iterator.__next__, torch.autograd.backward
+
+    @functools.wraps(begin)
+    def begin_epoch(self: Any, loader: Any) -> None:
+        begin(self, loader)
+        self._trimtab = source = takeover.source_of(loader)
+        if isinstance(source, CutLoader):
+            self._index_sampler, self._sampler_iter = source, iter(source)
+
+    @functools.wraps(advance)
+    def next_batch(self: Any) -> Any:
+        data = advance(self)
+        if self._trimtab is not None:
+            takeover.delivered(self._trimtab, self._sampler_iter)
+        return data
+
+    @functools.wraps(backward)
+    def weighted_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        weight = takeover.weight(roots)
+        if weight != 1.0:
+            given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+            starts = [None] * len(roots) if given is None else list(given)
+            grad_tensors = [_weighted(*pair, weight) for pair in zip(roots, starts, strict=True)]
+            tensors = roots
+        backward(tensors, grad_tensors, *args, **kwargs)
+
+    iterator.__init__, iterator.__next__ = begin_epoch, next_batch
+    torch.autograd.backward = weighted_backward
+
+    def give_back() -> None:
+        iterator.__init__, iterator.__next__ = begin, advance
+        torch.autograd.backward = backward
+
+    return takeover, give_back
+
+
+def _weighted(root: torch.Tensor, start: torch.Tensor | None, weight: float) -> torch.Tensor | None:
+    if start is not None:
+        return start * weight
+    return torch.full_like(root, weight) if root.numel() == 1 else None  # torch rejects the latter
+
+
+def _watch_trainer(takeover: Takeover) -> None:
+    """Know what the Transformers Trainer divides a loss by; it passes this to `training_step`."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or hasattr(trainer.training_step, "_trimtab"):
+        return
+    training_step = trainer.training_step
+
+    @functools.wraps(training_step)
+    def step(
+        self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        of_all = getattr(self.args, "average_tokens_across_devices", False)
+        takeover.scope = None if num_items_in_batch is None else "all ranks" if of_all else "this rank"
+        return training_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
+
+    step._trimtab = True  # type: ignore[attr-defined]
+    trainer.training_step = step
