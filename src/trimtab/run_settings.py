@@ -27,6 +27,9 @@ class RunSettings:
     auto: bool = False
     """Whether the job makes its own plan."""
 
+    batch_sizes: str = "auto"
+    """How the script's batches are cut among the ranks: "auto", "equal", or sizes as in "24,11,11"."""
+
     def arguments(self) -> list[str]:
         """For the bootstrap's command line; nothing where every option has its default."""
         told = {

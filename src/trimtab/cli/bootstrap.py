@@ -102,7 +102,15 @@ def take_over_plan(settings: RunSettings) -> None:
         LaunchPlan.adjust = selected(settings.adjust)
 
 
-TAKE_OVERS = (take_over_plan, take_over_ddp)
+def take_over_batches(settings: RunSettings) -> None:
+    """The script's batches are cut among the ranks; a plan and local steps have shares of their own."""
+    if settings.plan is None and settings.local_steps is None and settings.batch_sizes != "equal":
+        from trimtab.control.shares.launch import cut_batches
+
+        cut_batches(settings.batch_sizes)
+
+
+TAKE_OVERS = (take_over_plan, take_over_ddp, take_over_batches)
 """What is done before the script runs, in this order. Each looks at the settings and imports what it needs."""
 
 

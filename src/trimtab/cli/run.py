@@ -37,6 +37,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "What may be adjusted: auto (all), exact (only what changes no result), none, or some of bits, shares "
         "and precision, comma-separated. Default: bits,shares; with --auto or --plan: auto.",
     },
+    "--batch-sizes": {
+        "metavar": "auto|equal|24,11,11",
+        "default": "auto",
+        "help": "How each global batch of the script's DataLoader is cut among the ranks: by their measured speeds "
+        "(auto, the default), equally, or in these sizes, which must add up to the script's own.",
+    },
     **run_view.OPTIONS,
 }
 """Our own options beside torchrun's, as for `add_argument`; `_settings` checks them."""
@@ -131,11 +137,13 @@ def _settings(parsed: argparse.Namespace) -> RunSettings:
     if parsed.local_steps is not None:
         _check_local_steps(parsed.local_steps, parsed.plan)
     adjust = _adjust(parsed)
+    _check_batch_sizes(parsed)
     return RunSettings(
         plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()),
         local_steps=parsed.local_steps,
         adjust=adjust,
         auto=parsed.auto or (parsed.plan is None and "precision" in selected(adjust)),
+        batch_sizes=parsed.batch_sizes,
     )
 
 
@@ -179,6 +187,25 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
             require_world_size(plan, int(per_node) * int(fewest))
         except TrimtabError as error:
             raise TrimtabError(f"run: {path}: {error}") from None
+
+
+def _check_batch_sizes(parsed: argparse.Namespace) -> None:
+    from trimtab.control.shares.sizes import parse_sizes
+
+    sizes = parse_sizes(parsed.batch_sizes)
+    if sizes is None:
+        return
+    for other, value in (("--plan", parsed.plan), ("--local-steps", parsed.local_steps)):
+        if value is not None:
+            raise TrimtabError(
+                f"run: --batch-sizes {parsed.batch_sizes} and {other} exclude each other: both say what each rank does"
+            )
+    if str(parsed.nproc_per_node).isdigit() and str(parsed.nnodes).isdigit():
+        ranks = int(parsed.nproc_per_node) * int(parsed.nnodes)
+        if len(sizes) != ranks:
+            raise TrimtabError(
+                f"run: --batch-sizes {parsed.batch_sizes} has {len(sizes)} sizes for {ranks} ranks; give one for each"
+            )
 
 
 def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:

@@ -48,8 +48,12 @@ class Takeover:
         self.sizes = None if sizes is None else tuple(sizes)
         self.scope: str | None = None
         """What a framework has divided the loss by, if not by its own batch: "all ranks" or "this rank"."""
+        self.applied = False
+        """Whether batches were cut, or a line said why not."""
         self._rule = rule or Adjust()
         self._model: weakref.ref[nn.Module] | None = None
+        self._inside: set[int] = set()
+        """Ids of the model and of its modules, of which FSDP2 shards some by themselves."""
         self._sources: weakref.WeakKeyDictionary[Any, CutLoader | LeftAlone] = weakref.WeakKeyDictionary()
         self._latest: CutLoader | LeftAlone | None = None
         self._source: CutLoader | None = None
@@ -140,8 +144,11 @@ class Takeover:
         """A step ends."""
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if id(module) not in self._inside:
             self._model = weakref.ref(module)
+            self._inside = {id(inner) for inner in module.modules()}
 
     def _in_training(self) -> bool:
         model = None if self._model is None else self._model()
@@ -306,6 +313,7 @@ class Takeover:
             self._problem = problem
 
     def _say(self, text: str) -> None:
+        self.applied = True
         if dist.get_rank() == 0 and text not in self._texts:
             logger().info(text)
         self._texts.add(text)

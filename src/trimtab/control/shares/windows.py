@@ -12,6 +12,7 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.measure.local_clock import LocalClock
 from trimtab.planning.shares.batch import Adjust, noise_of, rebalance
+from trimtab.report import events
 
 _RUNS = 32
 """Changes of the shares over which measured times are kept."""
@@ -82,6 +83,17 @@ class ShareWindows:
                 f"batch shares {before} take the ranks {times} ms, with a noise of {noise:.1%}; now {after}"
             )
             environment.logger().log(level, text)
+            if new is not None:
+                events.emit(
+                    "decision",
+                    what="shares",
+                    noticed=f"the ranks take {times} ms a step, with a noise of {noise:.1%}",
+                    decided=f"batch shares {after} instead of {before}",
+                    why="shares follow the ranks' speeds",
+                    expected={},
+                    before=list(shares),
+                    after=list(new),
+                )
         return new
 
     def forget(self, clock: LocalClock | None) -> None:
