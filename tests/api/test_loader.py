@@ -365,6 +365,9 @@ def differing() -> str:
         loader(Numbers(8), 4, adjust=None if dist.get_rank() else Adjust())
     with pytest.raises(TrimtabError, match="room for 4, 1"):
         loader(Numbers(8), 8, max_batch=4 if dist.get_rank() == 0 else 1)
+    with pytest.raises(TrimtabError, match="give each of 2 ranks"):
+        loader(Numbers(8), 8, batch_sizes=[5, 2, 1])
+    assert loader(Numbers(8), 8, batch_sizes=[6, 2]).shares == (6, 2)
     return loader(Numbers(8), 8, max_batch=7 if dist.get_rank() == 0 else 1).shares.__repr__()
 
 
@@ -388,6 +391,10 @@ def test_refusals_without_a_group() -> None:
         loader(Stream(), 4)
     with pytest.raises(TrimtabError, match="raise it to 1"):
         loader(Numbers(8), 0)
+    with pytest.raises(TrimtabError, match="add up to 5, and batch_size is 4"):
+        loader(Numbers(8), 4, batch_sizes=[5])
+    with pytest.raises(TrimtabError, match="only one of them"):
+        loader(Numbers(8), 4, batch_sizes=[4], shares=[1])
     with pytest.raises(TrimtabError, match="batch_sampler is chosen by trimtab"):
         loader(Numbers(8), 4, batch_sampler=[])
     data = loader(Numbers(8), 4)

@@ -31,6 +31,7 @@ def loader(
     accumulate: int | None = None,
     count: Callable[[Any], int | torch.Tensor] | None = None,
     shares: Sequence[float] | None = None,
+    batch_sizes: Sequence[int] | None = None,
     plan: Plan | str | PathLike[str] | torch.nn.Module | None = None,
     max_batch: int | None = None,
     min_batch: int = 1,
@@ -58,6 +59,7 @@ def loader(
         count: what a batch counts for in the loss's denominator, if that is not samples: for a mean over
             tokens ``lambda batch: (batch["labels"] != -100).sum()``. Costs one small all-reduce per step.
         shares: speeds to start from, one per rank; by default equal.
+        batch_sizes: samples of a step for each rank, which then do not change: [24, 11, 11] for a batch of 46.
         plan: the plan whose shares to start from: a plan, its file, or a model that a plan was applied to
             (`trimtab.apply`), whose later plans are followed too. Under `trimtab run --plan` the default is that
             plan, unless `shares` are given.
@@ -81,6 +83,8 @@ def loader(
             raise TrimtabError(f"loader: {name} is chosen by trimtab; use shuffle and seed")
     if plan is not None and shares is not None:
         raise TrimtabError("loader: give shares or plan, not both")
+    if batch_sizes is not None:
+        shares, adjust = _fixed_sizes(batch_sizes, batch_size, shares, plan), None
     active_plan = None
     if shares is None and not environment.disabled():
         if group is None and isinstance(plan, DistributedDataParallel):
@@ -115,7 +119,9 @@ def loader(
             adjust = None
     speeds = [1.0] * world_size if shares is None else [float(share) for share in shares]
     if len(speeds) != world_size or min(speeds) <= 0:
-        raise TrimtabError(f"loader: shares={list(speeds)}: give each of {world_size} ranks a speed above 0")
+        raise TrimtabError(
+            f"loader: {'batch_sizes' if batch_sizes else 'shares'}={list(shares or ())}: give each of {world_size} ranks a number above 0"
+        )
     own_limit = float("inf") if max_batch is None else float(max_batch)
     by_rank = [limit for (limit,) in gather_numbers([own_limit], None if tensor_groups else group)]
     if tensor_groups:
@@ -125,7 +131,8 @@ def loader(
         len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
         batch_size=batch_size,
         rank=rank,
-        shares=share_batch(
+        shares=batch_sizes
+        or share_batch(
             batch_size, [1 / speed for speed in speeds], most=limits, least=min_batch * accumulate
         ),
         accumulate=accumulate,
@@ -152,3 +159,17 @@ def loader(
         limits=limits,
         active_plan=active_plan,
     )
+
+
+def _fixed_sizes(
+    sizes: Sequence[int], batch_size: int, shares: Sequence[float] | None, plan: object
+) -> Sequence[int]:
+    """The sizes, if they are complete."""
+    if shares is not None or plan is not None:
+        raise TrimtabError("loader: give batch_sizes, shares or plan, and only one of them")
+    if min(sizes, default=0) < 1 or sum(sizes) != batch_size:
+        raise TrimtabError(
+            f"loader: batch_sizes={list(sizes)} add up to {sum(sizes)}, and batch_size is {batch_size}; give each rank "
+            f"at least 1, and {batch_size} in all"
+        )
+    return sizes

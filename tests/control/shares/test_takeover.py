@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Ddp
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from trimtab.control.shares.takeover import Takeover, take_over
+from trimtab.errors import TrimtabError
+from trimtab.planning.shares.batch import Adjust
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -53,7 +59,8 @@ def train(
     drop_last: bool = False,
     shuffle: bool = True,
     workers: int = 0,
-    scale: float = 1.0,
+    scaled: bool = False,
+    sharded: bool = False,
     clip: float | None = None,
     evaluate: bool = False,
     start: int = 0,
@@ -74,10 +81,18 @@ def train(
     held_out = DataLoader(
         samples(40), batch_size=batch, sampler=DistributedSampler(samples(40), shuffle=False)
     )
-    ddp = Ddp(net() if model is None else model)
+    ddp: Any = net() if model is None else model
+    if sharded:
+        for layer in (ddp[0], ddp):
+            fully_shard(layer)
+            if takeover is not None:
+                takeover.watch(layer)
+    else:
+        ddp = Ddp(ddp)
     if takeover is not None:
         takeover.watch(ddp)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     sizes, losses = [], []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -87,13 +102,15 @@ def train(
             last = (index + 1) % accumulate == 0 or index + 1 == len(loader)
             with nullcontext() if last else ddp.no_sync():
                 value = loss(ddp(inputs), targets)
-                (value * scale / accumulate).backward()
+                scaler.scale(value / accumulate).backward()
             sizes.append(len(inputs))
             losses.append(value.item())
             if last:
                 if clip is not None:
+                    scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             if evaluate and index % 3 == 1:
                 ddp.eval()
@@ -103,20 +120,21 @@ def train(
                 with torch.no_grad():
                     assert {len(inputs) for inputs, _ in loader} <= {batch, sampler.num_samples % batch}
                 ddp.train()
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()]), sizes, losses
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in ddp.parameters()]
+    return torch.cat([p.detach().flatten() for p in parameters]), sizes, losses
 
 
 CASES: dict[str, dict[str, Any]] = {
     "uneven tail": {},
     "drop_last, in order": {"drop_last": True, "shuffle": False},
     "accumulation over a tail": {"accumulate": 3, "clip": 0.1},
-    "workers that prefetch": {"workers": 1},
-    "evaluation and a scaled loss": {"evaluate": True, "scale": 1024.0},
+    "evaluation, a scaled loss, clipping": {"evaluate": True, "scaled": True, "clip": 0.1},
     "resumed inside an epoch": {"start": 5},
     "a summed loss": {"loss": lambda x, y: F.cross_entropy(x, y, reduction="sum")},
     "a sum over the batch size": {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="none").sum() / len(y)
     },
+    "sharded by FSDP2": {"sharded": True, "epochs": 1},
 }
 
 
@@ -141,3 +159,110 @@ def on_rank_exact() -> None:
 
 def test_the_training_is_that_of_the_plain_job(ranks: Pool) -> None:
     ranks(2, on_rank_exact)
+
+
+class Contrastive(nn.Module):
+    """Scores of each sample against all others of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = net(), net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.left(inputs) @ self.right(inputs).T
+        return scores
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples(80))
+
+
+def masked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, torch.where(targets == 0, -100, targets))
+
+
+def over_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    kept = targets != 0
+    return (F.cross_entropy(logits, targets, reduction="none") * kept).sum() / kept.sum()
+
+
+def matched(scores: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def twice(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    F.cross_entropy(logits, targets).backward(retain_graph=True)
+    return F.cross_entropy(logits, targets)
+
+
+def weighted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, weight=torch.arange(1.0, 5.0, dtype=torch.float64))
+
+
+TRAPS: dict[str, dict[str, Any]] = {
+    "ignored": {"loss": masked},
+    "varies": {"loss": over_tokens},
+    "in-batch negatives": {"loss": matched, "model": Contrastive},
+    "BatchNorm1d module.3": {"model": lambda: net(nn.BatchNorm1d(16))},
+    "several backward passes": {"loss": twice},
+    "weighted by class": {"loss": weighted},
+}
+
+
+def feed(loader: Any, takeover: Takeover) -> None:
+    ddp = Ddp(net())
+    takeover.watch(ddp)
+    for inputs, targets in loader:
+        F.cross_entropy(ddp(inputs), targets).backward()
+
+
+def on_rank_traps() -> None:
+    for words, case in TRAPS.items():
+        case = dict(case)
+        make = case.pop("model", None)
+        with taken_over([11, 5]) as takeover:
+            model = None if make is None else make().double()
+            _, sizes, _ = train(takeover, size=128, epochs=1, model=model, **case)
+        assert set(sizes) == {8}, (words, sizes)
+        assert [words in text for text in takeover.texts] == [True], (words, takeover.texts)
+    data = samples(80)
+    for words, loader in {
+        "IterableDataset": DataLoader(Stream(), batch_size=8),
+        "RandomSampler": DataLoader(data, batch_size=8, shuffle=True),
+        "BatchSampler": DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),
+        "3 ranks": DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=3, rank=0)),
+    }.items():
+        with taken_over() as takeover:
+            feed(loader, takeover)
+        assert [words in text or "a list" in text for text in takeover.texts] == [True], takeover.texts
+    with taken_over([11, 4]) as takeover, pytest.raises(TrimtabError, match="add up to 16"):
+        train(takeover)
+
+
+def test_what_cannot_be_cut_stays_equal_and_is_named(ranks: Pool) -> None:
+    ranks(2, on_rank_traps)
+
+
+class Slow(nn.Module):
+    """Takes a time for each sample on one rank."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(0.01 * len(inputs))
+        return inputs
+
+
+def on_rank_speed() -> None:
+    plain, *_ = train(None, epochs=3)
+    with taken_over(None, Adjust(window=2, dwell=1)) as takeover:
+        own, sizes, _ = train(takeover, epochs=3, model=net(Slow()))
+    assert (own - plain).abs().max() < 1e-10
+    assert sizes[0] == 8
+    shares = takeover.shares
+    assert shares is not None
+    assert shares[0] > 12 > 4 > shares[1]
+
+
+def test_shares_follow_speeds(ranks: Pool) -> None:
+    ranks(2, on_rank_speed)

@@ -47,7 +47,7 @@ def cut_batches(batch_sizes: str) -> None:
 
 
 def _say_if_unused(takeover: Takeover, batch_sizes: str) -> None:
-    if not takeover.applied:
+    if not takeover.texts:
         logger().warning(
             f"--batch-sizes {batch_sizes} were not used: no DataLoader with a DistributedSampler fed a "
             "DistributedDataParallel or FSDP2 module"

@@ -48,8 +48,8 @@ class Takeover:
         self.sizes = None if sizes is None else tuple(sizes)
         self.scope: str | None = None
         """What a framework has divided the loss by, if not by its own batch: "all ranks" or "this rank"."""
-        self.applied = False
-        """Whether batches were cut, or a line said why not."""
+        self.texts: set[str] = set()
+        """What was logged."""
         self._rule = rule or Adjust()
         self._model: weakref.ref[nn.Module] | None = None
         self._inside: set[int] = set()
@@ -63,7 +63,6 @@ class Takeover:
         self._current: CutBatch | None = None
         self._problem: str | None = None
         self._step: list[CutBatch] = []
-        self._texts: set[str] = set()
         self._ignored: list[torch.Tensor] = []
         """For recent losses, whether they ignored a target."""
         self._clock: LocalClock | None = None
@@ -313,10 +312,9 @@ class Takeover:
             self._problem = problem
 
     def _say(self, text: str) -> None:
-        self.applied = True
-        if dist.get_rank() == 0 and text not in self._texts:
+        if dist.get_rank() == 0 and text not in self.texts:
             logger().info(text)
-        self._texts.add(text)
+        self.texts.add(text)
 
 
 def take_over(

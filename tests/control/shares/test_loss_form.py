@@ -1,0 +1,99 @@
+"""How a loss was reduced, from its graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trimtab.control.shares.loss_form import compares_samples, loss_form
+
+N, CLASSES = 6, 5
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, CLASSES)
+
+
+@pytest.fixture
+def scores(layer: nn.Linear) -> torch.Tensor:
+    logits: torch.Tensor = layer(torch.randn(N, 4))
+    return logits
+
+
+TARGETS = torch.tensor([3, 1, 4, 1, 0, 2])
+
+
+def test_means(scores: torch.Tensor, layer: nn.Linear) -> None:
+    penalty = 1e-3 * sum(parameter.square().sum() for parameter in layer.parameters())
+    cases = {
+        F.cross_entropy(scores, TARGETS): (N,),
+        F.cross_entropy(scores, TARGETS) / 4 * 1024: (N,),
+        F.cross_entropy(scores, TARGETS) + penalty: (N,),
+        scores.square().mean(): (N * CLASSES,),
+        scores.square().mean((0, 1)): (N * CLASSES,),
+        F.mse_loss(scores, torch.zeros(N, CLASSES)): (N * CLASSES,),
+        F.binary_cross_entropy_with_logits(scores, torch.ones(N, CLASSES)): (N * CLASSES,),
+        F.cross_entropy(scores, TARGETS) + 0.1 * scores.square().mean(): (N, N * CLASSES),
+        F.cross_entropy(scores, TARGETS, reduction="none").mean(): (N,),
+    }
+    for loss, means in cases.items():
+        form = loss_form(loss)
+        assert (form.problem, form.means, form.divisors) == (None, means, ())
+        assert compares_samples(loss) is None
+
+
+def test_sums_and_what_they_are_divided_by(scores: torch.Tensor) -> None:
+    cases = {
+        F.cross_entropy(scores, TARGETS, reduction="sum"): (1,),
+        scores.square().sum(): (1,),
+        scores.square().sum() / N: (N,),
+        scores.square().sum() / N / 4: (4 * N,),
+        F.kl_div(scores.log_softmax(-1), scores.detach().softmax(-1), reduction="batchmean"): (N,),
+    }
+    for loss, divisors in cases.items():
+        form = loss_form(loss)
+        assert (form.problem, form.means, form.divisors) == (None, (), divisors)
+
+
+def test_ignored_targets_are_counted(scores: torch.Tensor) -> None:
+    ((counted, count),) = loss_form(F.cross_entropy(scores, torch.where(TARGETS == 1, -100, TARGETS))).counted
+    assert (int(counted), count) == (N - 2, N)
+
+
+def test_what_is_not_known_is_named(scores: torch.Tensor) -> None:
+    whole = F.cross_entropy(scores, TARGETS)
+    cases = {
+        "weighted by class": F.cross_entropy(scores, TARGETS, weight=torch.arange(1.0, 6.0)),
+        "product or quotient": whole * scores.square().mean(),
+        "partly a mean": whole + scores.square().sum(),
+        "stacked": torch.stack([whole, whole]).mean(),
+        "not known (MaxBackward1)": scores.max(),
+        "shape (6, 5)": scores,
+        "divided by another tensor": scores.square().sum() / torch.tensor(5.5),
+    }
+    for words, loss in cases.items():
+        problem = loss_form(loss).problem
+        assert problem is not None
+        assert words in problem
+
+
+def test_samples_that_are_compared_are_seen(layer: nn.Linear, scores: torch.Tensor) -> None:
+    other = layer(torch.randn(N, 4))
+    for loss in (
+        (scores @ other.T).square().mean(),
+        torch.einsum("nc,kc->nk", scores, other).mean(),
+        torch.cdist(scores, other).mean(),
+        F.cross_entropy(torch.cat([scores, scores], 1), torch.arange(N)),
+    ):
+        assert "in-batch negatives" in (compares_samples(loss) or "")
+
+
+def test_attention_does_not_compare_samples() -> None:
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    loss = attention(torch.randn(N, 3, 8)).square().mean()
+    assert compares_samples(loss) is None
+    assert loss_form(loss).means == (N * 3 * 8,)
