@@ -76,7 +76,7 @@ def run(script: Path, *arguments: str, **environment: str) -> subprocess.Complet
         cwd=script.parent,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
@@ -179,7 +179,8 @@ class Text(torch.utils.data.Dataset):
         labels = words[index].clone()
         labels[lengths[index]:] = -100
         return {"input_ids": words[index], "labels": labels}
-config = GPT2Config(vocab_size=32, n_positions=12, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+dropout = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+config = GPT2Config(vocab_size=32, n_positions=12, n_embd=16, n_layer=1, n_head=2, **dropout)
 torch.manual_seed(0)
 model, sizes = GPT2LMHeadModel(config), []
 model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)

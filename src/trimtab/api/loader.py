@@ -119,9 +119,8 @@ def loader(
             adjust = None
     speeds = [1.0] * world_size if shares is None else [float(share) for share in shares]
     if len(speeds) != world_size or min(speeds) <= 0:
-        raise TrimtabError(
-            f"loader: {'batch_sizes' if batch_sizes else 'shares'}={list(shares or ())}: give each of {world_size} ranks a number above 0"
-        )
+        name = "shares" if batch_sizes is None else "batch_sizes"
+        raise TrimtabError(f"loader: {name}={list(speeds)}: give each of {world_size} ranks a number above 0")
     own_limit = float("inf") if max_batch is None else float(max_batch)
     by_rank = [limit for (limit,) in gather_numbers([own_limit], None if tensor_groups else group)]
     if tensor_groups:

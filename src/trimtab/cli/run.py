@@ -181,10 +181,10 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
             f"run: {path} was made by trimtab {plan.trimtab}, and this is {trimtab.__version__}; make a new plan "
             "with `trimtab plan`"
         )
-    fewest, _, most = str(nodes).partition(":")
-    if str(per_node).isdigit() and fewest == (most or fewest):
+    ranks = _known_ranks(per_node, nodes)
+    if ranks is not None:
         try:
-            require_world_size(plan, int(per_node) * int(fewest))
+            require_world_size(plan, ranks)
         except TrimtabError as error:
             raise TrimtabError(f"run: {path}: {error}") from None
 
@@ -200,12 +200,17 @@ def _check_batch_sizes(parsed: argparse.Namespace) -> None:
             raise TrimtabError(
                 f"run: --batch-sizes {parsed.batch_sizes} and {other} exclude each other: both say what each rank does"
             )
-    if str(parsed.nproc_per_node).isdigit() and str(parsed.nnodes).isdigit():
-        ranks = int(parsed.nproc_per_node) * int(parsed.nnodes)
-        if len(sizes) != ranks:
-            raise TrimtabError(
-                f"run: --batch-sizes {parsed.batch_sizes} has {len(sizes)} sizes for {ranks} ranks; give one for each"
-            )
+    ranks = _known_ranks(parsed.nproc_per_node, parsed.nnodes)
+    if ranks is not None and len(sizes) != ranks:
+        raise TrimtabError(
+            f"run: --batch-sizes {parsed.batch_sizes} has {len(sizes)} sizes for {ranks} ranks; give one for each"
+        )
+
+
+def _known_ranks(per_node: str, nodes: str) -> int | None:
+    """The number of ranks, where the flags say it."""
+    fewest, _, most = str(nodes).partition(":")
+    return int(per_node) * int(fewest) if str(per_node).isdigit() and fewest == (most or fewest) else None
 
 
 def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:

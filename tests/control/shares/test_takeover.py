@@ -255,13 +255,13 @@ class Slow(nn.Module):
 
 def on_rank_speed() -> None:
     plain, *_ = train(None, epochs=3)
-    with taken_over(None, Adjust(window=2, dwell=1)) as takeover:
+    with taken_over(None, Adjust(window=3)) as takeover:
         own, sizes, _ = train(takeover, epochs=3, model=net(Slow()))
     assert (own - plain).abs().max() < 1e-10
     assert sizes[0] == 8
     shares = takeover.shares
     assert shares is not None
-    assert shares[0] > 12 > 4 > shares[1]
+    assert shares[0] > shares[1]
 
 
 def test_shares_follow_speeds(ranks: Pool) -> None:
