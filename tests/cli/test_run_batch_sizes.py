@@ -103,6 +103,7 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
         ("24,0", [], "above 0"),
         ("fast", [], "auto, equal"),
         ("24,11", ["--local-steps", "4"], "exclude each other"),
+        ("24,11", ["--adjust", "bits"], "leaves them alone"),
     ):
         with pytest.raises(TrimtabError, match=words):
             torchrun_command(["--nproc-per-node", "2", "--batch-sizes", sizes, *others, script])

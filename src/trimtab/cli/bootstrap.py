@@ -104,7 +104,8 @@ def take_over_plan(settings: RunSettings) -> None:
 
 def take_over_batches(settings: RunSettings) -> None:
     """The script's batches are cut among the ranks; a plan and local steps have shares of their own."""
-    if settings.plan is None and settings.local_steps is None and settings.batch_sizes != "equal":
+    planned = settings.plan is not None or settings.local_steps is not None
+    if "shares" in selected(settings.adjust) and not planned and settings.batch_sizes != "equal":
         from trimtab.control.shares.launch import cut_batches
 
         cut_batches(settings.batch_sizes)

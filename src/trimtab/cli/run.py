@@ -137,7 +137,7 @@ def _settings(parsed: argparse.Namespace) -> RunSettings:
     if parsed.local_steps is not None:
         _check_local_steps(parsed.local_steps, parsed.plan)
     adjust = _adjust(parsed)
-    _check_batch_sizes(parsed)
+    _check_batch_sizes(parsed, adjust)
     return RunSettings(
         plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()),
         local_steps=parsed.local_steps,
@@ -189,7 +189,7 @@ def _check_plan(path: str, per_node: str, nodes: str) -> None:
             raise TrimtabError(f"run: {path}: {error}") from None
 
 
-def _check_batch_sizes(parsed: argparse.Namespace) -> None:
+def _check_batch_sizes(parsed: argparse.Namespace, adjust: str) -> None:
     from trimtab.control.shares.sizes import parse_sizes
 
     sizes = parse_sizes(parsed.batch_sizes)
@@ -200,6 +200,10 @@ def _check_batch_sizes(parsed: argparse.Namespace) -> None:
             raise TrimtabError(
                 f"run: --batch-sizes {parsed.batch_sizes} and {other} exclude each other: both say what each rank does"
             )
+    if "shares" not in selected(adjust):
+        raise TrimtabError(
+            f"run: --batch-sizes {parsed.batch_sizes} sets batch shares, and --adjust {adjust} leaves them alone"
+        )
     ranks = _known_ranks(parsed.nproc_per_node, parsed.nnodes)
     if ranks is not None and len(sizes) != ranks:
         raise TrimtabError(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab.model_state import JobHook
@@ -64,7 +65,7 @@ class TrainingSteps:
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         listener = self._listener()
         repeated = torch._C._current_graph_task_id() != -1
-        if listener is None or repeated or not module.training or not torch.is_grad_enabled():
+        if listener is None or repeated or not in_training_mode(module) or not torch.is_grad_enabled():
             return
         if self._stepped:
             self._stepped = False
@@ -86,6 +87,15 @@ class TrainingSteps:
 
     def _updates(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+
+def in_training_mode(model: nn.Module) -> bool:
+    """Whether a model, or the model inside DDP, is in training mode.
+
+    Lightning's evaluation leaves the wrapper itself in evaluation mode.
+    """
+    inner = getattr(model, "module", None) if isinstance(model, DistributedDataParallel) else None
+    return model.training if inner is None else inner.training
 
 
 _skip_observers: list[Callable[[Optimizer], None]] = []

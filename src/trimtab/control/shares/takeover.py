@@ -29,12 +29,13 @@ from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
 from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_form
 from trimtab.control.shares.windows import ShareWindows
-from trimtab.control.training_steps import TrainingSteps
+from trimtab.control.training_steps import TrainingSteps, in_training_mode
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
 from trimtab.planning.shares.batch import Adjust
+from trimtab.run_settings import OwnSteps
 
 OBSERVED = 3
 """Batches with equal shares that show whether a script can be cut."""
@@ -100,7 +101,7 @@ class Takeover:
 
     def weight(self, losses: Sequence[torch.Tensor]) -> float:
         """What a backward pass that begins counts for."""
-        if self._model is None or torch._C._current_graph_task_id() != -1:
+        if self._model is None or OwnSteps.running or torch._C._current_graph_task_id() != -1:
             return 1.0  # nothing is averaged, or activation checkpointing calls it inside another one
         source = self._training_source()
         if source is None:
@@ -143,7 +144,8 @@ class Takeover:
         """A step ends."""
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        repeated = torch._C._current_graph_task_id() != -1
+        if repeated or OwnSteps.running or not in_training_mode(module) or not torch.is_grad_enabled():
             return
         if id(module) not in self._inside:
             self._model = weakref.ref(module)
@@ -151,7 +153,7 @@ class Takeover:
 
     def _in_training(self) -> bool:
         model = None if self._model is None else self._model()
-        return model is None or model.training
+        return model is None or in_training_mode(model)
 
     def _training_source(self) -> CutLoader | None:
         """The loader that the batch of a backward pass comes from; None if that batch had one already."""
