@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,6 +90,10 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._session = ""
+        with suppress(AssertionError, OSError, subprocess.TimeoutExpired):  # it may be gone already
+            self._call("Browser.close")
+            self._process.wait(10)
         self._process.kill()
         self._process.wait()
         self._write.close()

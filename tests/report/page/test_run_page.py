@@ -19,7 +19,7 @@ from trimtab.report.page.run_data import RunData
 from trimtab.report.run_folder import load_run
 
 RECORDED = Path(__file__).with_name("recorded")
-"""The run folder of a run of `trimtab demo`, as it was written."""
+"""A run folder as the ranks wrote it: the demo's plan on two emulated hosts at 40 Mbit/s and a busy machine."""
 
 
 def document_of(folder: Path, points: int = 100) -> Document:
@@ -85,7 +85,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert command == "cd /home/ada/job\nOMP_NUM_THREADS=4 trimtab run --nproc-per-node 4 train.py"
 
 
-def test_a_recorded_run_of_the_demo() -> None:
+def test_a_recorded_run() -> None:
     document = document_of(RECORDED)
     figures = re.split(r"[\d.]*\d", document.verdict)
     assert "".join(figures) in (
