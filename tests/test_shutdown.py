@@ -27,7 +27,7 @@ ddp = DistributedDataParallel(torch.nn.Linear(128, 128))
 trimtab.compress(ddp, Block(bits=4))
 def wide(self, steps, result):
     future = torch.futures.Future()
-    self._queues[0].put((steps, None, result, future))
+    self._queues[0].put((1, steps, None, result, future))
     out = future.then(torch.futures.Future.value)
     future.then(lambda f: time.sleep(0.2))  # between DDP's waking and the end of set_result
     return out
