@@ -10,6 +10,7 @@ clock, so the same run makes the same decisions, also after it was interrupted a
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -282,7 +283,7 @@ class Controller:
     def _emit(self, step: int, decision: Mapping[str, Any]) -> None:
         if not events.active():
             return
-        raised = [reason for reason in decision["reasons"] if " bits: " in reason]
+        raised = [reason for reason in decision["reasons"] if re.search(r" from \d+ to \d+ bits: ", reason)]
         if raised:
             events.emit("guard", step=step, reason="; ".join(raised), bits=decision["bits"])
         pieces = self._compression.pieces
