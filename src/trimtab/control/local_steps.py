@@ -92,7 +92,7 @@ class LocalSteps(JobBound):
         self._ended = False
         self._began = 0.0
         self._times: list[float] = []
-        _active.add(self)
+        self._off = False
         if isinstance(model, DistributedDataParallel):
             # As inside `no_sync()`, for good: gradients and buffers stay with their worker.
             model.require_backward_grad_sync = model.require_forward_param_sync = False
@@ -111,6 +111,7 @@ class LocalSteps(JobBound):
             skip = observe_skipped_steps(_weakly(self))
             weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
+        _active.add(self)
 
     def _find_members(self, model: nn.Module, who: WhoWorks) -> tuple[tuple[int, ...], ...] | None:
         """The ranks of each worker; None where every rank is one. Collective."""
@@ -198,7 +199,7 @@ class LocalSteps(JobBound):
 
     def finish_step(self) -> None:
         """What follows a step, if one has ended: before the next forward pass, or before the state is looked at."""
-        if not self._ended or self not in _active:
+        if not self._ended or self._off:
             return
         self._ended = False
         samples, self._samples = self._samples, 0
@@ -280,6 +281,7 @@ class LocalSteps(JobBound):
         if not isinstance(model, DistributedDataParallel) or self._changes or not self._unify(self.group):
             return False
         model.require_backward_grad_sync = model.require_forward_param_sync = True
+        self._off = True
         _active.discard(self)
         self._start = None
         try:
@@ -301,7 +303,7 @@ class LocalSteps(JobBound):
         Where the settings are still to be chosen, those of the checkpoint are taken.
         """
         self.finish_step()
-        if self not in _active:
+        if self._off:
             return False
         if self.worker is None:
             saved = state["settings"]
@@ -315,7 +317,7 @@ class LocalSteps(JobBound):
         return True
 
     def explain(self) -> str:
-        if self not in _active:
+        if self._off:
             return ""
         if self.worker is None:
             return "local steps: the settings are chosen after a few steps"
@@ -334,6 +336,7 @@ class LocalSteps(JobBound):
         return text if self.choice is None else f"{text}; {self.choice.reason}"
 
     def close(self) -> None:
+        self._off = True
         _active.discard(self)
         if self.worker is not None:
             self.worker.close()
