@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.takeover import Takeover, take_over
 from trimtab.errors import TrimtabError
 from trimtab.planning.shares.batch import Adjust
@@ -236,6 +237,10 @@ def on_rank_traps() -> None:
         with taken_over() as takeover:
             feed(loader, takeover)
         assert [words in text or "a list" in text for text in takeover.texts] == [True], takeover.texts
+    own = DataLoader(data, batch_sampler=ShareSampler(80, batch_size=16, rank=dist.get_rank(), shares=(9, 7)))
+    with taken_over() as takeover:
+        feed(own, takeover)
+    assert not takeover.texts, "trimtab.loader cuts by itself"
     with taken_over([11, 4]) as takeover, pytest.raises(TrimtabError, match="add up to 16"):
         train(takeover)
 

@@ -28,6 +28,7 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
 from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_form
+from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.windows import ShareWindows
 from trimtab.control.training_steps import TrainingSteps, in_training_mode
 from trimtab.environment import logger
@@ -81,8 +82,10 @@ class Takeover:
         model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
 
     def source_of(self, loader: Any) -> CutLoader | LeftAlone | None:
-        """How a loader is cut; None if there is only one rank."""
+        """How a loader is cut; None if there is only one rank, and for `trimtab.loader`, which cuts by itself."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if isinstance(loader.batch_sampler, ShareSampler):
             return None
         _watch_trainer(self)
         if loader not in self._sources:
