@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 FLAG = "--settings"
 
@@ -29,6 +29,9 @@ class RunSettings:
 
     batch_sizes: str = "auto"
     """How the script's batches are cut among the ranks: "auto", "equal", or sizes as in "24,11,11"."""
+
+    in_force: ClassVar[RunSettings | None] = None
+    """Those under which this process runs; None if nothing was taken over."""
 
     def arguments(self) -> list[str]:
         """For the bootstrap's command line; nothing where every option has its default."""

@@ -115,6 +115,15 @@ TAKE_OVERS = (take_over_plan, take_over_ddp, take_over_batches)
 """What is done before the script runs, in this order. Each looks at the settings and imports what it needs."""
 
 
+def take_over_process(settings: RunSettings) -> None:
+    """All of it, once for a process, and not with TRIMTAB_DISABLE=1."""
+    if environment.disabled() or RunSettings.in_force is not None:
+        return
+    RunSettings.in_force = settings
+    for take_over in TAKE_OVERS:
+        take_over(settings)
+
+
 def main() -> NoReturn:
     """Run the script named on the command line as `__main__`, and leave."""
     end_with_parent(signal.SIGKILL)
@@ -124,9 +133,7 @@ def main() -> NoReturn:
     sys.argv[1:] = arguments
     status = 0
     try:
-        if not environment.disabled():
-            for take_over in TAKE_OVERS:
-                take_over(settings)
+        take_over_process(settings)
         _run_script()
     except SystemExit as exit_:
         status = _status(exit_.code)
