@@ -18,7 +18,7 @@ import trimtab.frameworks
 trimtab.frameworks.enable()  # before `prepare`; not needed under `trimtab run`
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 torch.manual_seed(0)
-dataset = TensorDataset(torch.randn(1024, 256), torch.randint(0, 10, (1024,)))
+dataset = TensorDataset(torch.randn(512, 256), torch.randint(0, 10, (512,)))
 model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(dataset, batch_size=16, shuffle=True)

@@ -25,9 +25,8 @@ model = Gpt(width=128, layers=2, heads=4, context=64).to(kind)
 for block in model.blocks:
     fully_shard(block, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
-trimtab.compress(
-    model, Block(bits=4), weight_bits=8
-)  # trimtab.compress(model) decides by itself whether it pays
+# Without a codec, trimtab.compress(model) decides by itself whether it pays.
+trimtab.compress(model, Block(bits=4), weight_bits=8)  # type: ignore[arg-type]  # DDP or sharded
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 text, losses = Passages(65), []

@@ -18,7 +18,7 @@ import trimtab.frameworks.lightning  # registers strategy="trimtab"
 fabric = Fabric(strategy="trimtab", devices=2, accelerator="auto" if torch.cuda.device_count() > 1 else "cpu")
 fabric.launch()
 fabric.seed_everything(0, verbose=False)
-dataset = TensorDataset(torch.randn(1024, 256), torch.randint(0, 10, (1024,)))
+dataset = TensorDataset(torch.randn(512, 256), torch.randint(0, 10, (512,)))
 layers = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 model, optimizer = fabric.setup(layers, torch.optim.AdamW(layers.parameters(), lr=1e-3))
 loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=16, shuffle=True))

@@ -36,7 +36,7 @@ class Classifier(L.LightningModule):  # type: ignore[misc]  # Lightning is typed
 
 
 L.seed_everything(0, verbose=False)
-dataset = TensorDataset(torch.randn(1024, 256), torch.randint(0, 10, (1024,)))
+dataset = TensorDataset(torch.randn(512, 256), torch.randint(0, 10, (512,)))
 trainer = L.Trainer(
     strategy="trimtab",
     devices=2,

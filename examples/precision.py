@@ -12,12 +12,12 @@ from trimtab.models.data import Passages
 from trimtab.models.gpt import Gpt
 
 torch.manual_seed(0)
-model = Gpt(width=128, layers=2, heads=4, context=64)
+model = Gpt(width=32, layers=2, heads=2, context=32)
 trimtab.set_precision(model, {"blocks.*.up": "bf16", "blocks.*.down": "bf16"})  # weights stay in fp32
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-text, losses = Passages(65), []
-for step in range(20):
-    loss = model(torch.stack([text[8 * step + sample] for sample in range(8)]))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+text, losses = Passages(33), []
+for step in range(10):
+    loss = model(torch.stack([text[4 * step + sample] for sample in range(4)]))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -23,7 +23,7 @@ def train(config: dict[str, float]) -> None:
     import trimtab
 
     torch.manual_seed(0)
-    dataset = TensorDataset(torch.randn(1024, 256), torch.randint(0, 10, (1024,)))
+    dataset = TensorDataset(torch.randn(512, 256), torch.randint(0, 10, (512,)))
     layers = nn.Sequential(
         nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )

@@ -15,12 +15,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import trimtab
 from trimtab.frameworks.transformers import TrimtabCallback
 
-steps = 24
+steps = 16
 
 torch.manual_seed(0)
 text = torch.randint(0, 256, (512, 17))
 dataset = [{"input_ids": row[:16], "labels": row[:16]} for row in text]
-model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=256, n_layer=2, n_head=4))
+model = GPT2LMHeadModel(
+    GPT2Config(
+        vocab_size=256, bos_token_id=0, eos_token_id=0, n_positions=16, n_embd=256, n_layer=2, n_head=4
+    )
+)
 
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(

@@ -61,8 +61,6 @@ def test_compile_before_and_after_ddp() -> None:
 @pytest.mark.timeout(400)
 @requires(root=True, tools=["ip", "tc", "nsenter"])
 def test_frameworks_build_ddp_and_it_is_compressed() -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    pytest.importorskip("lightning", reason="lightning is not installed")
     found = outputs("accelerate_loop", "lightning_fabric", "lightning_trainer", "transformers_trainer")
     for name, text in found.items():
         assert COMPRESSED in text, name
@@ -71,7 +69,6 @@ def test_frameworks_build_ddp_and_it_is_compressed() -> None:
 @pytest.mark.soak
 def test_ray_train(tmp_path: Path) -> None:
     """On a local Ray cluster; workers see no slow link, so what is shown is that the decision was taken there."""
-    pytest.importorskip("ray", reason="ray is not installed")
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "ray_train.py")],
         cwd=tmp_path,

@@ -1,0 +1,47 @@
+"""What frameworks call, without a process group: once for a process, with the options of `trimtab run`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.frameworks import enable
+
+ONCE = """
+from torch.nn.parallel import DistributedDataParallel
+before = DistributedDataParallel.__init__
+import trimtab.frameworks.lightning, trimtab.frameworks.transformers
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+assert STRATEGY_REGISTRY.get("trimtab").__class__.__name__ == "FabricTrimtabStrategy"
+assert StrategyRegistry.get("trimtab").strategy_name == "trimtab"
+assert DistributedDataParallel.__init__ is before, "importing changes nothing but the registries"
+trimtab.frameworks.transformers.TrimtabCallback()
+first = DistributedDataParallel.__init__
+assert {changed} == (first is not before)
+trimtab.frameworks.enable(local_steps="auto")
+assert DistributedDataParallel.__init__ is first
+"""
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_process_is_taken_over_once_and_not_if_disabled(disabled: bool) -> None:
+    environment = {**os.environ, "TRIMTAB_DISABLE": str(int(disabled)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ONCE.format(changed=not disabled)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(TrimtabError, match=r"no option 'plans'; there are plan, local_steps"):
+        enable(plans="plan.json")
