@@ -71,4 +71,4 @@ def test_two_hosts_meet_and_compress(tmp_path: Path) -> None:
     outcome = json.loads(line)
     assert outcome["nodes"] == "2"
     assert outcome["equal"]
-    assert outcome["explained"].startswith("the link is the bottleneck")
+    assert "the link is the bottleneck" in outcome["explained"]
