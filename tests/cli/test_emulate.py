@@ -31,6 +31,7 @@ if dist.get_rank() == 1:
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_script_runs_as_under_run_and_its_failure_is_shown_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     save_cluster(pair(speed=0.5), tmp_path / "cluster.json")
@@ -40,7 +41,7 @@ def test_a_script_runs_as_under_run_and_its_failure_is_shown_once(tmp_path: Path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -28,6 +28,7 @@ assert DistributedDataParallel.__init__ is first
 """
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_process_is_taken_over_once_and_not_if_disabled(disabled: bool) -> None:
     environment = {**os.environ, "TRIMTAB_DISABLE": str(int(disabled)), "OMP_NUM_THREADS": "1"}
@@ -36,7 +37,7 @@ def test_a_process_is_taken_over_once_and_not_if_disabled(disabled: bool) -> Non
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
