@@ -263,6 +263,26 @@ def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json
     """Hosts uneven in links and speeds: plain DDP, each adjustment alone, and the plan that has all of them."""
 
 
+@_measures("autopilot", "autopilot.rows")
+def autopilot(
+    device: Device = "cpu",
+    steps: Steps = 20,
+    only: Annotated[
+        str, typer.Option(help="Scripts, comma-separated: ddp, trainer, lightning; all when absent.")
+    ] = "",
+    size: Annotated[str, typer.Option(help="Width, layers, and samples of a rank.")] = "512,7,8",
+    json: Json = False,
+) -> dict[str, Any]:
+    """Scripts that do not know trimtab on uneven hosts: under torchrun, trimtab run, and its autopilot."""
+    numbers = _numbers(size, int)
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % 8:
+        raise TrimtabError(
+            f"bench autopilot: --size {size!r}: give width (a multiple of 8), layers and samples"
+        )
+    scripts = [name for name in only.split(",") if name]
+    return {"only": scripts, "size": numbers, "bootstrap": f"{__package__}.bootstrap"}
+
+
 @_measures("chaos", "chaos.chaos")
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the sequences.")] = 0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,13 +42,19 @@ def probe(
             help="Also measure what lower precision does to the gradient: needed to plan it without the model's code.",
         ),
     ] = False,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start so many ranks here, one for each device, instead of torchrun."),
+    ] = None,
     merge: Annotated[
         list[Path] | None, typer.Option(help="Measure nothing; merge these probed files. Repeatable.")
     ] = None,
 ) -> None:
     """What can this machine do? Devices, precisions, codec and links, measured inside real training steps.
 
-    Example: [bold]torchrun --nproc-per-node 2 -m trimtab.cli probe --model gpt2 --out cluster.json[/bold]
+    Example: [bold]trimtab probe --nproc-per-node 2 --model gpt2 --out cluster.json[/bold]
+
+    On several hosts: [bold]torchrun --nnodes 2 --rdzv-endpoint HOST:PORT ... -m trimtab.cli probe --model gpt2[/bold]
     """
     from trimtab.cli.terminal import print_table, progress_bar
     from trimtab.cluster import save_cluster
@@ -57,6 +65,9 @@ def probe(
     if is_first_rank:
         form_of(out)  # refuses other names
         require_writable(out)
+    if nproc_per_node is not None:
+        _check_ranks(nproc_per_node, device, merge)
+        raise typer.Exit(subprocess.run(_ranks_command(nproc_per_node), check=False).returncode)
     if merge:
         cluster = measure.merge_files(merge)
     else:
@@ -77,6 +88,35 @@ def probe(
             return
     save_cluster(cluster, out)
     print_table(f"{out}", rows(cluster))
+
+
+def _check_ranks(count: int, device: str, merge: list[Path] | None) -> None:
+    """Refuse ranks that cannot be started here."""
+    if merge:
+        raise TrimtabError(
+            "probe: --merge measures nothing, so --nproc-per-node has no ranks to start; drop one"
+        )
+    if "RANK" in os.environ:
+        raise TrimtabError(
+            "probe: torchrun has started this rank already; drop --nproc-per-node here, or call trimtab probe directly"
+        )
+    if device == "cuda":
+        import torch
+
+        if count > torch.cuda.device_count():
+            raise TrimtabError(
+                f"probe: --nproc-per-node {count}, and there are {torch.cuda.device_count()} GPUs: one rank for each"
+            )
+
+
+def _ranks_command(count: int) -> list[str]:
+    """This command line on so many ranks, without the option that starts them."""
+    options = sys.argv[sys.argv.index("probe") + 1 :]
+    for index, option in reversed(list(enumerate(options))):
+        if option.partition("=")[0] == "--nproc-per-node":
+            del options[index : index + (1 if "=" in option else 2)]
+    agent = [sys.executable, "-m", "trimtab.cli.agent", "--standalone", "--nproc-per-node", str(count)]
+    return [*agent, "-m", str(__package__), "probe", *options]
 
 
 def rows(cluster: Cluster) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from trimtab.control.step_samples import StepSamples, StepTimes, is_sampled, is_
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.model_state import JobBound, JobHook, attach_state, find_state
 from trimtab.report import events
+from trimtab.run_settings import OwnSteps
 
 _UNSCALED = "_trimtab_unscaled"
 
@@ -152,7 +153,7 @@ def observe_backward() -> None:
     backward, scale = torch.Tensor.backward, GradScaler.scale
 
     def observed_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.numel() == 1:
+        if self.numel() == 1 and not OwnSteps.running:
             for recorder in _recorders:
                 recorder.observe_loss(getattr(self, _UNSCALED, self), by_script=False)
         return backward(self, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -5,7 +5,8 @@
 2. Between two steps all ranks time a copy of the model in lockstep, as `trimtab probe` does, with few repeats; the
    model itself, its optimizer and the random numbers are not touched.
 3. Rank 0 makes the plan in a low-priority thread while the training goes on.
-4. When every rank has it, all apply it between the same two steps, and follow it from there.
+4. When every rank has it, all apply it between the same two steps. From there on shares follow measured speeds; if they
+   may not be adjusted, the plan does.
 
 The plan is kept by model and cluster: the next start applies it before its first step. Whatever fails is said in one
 line, and the training goes on as it was.
@@ -49,6 +50,7 @@ from trimtab.planning.plan_search import BUDGET
 from trimtab.planning.restrict import restricted
 from trimtab.precision.setting import set_operators
 from trimtab.predict.damage import Damage
+from trimtab.report import events
 from trimtab.run_settings import own_steps
 from trimtab.workload import Workload
 
@@ -85,7 +87,7 @@ def start_autopilot(ddp: DistributedDataParallel, adjust: frozenset[str], budget
     known = cache.load()
     if known is not None:
         try:
-            apply_plan(ddp, known.plan, follow=Follow())
+            apply_plan(ddp, known.plan, follow=_follow(adjust))
             if rank == 0:
                 logger().info("autopilot: plan %s of an earlier start applies from step one", known.plan.hash)
         except Exception as error:
@@ -106,6 +108,11 @@ def _unsuitable(ddp: DistributedDataParallel) -> str | None:
     if len({p.device for p in ddp.parameters()}) > 1:
         return "the model is spread over several devices"
     return None
+
+
+def _follow(adjust: frozenset[str]) -> Follow | None:
+    """Where shares follow speeds, the times of a rank change with its samples, and tell nothing about the plan."""
+    return None if "shares" in adjust else Follow()
 
 
 def _give_up(rank: int, what: str, error: BaseException) -> None:
@@ -141,6 +148,7 @@ class Autopilot:
         self._background: Background | None = None
         self._future: Future[dict[str, Any]] | None = None
         self._samples: tuple[int, ...] = ()
+        self._measuring_s = 0.0
         self._steps = TrainingSteps(ddp, {id(p) for p in ddp.parameters()}, self, skipped=True)
         alive = weakref.ref(self)
 
@@ -212,6 +220,7 @@ class Autopilot:
             "autopilot: %d operators timed in %.1f s, the time of %.1f steps; planning beside the training",
             *(len(measured.workload.operators), measured.seconds, measured.seconds / self._step_s),
         )
+        self._measuring_s = measured.seconds
         self._background = Background(self._group)
         bits: Bits = None if compression_of(ddp) is None else "adaptive"
         model = fingerprint(ddp)
@@ -302,7 +311,7 @@ class Autopilot:
             model=model,
             trimtab=trimtab.__version__,
             batch_size=sum(self._samples),
-            batch="free" if self._divides_samples else "fixed",
+            batch="fixed",  # the samples of a rank follow its measured speed: `control/shares`
             budget=self._budget,
             bits=bits,
             layout="data",
@@ -310,11 +319,6 @@ class Autopilot:
         if plan.wrapper != "ddp" or plan.accumulate > 1:
             raise RuntimeError("the prediction says that this job does not fit in memory, and it runs")
         return {"plan": plan_text(restricted(plan, self._adjust | {"bits"}))}
-
-    @property
-    def _divides_samples(self) -> bool:
-        """Whether something divides the global batch as a plan says."""
-        return "shares" in self._adjust and False
 
     def _apply_when_ready(self, ddp: DistributedDataParallel) -> None:
         """Apply the plan at the first look at which every rank has it. Collective."""
@@ -327,7 +331,7 @@ class Autopilot:
             if FAILED in decision:
                 raise RuntimeError(decision[FAILED])
             plan = parse_plan(decision["plan"], source="rank 0's plan")
-            apply_plan(ddp, plan, follow=Follow())
+            apply_plan(ddp, plan, follow=_follow(self._adjust))
         except Exception as error:
             _give_up(self._rank, "no plan is applied", error)
             return
@@ -342,6 +346,16 @@ class Autopilot:
         for reason in plan.reasons:
             self._say("autopilot: %s", reason)
         if self._rank == 0:
+            expected = {
+                "step_s": predicted.step_s,
+                "plain_step_s": predicted.plain_step_s,
+                "measuring_s": self._measuring_s,
+                "plan_applied_s": time.perf_counter() - self._start,
+            }
+            decided = f"plan {plan.hash} of the autopilot"
+            why = "; ".join(plan.reasons)
+            events.emit("decision", what="plan", noticed=None, decided=decided, why=why, expected=expected,
+                        before=None, after=plan.hash)  # fmt: skip
             self._cache.save(plan, self._samples)
 
     def _say(self, text: str, *values: Any) -> None:

@@ -1,0 +1,1 @@
+"""Unmodified scripts under torchrun, trimtab run and its autopilot."""

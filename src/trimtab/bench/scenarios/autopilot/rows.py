@@ -1,0 +1,182 @@
+"""`trimtab bench autopilot`: three scripts that do not know trimtab, on two uneven hosts with a slow link.
+
+Every row starts the same script anew on the same emulated hosts: under torchrun, twice (the second time with another
+seed, whose difference in loss is the noise), under `trimtab run` with bits alone, with bits and shares, and with the
+autopilot. `ideal-fp32` is the sum of the rates of both hosts, each training alone at the same time. The canary sends
+one bit of each gradient: if its loss is not worse than the noise, the comparison of losses shows nothing. Rates are
+those of the last steps; the summary has what the autopilot's plan cost, and when it came.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trimtab.bench.harness import AA, Progress, Result
+from trimtab.bench.ranks import hosts
+from trimtab.emulate import Emulation
+from trimtab.environment import RUN_DIR
+from trimtab.errors import TrimtabError
+from trimtab.report.run_folder import load_run
+from trimtab.run_settings import RunSettings
+
+SCRIPTS = {"ddp": "ddp_gpt.py", "trainer": "hf_trainer.py", "lightning": "lightning_module.py"}
+SPEEDS, LINK = {"cpu": (1.0, 0.5), "cuda": (1 / 2, 1 / 4)}, {"cpu": "300mbit", "cuda": None}
+TORCHRUN, AGAIN = "torchrun", "torchrun" + AA
+BITS, RUN, AUTO = "bits only", "trimtab run", "trimtab run --auto"
+IDEAL, CANARY = "ideal-fp32", "1-nearest (canary)"
+VARIANTS = "trimtab.bench.scenarios.autopilot.variants"
+METHODS: dict[str, RunSettings | str | None] = {
+    TORCHRUN: None,
+    AGAIN: None,
+    BITS: RunSettings(adjust="bits"),
+    RUN: RunSettings(),
+    AUTO: RunSettings(adjust="auto", auto=True),
+    IDEAL: "alone",
+    CANARY: "canary",
+}
+"""Under torchrun, behind the launcher's bootstrap with these settings, or as a variant."""
+
+NOISES = 2.0
+"""A loss within so many times the difference of two seeds is as good."""
+
+TIMED = 0.3
+"""The part of the steps, at the end, whose rate counts: by then shares have settled."""
+
+
+def autopilot(
+    device: str,
+    steps: int,
+    only: Sequence[str],
+    size: Sequence[int],
+    bootstrap: str,
+    progress: Progress,
+) -> Result:
+    """Every script in every row.
+
+    Args:
+        size: width, layers, and samples of a rank.
+        bootstrap: the module that `trimtab run` puts in front of a script.
+    """
+    unknown = [name for name in only if name not in SCRIPTS]
+    if unknown:
+        raise TrimtabError(
+            f"bench autopilot: there is no script {unknown[0]!r}; there are {', '.join(SCRIPTS)}"
+        )
+    names = [name for name in SCRIPTS if name in only or not only]
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"device": device, "steps": steps}
+    done, total = 0, len(names) * len(METHODS)
+    with (
+        Emulation(hosts(SPEEDS[device], device, link=LINK[device])) as emulation,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for name in names:
+            records: dict[str, list[dict[str, Any]]] = {}
+            for method in METHODS:
+                log = Path(folder, f"{name}-{len(records)}.json")
+                records[method], plan = _run(emulation, name, method, log, device, steps, size, bootstrap)
+                summary |= {f"{name}_{key}": value for key, value in plan.items()}
+                done += 1
+                progress(done, total)
+            of_script = judged(name, records, size[2], len(SPEEDS[device]))
+            rows += of_script
+            summary |= figures(name, {row["method"]: row for row in of_script})
+    return Result(bench="autopilot", summary=summary, rows=rows)
+
+
+def _run(
+    emulation: Emulation,
+    name: str,
+    method: str,
+    log: Path,
+    device: str,
+    steps: int,
+    size: Sequence[int],
+    bootstrap: str,
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What the script logged, of each rank where they train alone, and what the autopilot says of its plan."""
+    script = Path(__file__).parent / "scripts" / SCRIPTS[name]
+    width, layers, batch = size
+    options = {"steps": steps, "width": width, "layers": layers, "batch": batch, "device": device}
+    options["seed"] = int(method == AGAIN)
+    argv = [
+        *launched(method, bootstrap),
+        str(script),
+        *(f"--{key}={value}" for key, value in options.items()),
+    ]
+    argv += ["--record", str(log)]
+    run_folder = log.with_suffix(".run")
+    environment = {"TRIMTAB_LOG": "warning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if method == AUTO:
+        environment[RUN_DIR] = str(run_folder)
+    outcome = emulation.run(argv, env=environment, capture=True)
+    if outcome.failure is not None:
+        raise TrimtabError(f"bench autopilot: {name} under {method}: {outcome.failure}")
+    logs = [Path(f"{log}.{rank}") for rank in range(2)] if method == IDEAL else [log]
+    return [json.loads(path.read_text()) for path in logs], plan_cost(run_folder)
+
+
+def launched(method: str, bootstrap: str) -> list[str]:
+    """What comes before the script."""
+    how = METHODS[method]
+    if how is None:
+        return []
+    return ["-m", VARIANTS, how] if isinstance(how, str) else ["-m", bootstrap, *how.arguments()]
+
+
+def plan_cost(run_folder: Path) -> dict[str, float]:
+    """From the events of a run: seconds that measuring took, and from the start to the applied plan."""
+    for decision in load_run(run_folder).events("decision") if (run_folder / "rank-0.jsonl").exists() else ():
+        expected = decision.get("expected") or {}
+        if "plan_applied_s" in expected:
+            return {key: expected[key] for key in ("measuring_s", "plan_applied_s")}
+    return {}
+
+
+def seconds_per_step(record: Mapping[str, Any]) -> float:
+    """The median of the last steps."""
+    times: list[float] = [step["time"] for step in record["steps"]]
+    count = max(1, round(TIMED * len(times)))
+    return median(b - a for a, b in zip(times[-count - 1 : -1], times[-count:], strict=True))
+
+
+def judged(
+    script: str, records: Mapping[str, Sequence[Mapping[str, Any]]], batch: int, ranks: int
+) -> list[dict[str, Any]]:
+    """A row for each method. Alone, each rank has its own batch, and the rates add up."""
+    rates = {}
+    for method, logs in records.items():
+        samples = batch if method == IDEAL else batch * ranks
+        rates[method] = sum(samples / seconds_per_step(record) for record in logs)
+    loss: dict[str, float] = {method: logs[0]["held_out"] for method, logs in records.items()}
+    noise = abs(loss[AGAIN] - loss[TORCHRUN])
+    return [
+        {
+            "script": script,
+            "method": method,
+            "samples_per_s": rate,
+            "over_torchrun": rate / rates[TORCHRUN],
+            "fraction_of_ideal": rate / rates[IDEAL],
+            "final_loss": None if method == IDEAL else loss[method],
+            "loss_as_good": None if method == IDEAL else loss[method] - loss[TORCHRUN] <= NOISES * noise,
+        }
+        for method, rate in rates.items()
+    ]
+
+
+def figures(script: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The summary of one script."""
+    run, auto = rows[RUN], rows[AUTO]
+    return {
+        f"{script}_run_over_torchrun": run["over_torchrun"],
+        f"{script}_run_over_bits": run["samples_per_s"] / rows[BITS]["samples_per_s"],
+        f"{script}_run_fraction_of_ideal": run["fraction_of_ideal"],
+        f"{script}_auto_over_run": auto["samples_per_s"] / run["samples_per_s"],
+        f"{script}_losses_as_good": bool(run["loss_as_good"] and auto["loss_as_good"]),
+        f"{script}_canary_flagged": not rows[CANARY]["loss_as_good"],
+    }

@@ -1,0 +1,1 @@
+"""Scripts as users have them: none imports trimtab."""

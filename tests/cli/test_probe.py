@@ -1,0 +1,33 @@
+"""`trimtab probe --nproc-per-node`: the same command on its own ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli.probe import _check_ranks, _ranks_command
+from trimtab.errors import TrimtabError
+
+
+@pytest.mark.parametrize("own", [["--nproc-per-node", "2"], ["--nproc-per-node=2"]])
+def test_ranks_get_the_other_options(own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["trimtab", "probe", "--model", "gpt2", *own, "--out", "c.json"])
+    command = _ranks_command(2)
+    start = command.index("probe")
+    assert command[start + 1 :] == ["--model", "gpt2", "--out", "c.json"]
+    assert command[start - 2 : start] == ["-m", "trimtab.cli"]
+    assert command[3:6] == ["--standalone", "--nproc-per-node", "2"]
+
+
+def test_contradictions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(TrimtabError, match="--merge measures nothing"):
+        _check_ranks(2, "cpu", [Path("a.json")])
+    with pytest.raises(TrimtabError, match="one rank for each"):
+        _check_ranks(1000, "cuda", None)
+    _check_ranks(2, "cpu", None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TrimtabError, match="torchrun has started this rank already"):
+        _check_ranks(2, "cpu", None)
