@@ -90,12 +90,28 @@ class ModelState:
     whole_fingerprint: str | None = None
     """Fingerprint of a tensor-parallel model before it was sharded: that of its plans."""
 
-    unit_block: Any = None
-    """`trimtab.sharding.unit_block` unit block of an attention module with dropout, and the kind of attention."""
+    keyed_dropout: Any = None
+    """What a module that calls functional dropout needs to key it: `trimtab.sharding.dropout`."""
+
+    aligned_block: Any = None
+    """`trimtab.sharding.unit_block` unit block of an attention module with a bias by head."""
+
+    functional_block: Any = None
+    """`trimtab.sharding.unit_block` unit block of torch's attention, or of a module of experts."""
+
+    tensor_group: Any = None
+    """`trimtab.sharding.group.TensorGroup` over which the gradients of this module's parameters are summed."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and saved models keep what their forward pass needs; the rest belongs to the running job."""
-        kept = ("tensor_parallel", "whole_fingerprint", "unit_block")
+        kept = (
+            "tensor_parallel",
+            "whole_fingerprint",
+            "keyed_dropout",
+            "aligned_block",
+            "functional_block",
+            "tensor_group",
+        )
         return {name: getattr(self, name) for name in kept}
 
 

@@ -13,7 +13,10 @@ from torch import nn
 
 import trimtab
 from trimtab.errors import TrimtabError
+from trimtab.models.families import FAMILIES
 from trimtab.sharding import Attention, Checkpoint, Mlp, clip_grad_norm_
+from trimtab.sharding.projection import InProjection
+from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -37,6 +40,9 @@ class Normed(nn.Module):
         super().__init__()
         self.fc1, self.norm, self.fc2 = nn.Linear(WIDTH, 40), nn.LayerNorm(40), nn.Linear(40, WIDTH)
 
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.fc2(self.norm(self.fc1(x)))
+
 
 def strange() -> nn.Module:
     torch.manual_seed(0)
@@ -53,18 +59,16 @@ def tied() -> nn.Module:
 def cross_attention() -> nn.Module:
     import transformers
 
+    torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9, add_cross_attention=True)
     model: nn.Module = transformers.GPT2Model(config)
     return model
 
 
 MODELS: dict[str, Any] = {
-    "unknown": strange,
     "normed": lambda: nn.ModuleList([Normed()]),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1),
     "nothing": lambda: nn.Linear(3, 3),
     "tied": tied,
-    "cross": cross_attention,
     "narrow": lambda: make("llama"),
     "fine": lambda: make("gpt"),
 }
@@ -84,12 +88,9 @@ def refusal(model: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("world", "model", "options", "expected"),
     [
-        (2, "unknown", {}, "modules of unknown type: Strange (0.0)"),
-        (2, "normed", {}, "modules of unknown type: Normed (0)"),
-        (2, "encoder", {}, "MultiheadAttention (layers.0.self_attn)"),
-        (2, "nothing", {}, "no MLP or attention of a known kind in this Linear"),
+        (2, "normed", {}, "no units in this ModuleList: 0.fc2 (all its inputs depend on common values"),
+        (2, "nothing", {}, "no units in this Linear"),
         (2, "tied", {}, "blocks.0.up.weight and blocks.1.up.weight are one tensor"),
-        (2, "cross", {}, "a GPT2Attention with is_cross_attention is not supported"),
         (4, "narrow", {}, "model.layers.0.self_attn (LlamaAttention) has 3 units for 4 ranks"),
         (2, "fine", {"shares": [1]}, "shares has 1 numbers for 2 ranks"),
         (2, "fine", {"shares": [1, -1]}, "give each rank a speed of at least 0"),
@@ -103,18 +104,68 @@ def test_refused_by_name(ranks: Pool, world: int, model: str, options: dict[str,
         assert expected in message
 
 
-def described() -> float:
+def described(kinds: Any) -> float:
     x = torch.ones(2, WIDTH)
     alone: Any = strange()
-    converted: Any = convert(strange(), kinds={Strange: Mlp(ins=("widen",), out="narrow")})
+    converted: Any = convert(strange(), kinds=kinds)
+    assert type(converted[0][1].widen) is InProjection
     blocks: Any = make("gpt").get_submodule("blocks")
     left: Any = convert(nn.ModuleList([*alone[0], *blocks]), replicate=["0", "1"])
     assert type(left[0].widen) is nn.Linear
     return float((alone[0][0](x) - converted[0][0](x)).abs().max())
 
 
-def test_own_modules_can_be_described_or_left_alone(ranks: Pool) -> None:
-    assert max(ranks(2, described)) < 1e-6
+@pytest.mark.parametrize(
+    "kinds", [{}, {Strange: Mlp(ins=("widen",), out="narrow")}], ids=["found", "described"]
+)
+def test_own_modules_are_found_or_described_or_left_alone(ranks: Pool, kinds: Any) -> None:
+    assert max(ranks(2, described, kinds)) < 1e-6
+
+
+def partly_split() -> tuple[dict[str, str], list[str], float]:
+    """A layer with units beside one without, cross-attention with a fused key and value, and a description by hand."""
+    mixed = convert(nn.ModuleList([Strange(), Normed()]))
+    alone: Any = cross_attention().eval()
+    spread: Any = convert(copy.deepcopy(alone), shares=[1, 1])
+    tokens, encoded = (
+        torch.arange(6).view(2, 3),
+        torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    outputs = [model(tokens, encoder_hidden_states=encoded)[0] for model in (alone, spread)]
+    blocks = list(sharded_model(spread, "").blocks)
+    return sharded_model(mixed, "").replicated, blocks, float((outputs[0] - outputs[1]).abs().max())
+
+
+def test_what_has_no_units_is_replicated_with_the_reason(ranks: Pool) -> None:
+    for replicated, blocks, difference in ranks(2, partly_split):
+        assert set(replicated) == {"1.fc1", "1.fc2"}
+        assert "single unit" in replicated["1.fc2"]
+        assert blocks == ["h.0.attn", "h.0.crossattention", "h.0.mlp"]
+        assert difference < 1e-5
+
+
+def bert_by_hand() -> tuple[float, list[str]]:
+    from transformers.models.bert.modeling_bert import BertAttention, BertLayer
+
+    family = next(family for family in FAMILIES if family.name == "BERT")
+    alone = family.make()
+    projections: Any = {
+        "query": "self.query",
+        "key": "self.key",
+        "value": "self.value",
+        "out": "output.dense",
+    }
+    attention = Attention(**projections, head_dim="self.attention_head_size")
+    mlp = Mlp(ins=("intermediate.dense",), out="output.dense")
+    spread = convert(copy.deepcopy(alone), kinds={BertAttention: attention, BertLayer: mlp}, shares=[2, 1])
+    gap = float((family.loss(alone, 0) - family.loss(spread, 0)).abs())
+    return gap, [name for name, block in sharded_model(spread, "").blocks.items() if block.units == 6]
+
+
+def test_names_with_dots_describe_projections_of_inner_modules(ranks: Pool) -> None:
+    for gap, attentions in ranks(2, bert_by_hand):
+        assert gap < 1e-10
+        assert attentions == [f"bert.encoder.layer.{layer}.attention" for layer in range(2)]
 
 
 class Heads(nn.Module):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from trimtab.sharding.dropout import KeyedDropout
+from trimtab.sharding.dropout import DropoutCalls, KeyedDropout, dropout_calls
 from trimtab.sharding.unit_axis import runs
 from trimtab.sharding.unit_block import UnitBlock, UnitTensor, sharded_model
 
@@ -69,12 +69,13 @@ class Checkpoint(Stateful):
         for counted in self._counted():
             counted.calls = int(state_dict["dropout"][counted.name])
 
-    def _counted(self) -> list[UnitBlock | KeyedDropout]:
+    def _counted(self) -> list[UnitBlock | KeyedDropout | DropoutCalls]:
         """Everything that draws random numbers. Without any, a checkpoint of a single device is complete."""
         keyed = [
             module for module in self._model.modules() if isinstance(module, KeyedDropout) and module.p > 0
         ]
-        return [*(block for block in self._sharded.blocks.values() if block.draws), *keyed]
+        blocks = [block for block in self._sharded.blocks.values() if block.draws]
+        return [*blocks, *keyed, *dropout_calls(self._model)]
 
     def _calls(self) -> dict[str, Tensor]:
         """Number of calls of each dropout, to resume with the masks that come next."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 from trimtab.random_bits import block_keys, stream, uniform16
-from trimtab.sharding.find_units import FoundBlock, attention_dropout
+from trimtab.sharding.find_units import FoundBlock
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 from trimtab.sharding.unit_kinds import Attention
 
@@ -52,40 +53,66 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}"
 
 
-class _KeyedAttention(nn.Module):
-    """Mixed into an attention module: its forward pass, with dropout of attention weights by unit."""
+@dataclass(eq=False)
+class DropoutCalls:
+    """Counts the training passes of a module that calls functional dropout outside any block."""
+
+    name: str
+    calls: int = 0
+
+
+@dataclass(eq=False)
+class _Functional:
+    """What keys the functional dropout of a module."""
+
+    counter: UnitBlock | DropoutCalls
+    sharded: ShardedModel
+    sources: list[tuple[nn.Module, str]]
+    """The attributes with the probabilities: numbers, or dropout modules."""
+
+    @property
+    def active(self) -> bool:
+        values = (getattr(module, name, 0.0) for module, name in self.sources)
+        return any(float(getattr(value, "p", value)) > 0 for value in values)
+
+
+class _KeyedModule(nn.Module):
+    """Mixed into a module that calls functional dropout: its forward pass, with dropout keyed by unit."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        block, kind = state_of(self).unit_block
-        if not self.training or attention_dropout(self, kind) == 0:
+        functional: _Functional = state_of(self).keyed_dropout
+        if not self.training or not functional.active:
             return super().forward(*args, **kwargs)
-        block.calls += _new_call()
-        with _DropUnits(block):
+        functional.counter.calls += _new_call()
+        with _DropUnits(functional.counter, functional.sharded):
             return super().forward(*args, **kwargs)
 
 
 class _DropUnits(TorchFunctionMode):
-    """While active, functional dropout inside the block is by unit."""
+    """While active, functional dropout is by unit inside a block, and elsewhere the same on all ranks."""
 
-    def __init__(self, block: UnitBlock) -> None:
+    def __init__(self, counter: UnitBlock | DropoutCalls, sharded: ShardedModel) -> None:
         super().__init__()
-        self._block = block
+        self._counter, self._sharded = counter, sharded
         self._drawn = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._block.sharded.inside is self._block:
-            if func is F.dropout:
-                return self._dropout(*args, **kwargs)
-            if func is F.scaled_dot_product_attention:
-                return self._attention(*args, **kwargs)
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and self._sharded.inside is not None:
+            return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return x
         self._drawn += 1
-        return _drop_units(x, p, self._block, f"{self._block.name}#{self._drawn}", self._block.calls)
+        name, calls = f"{self._counter.name}#{self._drawn}", self._counter.calls
+        block = self._sharded.inside
+        if block is None:
+            return x * _mask(x.shape, p, self._sharded, name, calls, None, x)
+        return _drop_units(x, p, block, name, calls)
 
     def _attention(
         self,
@@ -123,13 +150,55 @@ def key_dropout(model: nn.Module, sharded: ShardedModel, found_blocks: Mapping[s
             if isinstance(child, nn.Dropout):
                 keyed = KeyedDropout(child.p, f"{path}.{name}", sharded).train(child.training)
                 setattr(module, name, keyed)
-    for name, each in found_blocks.items():
-        if isinstance(each.kind, Attention) and each.kind.dropout:
-            kind = type(each.parent)
-            sharded.blocks[name].draws = attention_dropout(each.parent, each.kind) > 0
-            attach_state(each.parent).unit_block = (sharded.blocks[name], each.kind)
-            # Like torch's fully_shard: still an instance of its class, with one more method.
-            each.parent.__class__ = type(f"ShardedModel{kind.__name__}", (_KeyedAttention, kind), {})
+    attentions = {
+        id(each.parent): (sharded.blocks[name], list(_probabilities(each)))
+        for name, each in found_blocks.items()
+        if sharded.blocks[name].heads_per_unit
+    }
+    for path, module in list(model.named_modules()):
+        block, sources = attentions.get(id(module), (None, []))
+        if block is None:
+            sources = [(module, name) for name in _numbers(module)]
+        if not sources or isinstance(module, (nn.Dropout, KeyedDropout)):
+            continue
+        functional = _Functional(block or DropoutCalls(path), sharded, sources)
+        if block is None and not functional.active:
+            continue
+        attach_state(module).keyed_dropout = functional
+        if block is not None:
+            block.draws = functional.active
+        # Like torch's fully_shard: still an instance of its class, with one more method.
+        kind = type(module)
+        module.__class__ = type(f"ShardedModel{kind.__name__}", (_KeyedModule, kind), {})
+
+
+def dropout_calls(model: nn.Module) -> list[DropoutCalls]:
+    """The counters of functional dropout outside blocks."""
+    functionals = (state_of(module).keyed_dropout for module in model.modules())
+    return [f.counter for f in functionals if f is not None and isinstance(f.counter, DropoutCalls)]
+
+
+def _probabilities(found_block: FoundBlock) -> Iterator[tuple[nn.Module, str]]:
+    """The attributes with the dropout of an attention's weights: the declared one, or all that look like it."""
+    parent, kind = found_block.parent, found_block.kind
+    if isinstance(kind, Attention) and not found_block.declared:
+        if kind.dropout:
+            yield parent, kind.dropout
+        return
+    for module in parent.modules():
+        yield from ((module, name) for name in _numbers(module))
+        yield from (
+            (module, name) for name, child in module.named_children() if isinstance(child, KeyedDropout)
+        )
+
+
+def _numbers(module: nn.Module) -> list[str]:
+    """Attributes of a module that hold a probability of dropout."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if "drop" in name and isinstance(value, float) and 0 <= value <= 1
+    ]
 
 
 def _new_call() -> int:

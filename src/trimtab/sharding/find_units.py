@@ -1,15 +1,32 @@
-"""Find the blocks of units in a model; modules of unknown kind raise."""
+"""Find the blocks of units in a model, and why the rest of its layers has none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.unit_kinds import ATTENTIONS, MLPS, OWN_GPTS, Attention, Mlp, UnitKind
+from trimtab.sharding.linear import features, is_linear
+from trimtab.sharding.structure.example import repeated_layers
+from trimtab.sharding.structure.functional import functional_kind
+from trimtab.sharding.structure.layout import find_units
+from trimtab.sharding.structure.trace import Call, Trace, trace_model
+from trimtab.sharding.unit_kinds import (
+    ATTENTIONS,
+    MLPS,
+    OWN_GPTS,
+    AnyKind,
+    Attention,
+    Experts,
+    Mlp,
+    TorchAttention,
+    UnitKind,
+    Units,
+)
 
 _ELEMENTWISE = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Hardswish,
@@ -25,57 +42,86 @@ class FoundBlock:
     parent: nn.Module
     path: str
     """Name of the parent in the model."""
-    kind: UnitKind
+    kind: AnyKind
     declared: bool
-    """Whether the user declared the kind: then nobody has checked that the module works with some of its units."""
+    """Whether the user declared the kind: then it is refused, not replicated, if it does not work."""
+    call: Call | None = None
+    """Arguments of the parent, to try it with; None if it has not been run."""
 
 
 def find_blocks(
     model: nn.Module, extra: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]], replicate: Sequence[str]
-) -> list[FoundBlock]:
-    """Every block of units in a model; raises if part of a repeated layer is of unknown kind."""
-    blocks: list[FoundBlock] = []
+) -> tuple[list[FoundBlock], dict[str, str]]:
+    """Every block of units in a model, in order, and why each other linear map of its layers has no units.
+
+    In this order: what the user declares, modules that are known by name, torch's attention and experts, and
+    whatever a trace of the model shows (`trimtab.sharding.structure.layout`).
+    """
+    found: list[tuple[str, AnyKind, bool]] = []
+    reasons: dict[str, str] = {}
     covered: set[nn.Module] = set()
     for path, module in model.named_modules():
         if any(fnmatchcase(path, pattern) for pattern in replicate):
             covered.update(module.modules())
         if module in covered:
             continue
-        kinds = list(_kinds_of(module, extra))
-        for kind in kinds:
-            name = path if len(kinds) == 1 else f"{path}.{type(kind).__name__.lower()}"
+        for kind in _kinds_of(module, extra):
             # Names that others may use as well say little.
             declared = isinstance(module, tuple(extra)) or kind is OWN_GPTS[1]
-            blocks.append(
-                FoundBlock(name=name or "model", parent=module, path=path, kind=kind, declared=declared)
-            )
+            found.append((path, kind, declared))
             covered.update(projections_of(module, kind).values())
-    _refuse_unknown(model, covered, bool(blocks))
-    return blocks
+        functional = functional_kind(module)
+        if isinstance(functional, str):
+            reasons[path] = functional
+        elif functional is not None:
+            found.append((path, functional, False))
+        if functional is not None:
+            covered.update(module.modules())
+    trace = trace_model(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    if trace.problem:
+        reasons.update(_unseen(model, trace, covered))
+    units, without = find_units(model, trace, {names[id(module)] for module in covered})
+    found += [(path, kind, False) for path, kind in units]
+    reasons.update(without)
+    return _named(model, found, trace), reasons
 
 
-def is_linear(module: object) -> bool:
-    """Whether it is an `nn.Linear`, or a `Conv1D` of transformers, whose weight is transposed."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def _unseen(model: nn.Module, trace: Trace, covered: set[nn.Module]) -> Iterator[tuple[str, str]]:
+    """The linear maps of layers that a trace has not reached."""
+    for prefix, layer in repeated_layers(model).items():
+        for name, module in layer.named_modules(prefix=prefix):
+            if is_linear(module) and module not in covered and name not in trace.linears:
+                yield name, trace.problem
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight's first axis is the input."""
-    return not isinstance(module, nn.Linear)
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """Number of inputs and of outputs."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    rows, columns = weight.shape
-    return (rows, columns) if is_transposed(module) else (columns, rows)
-
-
-def attention_dropout(module: nn.Module, kind: Attention) -> float:
-    """The current dropout probability of the module's attention weights."""
-    value = getattr(module, kind.dropout, 0.0) if kind.dropout else 0.0
-    return float(getattr(value, "p", value))
+def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trace) -> list[FoundBlock]:
+    """The blocks in the order of the model, by the name of their parent; "attention" and "mlp" tell two apart."""
+    order = {name: index for index, name in enumerate(dict(model.named_modules()))}
+    found = sorted(found, key=lambda each: order[f"{each[0]}.{each[1].out}".strip(".")])
+    paths = [path for path, _, _ in found]
+    blocks = []
+    for path, kind, declared in found:
+        alone = paths.count(path) == 1 and not any(p != path and p.startswith(f"{path}.") for p in paths)
+        is_mlp = isinstance(kind, Mlp) or (isinstance(kind, Units) and kind.heads == 0)
+        name = path if alone else f"{path}.{'mlp' if is_mlp else 'attention'}".lstrip(".")
+        blocks.append(
+            FoundBlock(
+                name=name or "model",
+                parent=model.get_submodule(path),
+                path=path,
+                kind=kind,
+                declared=declared,
+                call=trace.calls.get(path),
+            )
+        )
+    names = [block.name for block in blocks]
+    return [
+        block
+        if names.count(block.name) == 1
+        else replace(block, name=f"{block.path}.{block.kind.out}".lstrip("."))
+        for block in blocks
+    ]
 
 
 def _kinds_of(
@@ -89,10 +135,13 @@ def _kinds_of(
             return
     named = next((ATTENTIONS[c.__name__] for c in type(module).__mro__ if c.__name__ in ATTENTIONS), None)
     attention = named or next(
-        (a for a in OWN_GPTS if _has(module, a) and isinstance(getattr(module, a.head_dim, None), int)), None
+        (a for a in OWN_GPTS if _has(module, a) and isinstance(head_width(module, a), int)), None
     )
     if attention is not None:
-        _require(module, attention)
+        try:
+            _require(module, attention)
+        except TrimtabError:  # a variant (cross-attention, say): the trace tells what it is
+            return
         yield attention
     if named is None:
         mlp = _sequential(module) if isinstance(module, nn.Sequential) else _named_mlp(module)
@@ -121,14 +170,17 @@ def _is_mlp(module: nn.Module, mlp: Mlp) -> bool:
     if any(features(projections[name]) != (width, hidden) for name in mlp.ins):
         return False
     # A norm over the hidden units would see this rank's units only; one as wide as the input applies to the input.
-    others = [p for name, p in module.named_parameters() if name.split(".")[0] not in projections]
+    others = [p for name, p in module.named_parameters() if name.rpartition(".")[0] not in projections]
     over_hidden = hidden != width and any(hidden in p.shape and p.ndim == 1 for p in others)
     return features(projections[mlp.out])[0] == hidden and not over_hidden
 
 
-def projections_of(module: nn.Module, kind: UnitKind) -> dict[str, nn.Module]:
-    if isinstance(kind, Mlp):
-        names: list[str | None] = [*kind.ins, kind.out]
+def projections_of(module: nn.Module, kind: AnyKind) -> dict[str, nn.Module]:
+    """The linear maps of a block by name, that out of the units last."""
+    if isinstance(kind, (TorchAttention, Experts)):
+        names: list[str | None] = [kind.out or None]
+    elif isinstance(kind, (Mlp, Units)):
+        names = [*(kind.ins if isinstance(kind, Mlp) else kind.parts), kind.out]
     else:
         names = [kind.qkv, kind.query, kind.key, kind.value, kind.out]
     return {name: module.get_submodule(name) for name in names if name is not None}
@@ -139,6 +191,12 @@ def _has(module: nn.Module, kind: UnitKind) -> bool:
         return all(is_linear(projection) for projection in projections_of(module, kind).values())
     except AttributeError:
         return False
+
+
+def head_width(module: nn.Module, kind: Attention) -> Any:
+    """The width of a head, from an attribute of the module or of one inside it; None if there is none."""
+    holder, _, name = kind.head_dim.rpartition(".")
+    return getattr(module.get_submodule(holder), name, None)
 
 
 def _require(module: nn.Module, kind: UnitKind) -> None:
@@ -163,7 +221,7 @@ def _require(module: nn.Module, kind: UnitKind) -> None:
                 f"tensor_parallel: a {what} with {attribute} is not supported; "
                 "replicate it with replicate=..."
             )
-    dim = getattr(module, kind.head_dim, None)
+    dim = head_width(module, kind)
     if not isinstance(dim, int):
         raise TrimtabError(f"tensor_parallel: {what}.{kind.head_dim} is not an integer, the width of a head")
     into = {name: features(projection)[1] for name, projection in projections_of(module, kind).items()}
@@ -178,47 +236,3 @@ def _require(module: nn.Module, kind: UnitKind) -> None:
             f"tensor_parallel: {what}: projections with {into} outputs and {heads} inputs of {kind.out!r} "
             f"do not form heads of width {dim}"
         )
-
-
-def _refuse_unknown(model: nn.Module, covered: set[nn.Module], any_block: bool) -> None:
-    """Outside the repeated layers everything is replicated; inside, only norms, embeddings and buffers."""
-    unknown: dict[str, str] = {}
-    for path, container in model.named_modules():
-        if container in covered or not _repeats(container):
-            continue
-        for name, module in container.named_modules(prefix=path):
-            own = list(module.parameters(recurse=False))
-            if own and module not in covered and not _replicable(module):
-                parent = model.get_submodule(name.rpartition(".")[0])
-                owner, at = (parent, name.rpartition(".")[0]) if is_linear(module) else (module, name)
-                unknown.setdefault(type(owner).__name__, at)
-    if unknown:
-        named = ", ".join(f"{kind} ({at})" for kind, at in unknown.items())
-        raise TrimtabError(
-            f"tensor_parallel: modules of unknown type: {named}; declare their units with "
-            "kinds={Type: Mlp(...) or Attention(...)}, or replicate them with replicate=['PATTERN']"
-        )
-    if not any_block:
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise TrimtabError(
-            f"tensor_parallel: no MLP or attention of a known kind in this {type(model).__name__}, "
-            f"which consists of {', '.join(kinds)}; declare their units with kinds=..."
-        )
-
-
-def _repeats(container: nn.Module) -> bool:
-    """Whether this is a list of repeated layers."""
-    if isinstance(container, nn.ModuleList):
-        return True
-    kinds = (
-        [type(child) for child in container if list(child.children())]
-        if isinstance(container, nn.Sequential)
-        else []
-    )
-    return len(set(kinds)) < len(kinds)
-
-
-def _replicable(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.LayerNorm, nn.GroupNorm)) or type(module).__name__.endswith(
-        "Norm"
-    )

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trimtab.sharding.cut import Cut
-from trimtab.sharding.projection import InProjection
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor
 
 _PARAMETER = None
@@ -114,4 +113,4 @@ def _states(optimizer: Optimizer, tensor: UnitTensor) -> dict[Any, Tensor]:
 
 
 def _frozen(cut: Cut, tensor: UnitTensor, value: Tensor) -> tuple[Tensor, int, Tensor] | None:
-    return cut.frozen(tensor, value, into=isinstance(tensor.module, InProjection))
+    return cut.frozen(tensor, value, into=tensor.into)

@@ -36,7 +36,7 @@ class InProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         width = sum(self.parts)
-        x = self.block.enter(x, self.training)
+        x = self.block.enter(x, self.training, self)
         units = self.block.computing
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
         y = F.linear(x, self.block.stored(self.weight, into=True), bias)
@@ -90,3 +90,9 @@ class OutProjection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"units={self.block.count} of {self.block.units}, width={self.width}"
+
+
+def by_part(stored: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The rows of each part, by unit, of a parameter that is stored unit by unit."""
+    pieces: tuple[Tensor, ...] = stored.unflatten(0, (-1, sum(parts))).split(parts, dim=1)
+    return pieces

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.sharding.projection import InProjection
 from trimtab.sharding.unit_block import UnitBlock
 
 
@@ -52,7 +51,7 @@ class WeightChanges:
         for tensor, before in zip(self._block.tensors, self._snapshot, strict=True):
             # In place: allocating a tensor as large as the parameter would take longer than everything else here.
             change = torch.sub(tensor.parameter.detach(), before, out=before).abs_()
-            if isinstance(tensor.module, InProjection):
+            if tensor.into:
                 units = units + tensor.by_unit(change).sum(1, dtype=torch.float32)[:count]
                 ins = ins + change.sum(0, dtype=torch.float32) if tensor.attribute == "weight" else ins
             else:
@@ -88,7 +87,7 @@ class ActivationNorms:
         outs = torch.zeros(0)
         for tensor in block.tensors:
             weight = tensor.parameter.detach().float()
-            if tensor.attribute == "weight" and isinstance(tensor.module, InProjection):
+            if tensor.attribute == "weight" and tensor.into:
                 squares += weight.square().sum(0)
             elif tensor.attribute == "weight":
                 outs = weight.norm(dim=1).view(-1, tensor.axis.width)[: block.count]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ class UnitTensor:
 
     module: nn.Module
     attribute: str
+    into: bool
+    """Whether it belongs to a projection into the units; False for the one out of them."""
+
     axis: UnitAxis
     full_shape: tuple[int, ...]
     """Shape on a single device."""
@@ -59,7 +62,7 @@ class UnitBlock:
     parent: nn.Module
     """The module that computes the block in its forward pass."""
 
-    local_widths: list[tuple[nn.Module, str, int]]
+    local_widths: list[tuple[Any, str, int]]
     """Attributes that hold the width or the number of all heads, in the parent and its modules, with that of a unit."""
 
     group: TensorGroup
@@ -91,7 +94,11 @@ class UnitBlock:
     """Accumulates the norms of activations while they are needed."""
     verifying: Literal["own units", "all units"] | None = None
     """What a pass of `trimtab.sharding.verify` computes; None in every other pass."""
-    _entered: tuple[Tensor, Tensor] | None = None
+    _entered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Inputs of the current pass, each as it came and as it is computed with."""
+
+    _called: set[int | str] = field(default_factory=set)
+    """Projections that were called in the current pass."""
 
     @property
     def owned(self) -> list[int]:
@@ -133,11 +140,25 @@ class UnitBlock:
             held = parameter if parameter.shape[0] == rows else parameter[:rows]
         return held if self.running is None else self.running.weight(held, id(parameter), width, into=into)
 
-    def enter(self, x: Tensor, training: bool) -> Tensor:
-        """The block's input. Projections of the same input share it, so that its gradient is all-reduced once."""
-        if self._entered is None or self._entered[0] is not x:
+    def enter(self, x: Tensor, training: bool, projection: object) -> Tensor:
+        """The block's input. Projections of the same input share it, so that its gradient is all-reduced once.
+
+        A pass may have several inputs (cross-attention). It ends with `leave`, or when a projection is called again
+        with another input: a recomputed pass may have stopped before its output.
+        """
+        key = projection if isinstance(projection, (int, str)) else id(projection)
+        entered = next((entered for known, entered in self._entered if known is x), None)
+        if entered is not None:
+            self._called.add(key)
+            return entered
+        if self._entered and key not in self._called:
+            entered = enter(x, self.group)
+            if self.running is not None:
+                entered = self.running.input(entered)
+        else:
             self.sharded.inside = self
-            self._end_pass()  # a recomputed pass may have stopped before its output
+            self._entered, self._called = [], set()
+            self._end_pass()
             if self.lease is not None and training and torch.is_grad_enabled():
                 entered = self.lease.enter(x)
             else:
@@ -150,13 +171,14 @@ class UnitBlock:
                     self.activation_norms.add_input(x)
             if self.running is not None:
                 entered = self.running.input(entered)
-            self._entered = (x, entered)
             self.set_widths(self.units if self.verifying == "all units" else self.computing)
-        return self._entered[1]
+        self._entered.append((x, entered))
+        self._called.add(key)
+        return entered
 
     def leave(self) -> None:
         """End the pass: the block's output is complete."""
-        self._entered = None
+        self._entered, self._called = [], set()
         self.sharded.inside = None
         self._end_pass()
 
@@ -210,6 +232,9 @@ class ShardedModel:
 
     listeners: list[Callable[[UnitBlock], None]] = field(default_factory=list)
     """Called with each block whose computed units have changed."""
+
+    replicated: dict[str, str] = field(default_factory=dict)
+    """Why a linear map of a repeated layer is whole on every rank, by its name."""
 
     broken: str = ""
     """Why the units are no longer valid; empty while they are."""

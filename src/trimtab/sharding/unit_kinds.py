@@ -29,7 +29,7 @@ class Attention:
     """Name of the projection from the heads back."""
 
     head_dim: str = "head_dim"
-    """Attribute with the width of a head."""
+    """Attribute with the width of a head; names with dots are of modules inside, here and for the projections."""
 
     qkv: str | None = None
     query: str | None = None
@@ -45,7 +45,51 @@ class Attention:
     """Attributes that must be false or absent, because they mark variants that are not a sum over heads."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Units found in the structure of a module (`trimtab.sharding.structure`): any two or more linear maps."""
+
+    ins: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names of the projections to the units, each with the entries of one unit in each part of its outputs."""
+
+    out: str
+    """Name of the projection back."""
+
+    width: int
+    """Inputs of `out` that belong to one unit."""
+
+    heads: int
+    """Heads in one unit; 0 for the hidden units of an MLP."""
+
+    inside: tuple[str, ...] = ()
+    """Modules with parameters that every unit uses: on each rank their gradient is that of its units only."""
+
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.ins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchAttention:
+    """An `nn.MultiheadAttention`, whose projections are parameters of its own."""
+
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts in tensors with one slice for each, as transformers 5 stores them: an expert is a unit."""
+
+    names: tuple[str, ...]
+    """Names of the tensors."""
+
+    out: str = ""
+
+
 UnitKind = Mlp | Attention
+"""What a user can declare."""
+
+AnyKind = UnitKind | Units | TorchAttention | Experts
 
 _SEPARATE = Attention(query="q_proj", key="k_proj", value="v_proj", out="o_proj", dropout="attention_dropout")
 ATTENTIONS: dict[str, Attention] = {

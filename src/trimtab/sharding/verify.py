@@ -8,7 +8,6 @@ the unsharded module would.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from typing import Any
@@ -21,8 +20,9 @@ from torch.utils._pytree import tree_map
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.model_state import JobBound
-from trimtab.sharding.find_units import FoundBlock
+from trimtab.sharding.find_units import FoundBlock, head_width
 from trimtab.sharding.projection import HiddenReached
+from trimtab.sharding.structure.trace import copied
 from trimtab.sharding.unit_block import UnitBlock
 from trimtab.sharding.unit_kinds import Attention
 
@@ -46,7 +46,7 @@ def verify_example(found: FoundBlock, block: UnitBlock) -> None:
         (name for name, p in parameters.items() if p.default is p.empty and p.kind == _NAMED), None
     )
     if isinstance(found.kind, Attention) and "position_embeddings" in parameters:  # cosine and sine
-        angles = values.new_zeros((1, 4, getattr(found.parent, found.kind.head_dim)))
+        angles = values.new_zeros((1, 4, head_width(found.parent, found.kind)))
         args["position_embeddings"] = (angles.cos(), angles)
     args[next(iter(parameters), "")] = values
     _verify(found, block, (), args)
@@ -95,14 +95,19 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
     dtype = full.dtype if isinstance(full, Tensor) else torch.float32
     if float(worst) > max(_TOLERANCE, torch.finfo(dtype).eps ** 0.5):
         what = f" ({own})" if isinstance(own, Exception) else ""
-        raise TrimtabError(
-            f"tensor_parallel: {type(found.parent).__name__} ({found.path or 'the model'}) cannot be sharded as "
-            f"kinds= declares it: on a rank with some of its units these get other values than in the unsharded "
-            f"module{what}. Its forward pass must split heads by their width, view(..., -1, head_dim), order a fused "
-            "projection as all queries, all keys, all values, and not mix units. Change that, or replicate the module "
-            f"with replicate=[{found.path!r}]"
-        ) from (own if isinstance(own, Exception) else None)
+        differs = "on a rank with some of its units these get other values than in the unsharded module"
+        raise refusal(found, differs + what) from (own if isinstance(own, Exception) else None)
     return float(worst) >= 0
+
+
+def refusal(found: FoundBlock, problem: str) -> TrimtabError:
+    """The error for a declared module that cannot be split as declared."""
+    return TrimtabError(
+        f"tensor_parallel: {type(found.parent).__name__} ({found.path or 'the model'}) cannot be sharded as kinds= "
+        f"declares it: {problem}. Its forward pass must split heads by their width, view(..., -1, head_dim), order a "
+        "fused projection as all queries, all keys, all values, and not mix units. Change that, or replicate the "
+        f"module with replicate=[{found.path!r}]"
+    )
 
 
 def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor | Exception:
@@ -112,7 +117,7 @@ def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor 
     block.set_widths(block.units if whole else block.count)
     try:
         block.parent.eval()
-        args, kwargs = tree_map(_copied, (args, kwargs))
+        args, kwargs = tree_map(copied, (args, kwargs))
         with torch.no_grad():
             block.parent.forward(*args, **kwargs)
     except HiddenReached as reached:
@@ -125,13 +130,3 @@ def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor 
         block.verifying = None
         block.leave()
     return RuntimeError("the forward pass does not call the last projection")
-
-
-def _copied(value: Any) -> Any:
-    """A copy of an argument, which a forward pass may change (a cache)."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # a cache with tensors of a graph
-        return None

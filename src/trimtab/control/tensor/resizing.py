@@ -20,7 +20,6 @@ from trimtab.errors import TrimtabError
 from trimtab.planning.tensor.resizing import RETURN, Pool, check_ratio, choose, even_counts, pooled_counts
 from trimtab.sharding.cut import Cut, Impute, Slices
 from trimtab.sharding.optimizer_hooks import OptimizerHooks
-from trimtab.sharding.projection import InProjection
 from trimtab.sharding.slice_scores import ActivationNorms, SliceScores, WeightChanges
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, sharded_model
 
@@ -292,7 +291,7 @@ def _slices(block: UnitBlock, axis: str, left: NDArray[np.bool_]) -> Slices:
 
 
 def _out_width(block: UnitBlock) -> int:
-    return next(t.axis.width for t in block.tensors if not isinstance(t.module, InProjection))
+    return next(t.axis.width for t in block.tensors if not t.into)
 
 
 def _total(block: UnitBlock, axis: str) -> int:
@@ -315,7 +314,7 @@ def _cost(block: UnitBlock, axis: str) -> float:
     cost = 0
     for tensor in block.tensors:
         if tensor.attribute == "weight":
-            into, row = isinstance(tensor.module, InProjection), tensor.parameter.shape[1]
+            into, row = tensor.into, tensor.parameter.shape[1]
             if axis == "units":
                 cost += tensor.axis.width * row
             elif axis == "ins" and into:

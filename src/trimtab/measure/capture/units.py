@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.convert import unit_count
+from trimtab.sharding.convert import split_of
 from trimtab.sharding.find_units import find_blocks, projections_of
 from trimtab.workload.operator import Operator
 from trimtab.workload.units import between
@@ -17,7 +17,7 @@ from trimtab.workload.workload import UnitSpan
 def unit_spans(model: nn.Module, operators: Sequence[Operator]) -> tuple[UnitSpan, ...]:
     """The blocks that `trimtab.tensor_parallel` would divide as they are; none if it would refuse the model."""
     try:
-        blocks = find_blocks(model, {}, ())
+        blocks, _ = find_blocks(model, {}, ())
     except TrimtabError:
         return ()
     users: dict[str, list[int]] = {}
@@ -36,7 +36,7 @@ def unit_spans(model: nn.Module, operators: Sequence[Operator]) -> tuple[UnitSpa
         spans.append(
             UnitSpan(
                 name=block.name,
-                units=unit_count(block),
+                units=split_of(block).units,
                 into=tuple(into),
                 inside=between(tuple(operators), into, out),
                 out=out,

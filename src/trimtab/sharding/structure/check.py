@@ -1,0 +1,114 @@
+"""Compare a split block with the unsplit one, on the activations that a trace recorded.
+
+The block is computed as two ranks would, one after the other in this process: the outputs of its last projection must
+add up to those of the unsplit block, and everything else that the module returns must be equal, or be the part of
+this rank's heads. There is no communication, so every rank comes to its own verdict, the same on all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.structure.trace import Call, copied
+from trimtab.sharding.unit_block import UnitBlock
+from trimtab.sharding.unit_table import UnitTable
+
+_TOLERANCE = 1e-4
+"""Relative difference: far above rounding, and far below that of wrong heads; the root of eps in low precision."""
+
+FAILS = "the unsplit module fails on example inputs"
+
+Shard = Callable[[nn.Module, UnitTable, TensorGroup], UnitBlock]
+
+
+def split_problem(
+    parent: nn.Module, out: str, bias: Tensor | None, units: int, call: Call, shard: Shard
+) -> str:
+    """How the split block differs from the unsplit one; empty if it does not.
+
+    Args:
+        out: name of the projection whose outputs are summed; empty if they are the module's own output.
+        bias: is added to the sum.
+        shard: splits a copy of the module for one of two ranks.
+    """
+    descending = list(range(units))[::-1]
+    most = max(1, 2 * units // 3)
+    table = UnitTable.of("check", units, [descending[:most], descending[most:]], 2)
+    expected, total = _run(parent, out, call, None)
+    if isinstance(expected, Exception) or total is None:
+        return f"{FAILS}: {expected}"
+    summed = torch.zeros_like(total)
+    for rank in range(2):
+        trial = copy.deepcopy(parent)
+        group = TensorGroup(process_group=None, rank=rank, size=1)  # type: ignore[arg-type]
+        block = shard(trial, table, group)
+        outputs, partial = _run(trial, out, call, total)
+        if isinstance(outputs, Exception):
+            return f"with some of its units it fails: {outputs}"
+        if partial is None or partial.shape != total.shape:
+            return "with some of its units its output has another shape"
+        summed += partial if bias is None or rank == 0 else partial - bias
+        ids = _heads(block)
+        if not all(
+            _agrees(a, b, ids) for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=False)
+        ):
+            return "with some of its units it returns other values"
+    return "" if _close(summed, total) else "the sum over its units is not its output"
+
+
+def _run(parent: nn.Module, out: str, call: Call, replace: Tensor | None) -> tuple[Any, Tensor | None]:
+    """The outputs of the module, and those of its last projection, which `replace` replaces."""
+    seen: list[Tensor] = []
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        seen.append(first)
+        if replace is None:
+            return None
+        return (replace, *rest) if isinstance(output, tuple) else replace
+
+    modes = [(module, module.training) for module in parent.modules()]
+    handle = (parent.get_submodule(out) if out else parent).register_forward_hook(hook)
+    try:
+        parent.eval()
+        args, kwargs = tree_map(copied, (call.args, call.kwargs))
+        with torch.no_grad():
+            outputs = parent(*args, **kwargs)
+    except Exception as error:
+        return error, None
+    finally:
+        handle.remove()
+        for module, training in modes:
+            module.training = training
+    return outputs, seen[0] if len(seen) == 1 else None
+
+
+def _heads(block: UnitBlock) -> list[int]:
+    heads = block.heads_per_unit
+    return [unit * heads + head for unit in block.owned for head in range(heads)]
+
+
+def _agrees(value: Any, expected: Any, heads: list[int]) -> bool:
+    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+        return True
+    if value.shape != expected.shape and expected.ndim == value.ndim == 4:
+        if value.shape[1] != len(heads):
+            return False
+        expected = expected[:, heads]
+    return value.shape == expected.shape and _close(value, expected)
+
+
+def _close(value: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(value, expected)
+    eps = torch.finfo(expected.dtype).eps
+    tolerance = max(_TOLERANCE, eps**0.5)
+    value, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (value, expected))
+    return bool((value - expected).norm() <= tolerance * expected.norm().clamp_min(1e-30))

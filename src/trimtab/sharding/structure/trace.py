@@ -1,0 +1,141 @@
+"""Run a model once on small random inputs and record which linear map feeds which.
+
+The output of every linear map is cut from the autograd graph and made a leaf. The gradient of another map's input then
+says from which maps it was computed, with nothing but activations, attention and the like in between, and from which
+of their outputs: units are read off that graph, so neither the names of modules nor their classes matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trimtab.sharding.linear import is_linear
+from trimtab.sharding.structure.example import example_calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a module's call."""
+
+    args: Any
+    kwargs: Any
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """One call of a linear map."""
+
+    path: str
+    x: Tensor
+    """Its input, with the graph that leads to the outputs of earlier linear maps."""
+
+    y: Tensor
+    """Its output, a leaf of the graph."""
+
+
+@dataclass
+class Trace:
+    """What one pass recorded."""
+
+    linears: dict[str, LinearCall] = field(default_factory=dict)
+    """The linear maps that were called once, by name, in order."""
+
+    repeated: set[str] = field(default_factory=set)
+    """Those called more than once."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    """The first call of each module, by name."""
+
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Its activations in the graph."""
+
+    problem: str = ""
+    """Why the pass failed; empty if it did not."""
+
+    def gradients(self, of: LinearCall, to: Sequence[Tensor], channels: slice) -> list[Tensor | None]:
+        """Gradients of some random combination of a map's inputs; None where there is no dependence."""
+        if not of.x.requires_grad or not to:
+            return [None] * len(to)
+        values = of.x[..., channels]
+        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).to(values)
+        total = (values * weights).sum()
+        return list(torch.autograd.grad(total, to, retain_graph=True, allow_unused=True))
+
+
+def trace_model(model: nn.Module) -> Trace:
+    """Record one pass of the model, or of its layers, in evaluation mode. Nothing of the model changes."""
+    trace = Trace()
+    calls = list(example_calls(model))
+    if not calls:
+        trace.problem = "the model has no parameters on a device, or no input can be made for it"
+    names = {id(module): name for name, module in model.named_modules()}
+    with _hooked(model, names, trace), torch.enable_grad(), _random_state(model):
+        for module, args, kwargs in calls:
+            try:
+                module(*args, **kwargs)
+            except Exception as error:  # the user's model, with inputs that are a guess
+                trace.problem = f"{type(module).__name__} fails on example inputs: {error}"
+    return trace
+
+
+@contextmanager
+def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = names[id(module)]
+        if name not in trace.calls:
+            trace.calls[name] = Call(*tree_map(copied, (args, kwargs)))
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            trace.inputs[name] = tensors
+
+    def after(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        name = names[id(module)]
+        if name in trace.linears or name in trace.repeated:
+            trace.linears.pop(name, None)
+            trace.repeated.add(name)
+            return y
+        leaf = y.detach().requires_grad_()
+        trace.linears[name] = LinearCall(name, args[0], leaf)
+        return leaf.clone()  # a model may change it in place
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
+    handles += [m.register_forward_hook(after) for m in model.modules() if is_linear(m)]
+    try:
+        model.eval()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _random_state(model: nn.Module) -> Iterator[None]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        yield
+
+
+def copied(value: Any) -> Any:
+    """A copy of an argument, which a forward pass may change (a cache)."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a cache with tensors of a graph
+        return None
