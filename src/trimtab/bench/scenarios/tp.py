@@ -7,6 +7,7 @@ needed, plus the time of its collectives when nobody waits); `torch` is `paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
 from trimtab.bench.ranks import hosts, run_on_cluster
+from trimtab.bench.scenarios.tp_families import EXACT, family_gaps
 from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
 from trimtab.measure.timing import slowest_seconds
 from trimtab.models import tasks
@@ -46,7 +48,16 @@ def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) ->
     summary["even_over_torch"] = by_key["even", 1.0]["over_torch"]
     summary["aa_ratio"] = by_key["torch" + AA, 1.0]["over_torch"]
     summary["move_in_steps"] = by_key["move", 1.0]["step_ms"] / by_key["even", 1.0]["step_ms"]
+    summary |= families()
     return Result(bench="tp", summary=summary, rows=rows)
+
+
+def families() -> dict[str, Any]:
+    """The number of families that train exactly as on a single device, and the largest difference of all."""
+    if find_spec("transformers") is None:
+        return {"families": None, "families_gap": None}
+    gaps: dict[str, float] = run_on_cluster(hosts((1.0, 1.0), "cpu"), family_gaps, {})
+    return {"families": sum(gap < EXACT for gap in gaps.values()), "families_gap": max(gaps.values())}
 
 
 def run_at(speed: float, device: str, repeats: int, progress: Progress) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.api.tensor_parallel import tensor_parallel
-from trimtab.models.families import Family
+from trimtab.bench.harness import Progress
+from trimtab.errors import TrimtabError
+from trimtab.models.families import FAMILIES, Family
 from trimtab.sharding import move
 from trimtab.sharding.unit_block import sharded_model
 
@@ -48,6 +51,20 @@ def family_gap(family: Family) -> float:
         if step == _MOVE_AFTER:
             move(spread, optimizers[1], _reversed(spread))
     return worst
+
+
+def family_gaps(_spec: Mapping[str, Any], report: Progress) -> dict[str, float]:
+    """`family_gap` of every family, the largest of all ranks; inf for one that is refused. Every rank calls it."""
+    gaps = {}
+    for index, family in enumerate(FAMILIES):
+        try:
+            gaps[family.name] = family_gap(family)
+        except TrimtabError:
+            gaps[family.name] = float("inf")
+        report(index + 1, len(FAMILIES))
+    worst = torch.tensor(list(gaps.values()), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return dict(zip(gaps, worst.tolist(), strict=True))
 
 
 def _reversed(model: nn.Module) -> dict[str, list[list[int]]]:

@@ -9,6 +9,7 @@ from torch import nn
 from trimtab.errors import TrimtabError
 from trimtab.sharding.convert import split_of
 from trimtab.sharding.find_units import find_blocks, projections_of
+from trimtab.sharding.unit_kinds import Experts, TorchAttention
 from trimtab.workload.operator import Operator
 from trimtab.workload.units import between
 from trimtab.workload.workload import UnitSpan
@@ -24,6 +25,8 @@ def unit_spans(model: nn.Module, operators: Sequence[Operator]) -> tuple[UnitSpa
     for operator in operators:
         for name in operator.parameters:
             users.setdefault(name, []).append(operator.index)
+    if any(isinstance(block.kind, (TorchAttention, Experts)) for block in blocks):
+        return ()  # their products are not those of linear maps
     spans = []
     for block in blocks:
         names = [f"{block.path}.{name}".lstrip(".") for name in projections_of(block.parent, block.kind)]

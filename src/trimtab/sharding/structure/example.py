@@ -54,8 +54,8 @@ def is_repeating(container: nn.Module) -> bool:
 
 def _like(module: nn.Module) -> Tensor | None:
     """A parameter with the type and device of the module's activations."""
-    floats = (p for p in module.parameters() if p.is_floating_point() and p.device.type != "meta")
-    return next(floats, None)
+    real = all(type(p.data) is Tensor and p.device.type != "meta" for p in module.parameters())
+    return next((p for p in module.parameters() if p.is_floating_point()), None) if real else None
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
