@@ -161,8 +161,10 @@ def split_of(found_block: FoundBlock) -> Split:
 def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tuple[Adaptation, str]:
     """What the module needs to compute some of its units, found by trial; or why it cannot."""
     found_by_name = not isinstance(each.kind, Units)
-    if each.call is None or split.units < 2:
-        return COUNTS, "" if found_by_name else "it was not run"
+    if each.call is None:
+        return COUNTS, "" if isinstance(each.kind, (Mlp, Attention)) else "it was not run on example inputs"
+    if split.units < 2:
+        return COUNTS, ""
     first = [known] if known is not None else [COUNTS] if found_by_name else []
     alone = isinstance(each.kind, (TorchAttention, Experts))
     problems = []

@@ -53,7 +53,7 @@ class WeightChanges:
             change = torch.sub(tensor.parameter.detach(), before, out=before).abs_()
             if tensor.into:
                 units = units + tensor.by_unit(change).sum(1, dtype=torch.float32)[:count]
-                ins = ins + change.sum(0, dtype=torch.float32) if tensor.attribute == "weight" else ins
+                ins = ins + change.sum(0, dtype=torch.float32) if change.ndim > 1 else ins
             else:
                 outs = change.sum(1, dtype=torch.float32)[: count * tensor.axis.width]
                 units = units + outs.view(-1, tensor.axis.width).sum(1)
@@ -87,9 +87,9 @@ class ActivationNorms:
         outs = torch.zeros(0)
         for tensor in block.tensors:
             weight = tensor.parameter.detach().float()
-            if tensor.attribute == "weight" and tensor.into:
+            if weight.ndim > 1 and tensor.into:
                 squares += weight.square().sum(0)
-            elif tensor.attribute == "weight":
+            elif not tensor.into:
                 outs = weight.norm(dim=1).view(-1, tensor.axis.width)[: block.count]
         width = outs.shape[1]
         norms = torch.full_like(outs, math.nan)

@@ -164,6 +164,10 @@ class _Resizing:
 
     def __post_init__(self) -> None:
         for block in self.sharded.blocks.values():
+            if all(tensor.into for tensor in block.tensors):
+                raise TrimtabError(
+                    f"set_resize: {block.name} consists of experts, which cannot be pruned; use gamma_max=0"
+                )
             for axis in _ALL:
                 self._known[block.name, axis] = _Known.of(_total(block, axis))
             self._changes[block.name] = WeightChanges(block)
@@ -296,7 +300,7 @@ def _out_width(block: UnitBlock) -> int:
 
 def _total(block: UnitBlock, axis: str) -> int:
     if axis == "ins":
-        return next(t.parameter.shape[1] for t in block.tensors if t.attribute == "weight")
+        return next(t.parameter.shape[1] for t in block.tensors if t.into and t.parameter.ndim > 1)
     return block.units * (1 if axis == "units" else _out_width(block))
 
 
@@ -313,7 +317,7 @@ def _cost(block: UnitBlock, axis: str) -> float:
     """Weights that one slice is multiplied with."""
     cost = 0
     for tensor in block.tensors:
-        if tensor.attribute == "weight":
+        if tensor.parameter.ndim > 1:
             into, row = tensor.into, tensor.parameter.shape[1]
             if axis == "units":
                 cost += tensor.axis.width * row
