@@ -137,7 +137,7 @@ def odd_shape() -> str:
             self.up, self.down, self.dropout = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
 
         def forward(self, x: torch.Tensor) -> Any:
-            return self.down(self.dropout(self.up(x).unflatten(-1, (2, -1))).flatten(-2))
+            return self.down(self.dropout(self.up(x).unflatten(-1, (-1, 1))).flatten(-2))
 
     model = convert(nn.ModuleList([Odd()]))
     try:

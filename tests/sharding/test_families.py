@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.sharding.jobs import convert
 
@@ -57,6 +59,36 @@ def test_no_linear_map_of_a_layer_is_left_whole(ranks: Pool) -> None:
         assert {name: reasons for name, reasons in replicated.items() if reasons} == {}
 
 
+DROPOUTS: dict[str, dict[str, float]] = {
+    "BERT": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2},
+    "T5": {"dropout_rate": 0.2},
+    "OPT": {"dropout": 0.2, "attention_dropout": 0.2},
+}
+
+
+def dropout_losses() -> dict[str, list[float]]:
+    """Losses with dropout by shares; torch's random state differs between the ranks and the shares."""
+    losses: dict[str, list[float]] = {}
+    for name, dropouts in DROPOUTS.items():
+        family = next(family for family in FAMILIES if family.name == name)
+        family = replace(family, config={**family.config, **dropouts})
+        for shares in ([1, 2], [2, 1], [1, 0]):
+            model = convert(family.make(), shares=shares)
+            torch.manual_seed(10 * dist.get_rank() + shares[0])
+            losses.setdefault(name, []).append(float(family.loss(model, 0).detach()))
+        losses[name].append(float(family.loss(model.eval(), 0).detach()))
+    return losses
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_masks_of_dropout_depend_on_neither_rank_nor_shares(ranks: Pool) -> None:
+    first, second = ranks(2, dropout_losses, timeout=SECONDS)
+    for name, (*trained, evaluated) in first.items():
+        assert second[name] == pytest.approx(first[name], abs=EXACT)
+        assert trained == pytest.approx([trained[0]] * 3, abs=EXACT)
+        assert abs(trained[0] - evaluated) > 1e-4, f"{name}: dropout did nothing"
+
+
 def refusals() -> dict[str, str]:
     assert dist.get_world_size() == 2
     messages = {}
@@ -68,6 +100,7 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+@pytest.mark.timeout(2 * SECONDS)
 def test_a_family_without_units_is_refused_with_the_reason(ranks: Pool) -> None:
     for messages in ranks(2, refusals, timeout=SECONDS):
         assert "layers.*.mixer.in_proj are used by" in messages["Mamba"]

@@ -276,7 +276,7 @@ def _shard(found_block: FoundBlock, split: Split, table: UnitTable, sharded: Sha
 
 def _projection(found_block: FoundBlock, block: UnitBlock, name: str, parts: tuple[int, ...]) -> None:
     """Replace a linear map by this rank's part of it."""
-    sharded, owned = block.sharded, torch.as_tensor(block.owned)
+    sharded, owned = block.sharded, torch.tensor(block.owned, dtype=torch.long)
     full = found_block.parent.get_submodule(name)
     into = name != found_block.kind.out
     outputs_axis = 1 if is_transposed(full) else 0
@@ -314,7 +314,7 @@ def _own_parameter(found_block: FoundBlock, block: UnitBlock, name: str, axis: U
     parameter = getattr(found_block.parent, name)
     if parameter is None:
         return
-    owned = torch.as_tensor(block.owned)
+    owned = torch.tensor(block.owned, dtype=torch.long)
     setattr(found_block.parent, name, _stored(parameter, axis, owned, block.sharded))
     block.tensors.append(
         UnitTensor(
