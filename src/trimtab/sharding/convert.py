@@ -73,7 +73,10 @@ def convert(
         known = chosen.get((type(each.parent), each.kind))
         adaptation, problem = _adaptation(each, split, known)
         if problem.startswith(FAILS) and isinstance(each.kind, (Mlp, Attention)):
-            blocks[index], problem = replace(each, call=None), ""  # checked in the first forward pass instead
+            blocks[index], problem = (
+                replace(each, call=None),
+                "",
+            )  # a known kind, or checked in its first forward pass
         if not problem:
             chosen[type(each.parent), each.kind] = adaptation
             splits[each.name] = replace(split, adaptation=adaptation)
@@ -105,7 +108,7 @@ def convert(
     key_dropout(model, sharded, {each.name: each for each in blocks})
     attach_state(model).tensor_parallel = sharded
     for each in blocks:
-        if each.declared or each.call is None:
+        if each.declared:
             verify_at_first_forward(each, sharded.blocks[each.name])
     if replicated and group.rank == 0:
         logger().warning("tensor_parallel: replicated on every rank: %s", listed(replicated))

@@ -55,7 +55,8 @@ class InProjection(nn.Module):
         """The output of the unsharded projection. Collective."""
         block, width = self.block, sum(self.parts)
         full = y.new_zeros((*y.shape[:-1], block.units, width))
-        full[..., torch.tensor(block.owned, device=y.device), :] = y.unflatten(-1, (block.count, width))
+        if block.count:
+            full[..., torch.tensor(block.owned, device=y.device), :] = y.unflatten(-1, (block.count, width))
         block.group.all_reduce(full)
         return torch.cat([piece.flatten(-2) for piece in full.split(self.parts, dim=-1)], dim=-1)
 

@@ -72,9 +72,9 @@ def _transformers(model: Any, like: Tensor) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
 
     def tokens(below: int) -> Tensor:
-        return torch.randint(below, (_BATCH, _LENGTH), generator=torch.Generator().manual_seed(0)).to(
-            like.device
-        )
+        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(below, (_BATCH, length), generator=generator).to(like.device)
 
     if "input_ids" in accepted:
         inputs["input_ids"] = tokens(text.vocab_size)
