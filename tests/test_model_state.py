@@ -44,8 +44,8 @@ def test_state_of_the_wrapped_model_is_found() -> None:
 def test_copies_keep_what_their_forward_pass_needs() -> None:
     module = nn.Linear(2, 2)
     state = attach_state(module)
-    state.explanation, state.unit_block = "because", ("block", "kind")
+    state.explanation, state.functional_block = "because", ("block", "kind")
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert state_of(other) is not state
-        assert state_of(other).unit_block == ("block", "kind")
+        assert state_of(other).functional_block == ("block", "kind")
         assert state_of(other).explanation is None
