@@ -91,7 +91,7 @@ def test_the_plan_travels_to_the_bootstrap_and_not_to_torchrun(
             *(
                 "-m",
                 BOOTSTRAP,
-                *RunSettings(plan=str(path.resolve())).arguments(),
+                *RunSettings(plan=str(path.resolve()), adjust="auto").arguments(),
                 "train.py",
                 "--plan",
                 "own",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from trimtab.collectives import Hierarchy, Method, Piece, Reduction, find_hosts,
 
 NUMEL, BITS, BLOCK = 1 << 19, 8, 1024
 CPU = torch.device("cpu")
+CALLS = 3
+"""Of which the least is counted: on a busy machine TCP sends some packets again."""
 
 
 def through_interface() -> list[int]:
@@ -43,14 +46,17 @@ def _reduce(reduction: Reduction, flat: torch.Tensor) -> None:
 def counts(run: Callable[[], object], posted: list[int]) -> dict[str, Any]:
     """What every host receives and sends in a call, and the most that a rank posts."""
     run()  # opens the connections
-    dist.barrier()
-    posted[0], before = 0, through_interface()
-    dist.barrier()
-    run()
-    dist.barrier()
-    passed = [now - then for now, then in zip(through_interface(), before, strict=True)]
+    least = [sys.maxsize] * 2
+    for _ in range(CALLS):
+        dist.barrier()
+        posted[0], before = 0, through_interface()
+        dist.barrier()
+        run()
+        dist.barrier()
+        passed = (now - then for now, then in zip(through_interface(), before, strict=True))
+        least = [min(pair) for pair in zip(least, passed, strict=True)]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (int(os.environ["GROUP_RANK"]), passed, posted[0]))
+    dist.all_gather_object(everyone, (int(os.environ["GROUP_RANK"]), least, posted[0]))
     return {
         "passed": {str(host): both for host, both, _ in everyone},
         "posted": max(count for _, _, count in everyone),

@@ -90,7 +90,9 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         saved = "" if before == world_size else f", from a checkpoint of {before}"
         restart = f" ({os.environ[environment.RESTART]})" if environment.RESTART in os.environ else ""
         logger = environment.logger()
-        logger.info("resumed on %d ranks%s%s: %s", world_size, saved, restart, "; ".join(outcomes))
+        logger.info("resumed on %d ranks%s%s", world_size, saved, restart)
+        for outcome in "; ".join(outcomes).split("; "):
+            logger.info("resumed: %s", outcome)
 
 
 def _worker(model: torch.nn.Module) -> LocalWorker | None:

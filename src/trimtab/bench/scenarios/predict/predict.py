@@ -43,6 +43,8 @@ def predict(device: str, rounds: int, only: Sequence[str], progress: Progress) -
         for index, kind in enumerate(kinds)
         for row in KINDS[kind](device, rounds, part(progress, index, len(kinds)))
     ]
+    if not rows:
+        raise TrimtabError(f"--only: {', '.join(kinds)} cannot be measured with --device {device}")
     return Result(bench="predict", summary={"device": device, **summary(rows)}, rows=rows)
 
 
