@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab import frameworks as frameworks
     from trimtab.api.apply import apply as apply
     from trimtab.api.checkpoint import load_state_dict as load_state_dict
     from trimtab.api.checkpoint import state_dict as state_dict
@@ -51,6 +52,8 @@ __all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "frameworks":  # a module: its `enable` needs no import of its own
+        return import_module("trimtab.frameworks")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it offers {', '.join(__all__)}")
