@@ -31,7 +31,7 @@ SAMPLES = 8
 BLOCK, SETTLING, COUNTED = 3, 4, 2
 """Steps of a method before the next has its turn; blocks in which shares settle; blocks that count."""
 
-RECORDED = 40
+RECORDED = 24
 """Steps of the plan that are recorded for the report."""
 
 

@@ -236,9 +236,16 @@ def lose_on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, dict[st
         options: dict[str, Any] = {"seed": seed, "data_seed": data_seed, "follow": False}
         trainer = trainer_of(method, task, way, forced=True, **options)
         part_of_batch = way.samples[dist.get_rank()] / sum(way.samples)
-        losses = [
-            trainer.train(trainer.batch(step)) * part_of_batch for step in range(spec.get("steps", STEPS))
-        ]
+        steps = spec.get("steps", STEPS)
+        optimizer = trainer.optimizer
+        # At a constant learning rate the last loss is that of a few steps before or after a spike.
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, optimizer.param_groups[0]["lr"], total_steps=steps, cycle_momentum=False
+        )
+        losses = []
+        for step in range(steps):
+            losses.append(trainer.train(trainer.batch(step)) * part_of_batch)
+            schedule.step()
         curve = torch.stack(losses).float()
         dist.all_reduce(curve)
         curves[method].append(curve.tolist())
