@@ -135,8 +135,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a sum over the batch size": {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="none").sum() / len(y)
     },
+    "no target for the last token of each sample": {"loss": lambda x, y: causal(x, y)},
     "sharded by FSDP2": {"sharded": True, "epochs": 1},
 }
+
+
+def causal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Two tokens a sample, of which the last has nothing to predict: as the causal models of transformers count."""
+    two = torch.stack([targets, torch.full_like(targets, -100)], 1)
+    return F.cross_entropy(torch.stack([logits, 2 * logits], 1).flatten(0, 1), two.flatten())
 
 
 def on_rank_exact() -> None:

@@ -41,6 +41,8 @@ from trimtab.run_settings import OwnSteps
 OBSERVED = 3
 """Batches with equal shares that show whether a script can be cut."""
 
+_UNEQUAL_TARGETS = "some targets are ignored, so the loss is a mean over tokens and not over samples"
+
 
 class Takeover:
     """Cuts the training batches of this process, and weighs their gradients."""
@@ -66,7 +68,9 @@ class Takeover:
         self._problem: str | None = None
         self._step: list[CutBatch] = []
         self._ignored: list[torch.Tensor] = []
-        """For recent losses, whether they ignored a target."""
+        """For recent losses, whether they ignored more or fewer targets of some samples than of others."""
+        self._targets: int | None = None
+        """Targets of a sample that count, on all ranks: a causal language model has none for the last token."""
         self._clock: LocalClock | None = None
         self._steps: TrainingSteps | None = None
         self._capacity = BatchCapacity(None)
@@ -121,7 +125,7 @@ class Takeover:
         if not self._decided:
             self._observe(source, batch, form, losses[0])
         elif self._clock is not None:
-            self._check_targets(form)
+            self._check_targets(form, batch)
             self._clock.follow(losses[0])
         return self._weight_of(batch, form)
 
@@ -172,7 +176,7 @@ class Takeover:
             return None
         if latest is not self._source:  # a script may make a new loader for every epoch
             self._source, self._observed, self._decided = latest, 0, False
-            self._first = self._problem = None
+            self._first = self._problem = self._targets = None
             self._require_sizes(latest)
             if not latest.ahead:  # skipped by the script: a job that resumes inside an epoch
                 while len(latest.waiting) > 1:
@@ -230,7 +234,7 @@ class Takeover:
                 )
             elif form.means != self._first.means:
                 self._first = LossForm()  # lengths vary
-            self._check_targets(form)
+            self._check_targets(form, batch)
         self._observed += 1
         if self._observed < OBSERVED:
             return
@@ -268,10 +272,12 @@ class Takeover:
             return "DistributedDataParallel averages over some of the ranks only"
         return None
 
-    def _check_targets(self, form: LossForm) -> None:
-        """Note ignored targets: a mean over the others does not weigh every sample alike."""
+    def _check_targets(self, form: LossForm, batch: CutBatch) -> None:
+        """Note ignored targets: a mean over the others weighs samples alike only if each has as many of them."""
         for counted, count in form.counted:
-            self._ignored.append(counted != count)
+            if self._targets is None:
+                self._targets = int(counted) // batch.own
+            self._ignored.append((counted != count) & (counted != self._targets * batch.own))
         if not self._decided or any(each.device.type == "cpu" for each in self._ignored):
             self._note_ignored()
 
@@ -279,7 +285,7 @@ class Takeover:
         """On a GPU this waits for the last step."""
         ignored, self._ignored = self._ignored, []
         if any(map(bool, ignored)):
-            self._note("some targets are ignored, so the loss is a mean over tokens and not over samples")
+            self._note(_UNEQUAL_TARGETS)
 
     def _change(self, shares: Sequence[int] | None) -> None:
         """From the first batch on that no rank has drawn. Collective."""
@@ -302,9 +308,11 @@ class Takeover:
 
     def _agreed_problem(self) -> str | None:
         """The problem of the first rank that has one. Collective."""
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, self._problem)
-        return next((problem for problem in problems if problem is not None), None)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self._problem, self._targets))
+        if len({targets for _, targets in ranks}) > 1:
+            return _UNEQUAL_TARGETS
+        return next((problem for problem, _ in ranks if problem is not None), None)
 
     def _stay_equal(self, problem: str) -> None:
         self._clock, self._problem = None, None
