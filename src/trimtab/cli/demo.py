@@ -12,7 +12,7 @@ TENSOR_SPEED = 0.5
 
 
 def demo() -> None:
-    """All of it, in two to three minutes, on the machine at hand."""
+    """All of it, in three to four minutes, on the machine at hand."""
     folder = _data_parallel()
     _tensor_parallel()
     _report(folder)

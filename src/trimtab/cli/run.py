@@ -120,7 +120,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.prog = "trimtab run"
     parser.description = (
         "Train an unchanged script as torchrun does; gradients of its DistributedDataParallel modules are sent "
-        "in fewer bits where that pays. The flags are torchrun's, plus those at the end. With --max-restarts "
+        "in fewer bits where that pays, and its batches are divided by the ranks' speeds where that changes no result. "
+        "The flags are torchrun's, plus those at the end. With --max-restarts "
         "N ranks that are lost are started again; with --nnodes MIN:MAX nodes may leave and join, and the plan is made "
         "anew for those that are there. With TRIMTAB_DISABLE=1 this is plain torchrun."
     )

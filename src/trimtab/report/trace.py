@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.chrome_trace import interval, label
 from trimtab.errors import TrimtabError
 from trimtab.report.events import to_json
 from trimtab.report.run_folder import Run, is_number
@@ -54,7 +55,7 @@ def chrome_trace(run: Run, step: int) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, event in sorted(traces.items()):
         host = str(run.ranks[rank].start.get("host", ""))
-        events.append(_name("process_name", rank, 0, f"rank {rank}" + (f" ({host})" if host else "")))
+        events.append(label("process_name", rank, 0, f"rank {rank}" + (f" ({host})" if host else "")))
         events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
         spans = event.get("spans")
         if is_number(event.get("began")) and isinstance(spans, list):
@@ -78,8 +79,8 @@ def _rank_events(rank: int, shift: float, spans: list[Any]) -> list[dict[str, An
         thread = 10 * (LANES.index(lane) if lane in LANES else len(LANES)) + (int(stage[1]) if stage else 0)
         if thread not in named:
             named.add(thread)
-            events.append(_name("thread_name", rank, thread, f"{lane}, stage {stage[1]}" if stage else lane))
-        events.append(_span(name, lane, rank, thread, shift + start, shift + end))
+            events.append(label("thread_name", rank, thread, f"{lane}, stage {stage[1]}" if stage else lane))
+        events.append(interval(name, lane, rank, thread, shift + start, shift + end))
     return events
 
 
@@ -102,25 +103,11 @@ def _predicted(run: Run, step: int, begins: Mapping[int, float]) -> list[dict[st
             continue
         pid, begin = PREDICTED + rank, begins[rank]
         ready, averaged = compute - after, max(step_s - after, compute - after)
-        events.append(_name("process_name", pid, 0, f"rank {rank}, predicted"))
+        events.append(label("process_name", pid, 0, f"rank {rank}, predicted"))
         events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": rank}})
-        events.append(_span("forward and backward", "compute", pid, 0, begin, begin + ready))
-        events.append(_span("exposed exchange and waiting", "wait", pid, 0, begin + ready, begin + averaged))
-        events.append(_span("optimizer", "optimizer", pid, 0, begin + averaged, begin + averaged + after))
+        events.append(interval("forward and backward", "compute", pid, 0, begin, begin + ready))
+        events.append(
+            interval("exposed exchange and waiting", "wait", pid, 0, begin + ready, begin + averaged)
+        )
+        events.append(interval("optimizer", "optimizer", pid, 0, begin + averaged, begin + averaged + after))
     return events
-
-
-def _span(name: str, category: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "ts": round(start * 1e6, 3),
-        "dur": round(max(end - start, 0.0) * 1e6, 3),
-    }
-
-
-def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.chrome_trace import interval, label
 from trimtab.predict.replay.inputs import RoleWork
 from trimtab.predict.replay.timeline import Timeline
 
@@ -17,19 +18,19 @@ WIRE = 0
 
 def trace(timeline: Timeline, roles: Sequence[RoleWork] = ()) -> dict[str, Any]:
     """The trace as a JSON tree. With the replayed roles, compute lanes show every operator."""
-    events: list[dict[str, Any]] = [_name("process_name", WIRE, 0, "link")]
+    events: list[dict[str, Any]] = [label("process_name", WIRE, 0, "link")]
     for index, role in enumerate(timeline.roles):
         ranks = f" x {role.ranks}" if role.ranks > 1 else ""
-        events.append(_name("process_name", index + 1, 0, f"{role.name}{ranks}"))
-        events.append(_name("thread_name", index + 1, 0, "compute"))
+        events.append(label("process_name", index + 1, 0, f"{role.name}{ranks}"))
+        events.append(label("thread_name", index + 1, 0, "compute"))
     named: set[tuple[int, int]] = set()
     for span in timeline.spans:
         process = WIRE if span.role is None else span.role + 1
         thread = 0 if span.lane == "compute" else 1 + span.stage
         if span.lane != "compute" and (process, thread) not in named:
             named.add((process, thread))
-            events.append(_name("thread_name", process, thread, f"{span.lane}, stage {span.stage}"))
-        events.append(_event(span.name, span.phase, process, thread, span.start, span.end))
+            events.append(label("thread_name", process, thread, f"{span.lane}, stage {span.stage}"))
+        events.append(interval(span.name, span.phase, process, thread, span.start, span.end))
     for index, replayed in enumerate(roles):
         events += _operators(index, replayed, timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -54,7 +55,7 @@ def _operators(index: int, role: RoleWork, timeline: Timeline) -> list[dict[str,
     for segment in role.segments:
         if segment.seconds > 0:
             start, end = _at(done, work, times), _at(done + segment.seconds, work, times)
-            events.append(_event(segment.name, segment.phase, index + 1, 0, start, end))
+            events.append(interval(segment.name, segment.phase, index + 1, 0, start, end))
         done += segment.seconds
     return events
 
@@ -65,19 +66,3 @@ def _at(done: float, work: list[float], times: list[float]) -> float:
     low, high = work[place - 1], work[place]
     part = min(1.0, (done - low) / (high - low)) if high > low else 0.0
     return times[place - 1] + part * (times[place] - times[place - 1])
-
-
-def _event(name: str, category: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "ts": round(start * 1e6, 3),
-        "dur": round((end - start) * 1e6, 3),
-    }
-
-
-def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
