@@ -38,6 +38,7 @@ def train(config: dict[str, float]) -> None:
         optimizer.zero_grad()
     if ray.train.get_context().get_world_rank() == 0:
         print(trimtab.explain(model))
+        print("loss", loss.item())
     ray.train.report({"loss": loss.item()})
 
 
@@ -50,4 +51,4 @@ if __name__ == "__main__":
             scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.device_count() > 1),
             run_config=RunConfig(storage_path=folder),
         )
-        print(trainer.fit().metrics)
+        trainer.fit()

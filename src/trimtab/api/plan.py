@@ -133,7 +133,7 @@ def plan(
     measured = Measured(workload, profile)
     for name in rank_counts(target):  # report what was not measured before the long work
         measured.costs(name, batch_size // target.world_size, {})
-    if job is not None and not damages:
+    if job is not None and not damages and set(offered) - {"fp32"}:  # fp32 does none
         damages = _measured_damages(job, workload, offered, indicator)
     progress(1, 12)
     made = make_plan(

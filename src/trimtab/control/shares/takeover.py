@@ -215,9 +215,7 @@ class Takeover:
         if self._observed == 0:
             self._note(compares_samples(loss) or self._problem_of_model())
         if self.scope == "this rank":
-            self._note(
-                "the Trainer divides the loss by the tokens of each rank (average_tokens_across_devices=False)"
-            )
+            self._note("average_tokens_across_devices=False: the loss is divided by the tokens of each rank")
         elif self.scope == "all ranks":
             if form.means:
                 self._note("the loss is a mean although the Trainer divides by the tokens of all ranks")
