@@ -44,6 +44,31 @@ def test_a_model_and_its_data_give_a_plan() -> None:
     assert simulate(given, workload(), setting).timeline.step_s == pytest.approx(found.predicted.step_s)
 
 
+def test_only_what_may_be_adjusted_is_planned() -> None:
+    exact = trimtab.plan(model(), uneven(2.0), 12, batches=batches(), adjust="exact")
+    assert exact.shares == (8, 4)
+    assert exact.bits is None
+    assert not any(role.precisions for role in exact.roles.values())
+    assert exact.reasons[0] == "only shares may be adjusted"
+    assert not any("probe" in reason for reason in exact.reasons), "it would not help"
+    lowered = trimtab.plan(model(), uneven(2.0), 12, batches=batches(), adjust="precision")
+    assert (lowered.batch, lowered.shares, lowered.bits) == ("fixed", (6, 6), None)
+    assert lowered.roles[SLOW].precisions
+
+
+def test_where_no_lower_precision_was_probed_the_rest_is_planned() -> None:
+    cluster = uneven(2.0)
+    assert cluster.profile is not None
+    devices = {
+        name: replace(device, operators={k: t for k, t in device.operators.items() if "|int8" not in k})
+        for name, device in cluster.profile.devices.items()
+    }
+    unprobed = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    found = trimtab.plan(model(), unprobed, 12, batches=batches())
+    assert found.shares == (8, 4)
+    assert any("no lower precision was probed" in reason for reason in found.reasons)
+
+
 def test_ranks_on_cpus_and_gpus_in_one_job_are_refused() -> None:
     mixed = uneven()
     devices = {**mixed.devices, FAST: replace(mixed.devices[FAST], kind="cuda")}
@@ -68,6 +93,9 @@ def test_plan_is_an_ordinary_function() -> None:
         ({"damage": -1.0}, "damage of -1"),
         ({"damage": float("nan")}, "damage of nan"),
         ({"bits": 3}, "not measured at 3 bits"),
+        ({"bits": 4, "adjust": "exact"}, "--bits 4 and --adjust exact exclude each other"),
+        ({"precisions": ["int8"], "adjust": "bits"}, "--adjust bits exclude each other"),
+        ({"adjust": "routes"}, "no adjustment 'routes'"),
         ({"cluster": replace(uneven(), profile=None)}, "has no measurements; run `trimtab probe"),
         (
             {"cluster": replace(uneven(), profile=replace(profile(), trimtab="0.0.1"))},

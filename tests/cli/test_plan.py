@@ -73,6 +73,9 @@ def test_the_command_writes_a_plan_and_says_what_it_holds(
         "Precision of each operator, by depth",
     } <= titles
     assert {"precision", "rank 0 (fast)"} <= {row["adjustment"] for row in tree["adjustments"]}
+    run(folder, as_json=True, adjust="exact", bits="auto")
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["bits"], tree["damage"], tree["reasons"][0]) == (None, 0, "only shares may be adjusted")
 
 
 def test_a_plan_that_fails_leaves_the_old_file(folder: Path) -> None:

@@ -35,7 +35,7 @@ from trimtab.predict.operators.estimate import measured_kinds, with_estimates
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import probed
 from trimtab.predict.step import rank_counts
-from trimtab.selector import selected
+from trimtab.selector import ALL, selected, selection_text
 from trimtab.workload import Workload
 
 RANKING = ("depth", "curvature", "random")
@@ -79,13 +79,18 @@ def plan(
         indicator: how damage is estimated; see `trimtab.measure.gradient_damage`.
         precisions: to choose from; by default all that were probed.
         autocast: "bf16" or "fp16", if the job runs under it.
-        adjust: what may be adjusted: "auto" for all, "exact" for what changes no result, or some of bits, shares and
-            precision, comma-separated. As in `trimtab run --adjust`.
+        adjust: what may be adjusted: "auto" for all, "exact" for what changes no result, "none", or some of bits,
+            shares and precision, comma-separated. As in `trimtab run --adjust`.
 
     Raises:
         TrimtabError: something is missing or does not fit; the message says what to do.
     """
     allowed = selected(adjust)
+    for name, value, usual in (("bits", bits, ("auto", None)), ("precision", precisions, (None, ()))):
+        if name not in allowed and value not in usual:
+            raise TrimtabError(
+                f"plan: --{name} {value} and --adjust {adjust} exclude each other: drop one, or allow {name}"
+            )
     batch = batch if "shares" in allowed else "fixed"
     bits = bits if "bits" in allowed else None
     precisions = precisions if "precision" in allowed else ()
@@ -149,6 +154,9 @@ def plan(
         layout=layout,
         progress=progress,
     )
+    if allowed != ALL:
+        known = [reason for reason in made.reasons if not reason.startswith("nothing is lowered")]
+        made = replace(made, reasons=(f"only {selection_text(allowed)} may be adjusted", *known))
     samples = [(role.device, role.samples) for role in made.roles.values()]
     if (warning := out_of_reach(profile, workload.model, samples)) is not None:
         logger().warning("plan: %s", warning)

@@ -49,6 +49,13 @@ def plan(
         str | None,
         typer.Option(help="Precisions to choose from, comma-separated; by default all that were probed."),
     ] = None,
+    adjust: Annotated[
+        str,
+        typer.Option(
+            help="What may be adjusted: auto (all), exact (only what changes no result), none, or some of bits, shares "
+            "and precision, comma-separated."
+        ),
+    ] = "auto",
     indicator: Annotated[
         str, typer.Option(help="variance, measured, depth, curvature or random.")
     ] = "variance",
@@ -101,6 +108,7 @@ def plan(
                 indicator=indicator,
                 precisions=None if precision is None else [p for p in precision.split(",") if p],
                 autocast=autocast,
+                adjust=adjust,
                 progress=progress,
             )
     except TrimtabError as error:
