@@ -16,8 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.api.tensor_parallel import tensor_parallel
+from trimtab.control.plans.active_plan import active_plan_of
+from trimtab.control.plans.follower import Follow
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
+from trimtab.model_state import attach_state
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role, save_plan
 from trimtab.sharding.unit_block import sharded_model
 
@@ -105,6 +108,46 @@ def test_a_plan_with_tensor_groups_trains_as_a_single_device(ranks: Pool, tmp_pa
         assert set(sizes) == {SAMPLES[own]}
         assert set(counts) == {(4, 2), (64, 32)}  # of 6 heads, of 96 hidden units
         assert worst < 1e-9
+
+
+def follow() -> tuple[list[int], list[int]]:
+    """The second group takes three times as long from the fourth step on; gives samples and the steps of switches."""
+    alone = make("gpt")
+    plan = plan_for(alone)
+    mesh = trimtab.mesh(plan)
+    model = DistributedDataParallel(
+        tensor_parallel(copy.deepcopy(alone), mesh, shares=plan), process_group=mesh.get_group("dp")
+    )
+    trimtab.apply(model, plan, follow=Follow(look=2, calibrate=1, patience=1, threshold=2.0))
+    tokens = torch.randint(VOCABULARY, (72, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = trimtab.loader(torch.utils.data.TensorDataset(tokens), plan.batch_size, plan=model)
+    optimizer = adamw(model)
+    group = next(index for index, members in enumerate(plan.tensor_groups) if dist.get_rank() in members)
+    follower: Any = attach_state(model).plan_follower
+    sizes: list[int] = []
+    # What a rank would measure: a second a sample at first.
+    follower._clock.read = lambda: float(sizes[-1]) * (3.0 if group == 1 and len(sizes) > 3 else 1.0)
+    for (batch,) in data:
+        sizes.append(len(batch))
+        data.weigh(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    active = active_plan_of(model)
+    assert active is not None
+    follower.close()
+    return sizes, [switch.step for switch in active.history]
+
+
+def test_samples_follow_the_pace_of_tensor_groups(ranks: Pool) -> None:
+    found = ranks(4, follow, allow_groups=True)
+    switches = found[0][1]
+    assert len(switches) == 1
+    for rank, (sizes, steps) in enumerate(found):
+        assert steps == switches
+        before, after = ((4, 5), (2, 1))[rank not in GROUPS[4][0]]
+        assert sizes == sorted(sizes, reverse=before > after)
+        assert set(sizes) == {before, after}
+        assert sizes.count(before) == found[0][0].count(4)
 
 
 def refused(case: str) -> str:

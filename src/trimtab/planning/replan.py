@@ -30,7 +30,7 @@ MIN_SPEEDUP = 1.025
 SPARED = 0.9
 """Or be as fast with at most this fraction of the damage."""
 
-_REPLANNED, _OTHER_RANKS = "replanned during training: ", "made anew for "
+REPLANNED, _OTHER_RANKS = "replanned during training: ", "made anew for "
 
 
 def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
@@ -71,7 +71,7 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
         f"{name} took {seconds / plan.roles[name].compute_s:.3g} times the predicted time"
         for name, seconds in observed.items()
     )
-    return proposed.plan(f"{_REPLANNED}{drift}")
+    return proposed.plan(f"{REPLANNED}{drift}")
 
 
 def devices_of(plan: Plan) -> list[str]:
@@ -162,12 +162,16 @@ class _Candidate:
 
     def plan(self, reason: str) -> Plan:
         old = self.old
-        replaced = (_REPLANNED, _OTHER_RANKS) if reason.startswith(_OTHER_RANKS) else _REPLANNED
+        replaced = (REPLANNED, _OTHER_RANKS) if reason.startswith(_OTHER_RANKS) else REPLANNED
         kept = tuple(earlier for earlier in old.reasons if not earlier.startswith(replaced))
+        route = old.route
+        if route is not None and self._devices() != devices_of(old):
+            route = replace(route, spared=())  # who is behind a slow link is known only of the old ranks
         return replace(
             old,
             roles={name: self._role(name) for name in self.job.devices},
             ranks=self.job.ranks,
+            route=route,
             predicted=replace(
                 old.predicted, step_s=self.step_s, plain_step_s=self._plain_s(), damage=self.damage
             ),
@@ -188,14 +192,19 @@ class _Candidate:
             choices=choices_of(tradeoffs.menu(device, samples).options, chosen),
         )
 
+    def _devices(self) -> list[str]:
+        return [self.job.devices[name] for name, count in self.job.ranks for _ in range(count)]
+
     def _plain_s(self) -> float:
         """Plain DDP as it would be now, with the observed time of its slowest rank."""
-        now = [self.job.devices[name] for name, count in self.job.ranks for _ in range(count)]
         slowest = [
             max(
                 known.menu(device, own[0]).own_s for device, own in even(devices, self.old.batch_size).items()
             )
-            for known, devices in ((PlanTradeoffs(self.old, {}), devices_of(self.old)), (self.tradeoffs, now))
+            for known, devices in (
+                (PlanTradeoffs(self.old, {}), devices_of(self.old)),
+                (self.tradeoffs, self._devices()),
+            )
         ]
         return max(0.0, self.old.predicted.plain_step_s - slowest[0]) + slowest[1]
 

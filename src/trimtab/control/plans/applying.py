@@ -114,7 +114,8 @@ def _agree_and_apply(
         if state.plan_follower is not None:
             state.plan_follower.close()
             state.plan_follower = None
-        if plan.tensor_groups:
+        fixed = plan.batch == "fixed" or len(plan.tensor_groups) == 1
+        if plan.tensor_groups and (follow is None or fixed):
             notes.append(
                 "the plan stays when speeds change: units of its tensor groups are moved by "
                 "tensor_parallel(balance='auto') instead"

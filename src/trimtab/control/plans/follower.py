@@ -3,7 +3,8 @@
 1. In every step each rank measures its own time, without waiting for others (`LocalClock`).
 2. Every `look` steps the ranks exchange their medians in one small all-gather.
 3. Rank 0 compares them with the plan's predictions, role by role, in a low-priority thread. If the relative speed
-   of the roles has changed for some looks, it makes a new plan (`trimtab.planning.replan`) and publishes it.
+   of the roles has changed for some looks, it makes a new plan (`trimtab.planning.replan`) and publishes it. Of tensor
+   groups the whole group counts, and only their samples change (`trimtab.planning.tensor.resample`).
 4. All ranks switch to the new plan at a step that was fixed at the look.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
 from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import replan
+from trimtab.planning.tensor.resample import resample
 
 __all__ = ["Follow", "Follower"]
 
@@ -50,6 +53,10 @@ class Follower:
         self._active, self._rules = active, rules
         self._switch, self._make_plan = switch, make_plan
         self._group = ddp.process_group
+        if active.plan.tensor_groups:  # of these DDP has only the ranks in the same place
+            world = dist.group.WORLD
+            assert world is not None
+            self._group = world
         self._rank = dist.get_rank(self._group)
         self._clock = LocalClock(next(ddp.parameters()).device)
         active.clocks.add(self._clock)
@@ -99,7 +106,9 @@ class Follower:
     @property
     def _is_followed(self) -> bool:
         """Whether the job uses the plan's shares: without our loader the script decides them."""
-        return self._active.last_loader is not None or len(set(self._active.plan.shares)) == 1
+        plan = self._active.plan
+        alike = len(set(plan.shares)) == 1 and not plan.tensor_groups  # of these nothing but shares changes
+        return self._active.last_loader is not None or alike
 
     def _time_backward(self, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -130,9 +139,15 @@ class Follower:
 
     def _decide(self, plan: Plan, seconds: list[float], samples: list[float]) -> dict[str, Any]:
         """On rank 0, beside the training: a new plan, or None."""
-        measured = ratios(plan, seconds, samples)
-        listed = ", ".join(f"{role} {ratio:.2f}" for role, ratio in measured.items())
-        logger().debug(f"plan {plan.hash}: measured over predicted time of a step by role: {listed}")
+        if plan.tensor_groups:
+            # Its ranks wait for each other in every block, so that each of them measures the time of the group.
+            seconds = [median(seconds[rank] for rank in group) for group in plan.tensor_groups]
+            pairs = zip(seconds, samples, strict=True)
+            measured = {f"tensor group {index}": own / share for index, (own, share) in enumerate(pairs)}
+        else:
+            measured = ratios(plan, seconds, samples)
+            listed = ", ".join(f"{role} {ratio:.2f}" for role, ratio in measured.items())
+            logger().debug(f"plan {plan.hash}: measured over predicted time of a step by role: {listed}")
         drift = self._drift.look(measured)
         if drift is None:
             return {"plan": None, "reasons": []}
@@ -140,9 +155,12 @@ class Follower:
             f"{role} takes {times:.2f} times as long as at first" for role, times in drift.items()
         )
         try:
-            new = self._make_plan(
-                plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()}
-            )
+            if plan.tensor_groups:
+                new = resample(plan, seconds)
+            else:
+                new = self._make_plan(
+                    plan, {role: plan.roles[role].compute_s * times for role, times in drift.items()}
+                )
         except Exception as error:  # the training must not stop because planning failed
             return {"plan": None, "reasons": [f"{change}; making a new plan failed: {error!r}"]}
         if new.hash == plan.hash:

@@ -145,6 +145,7 @@ def _plan(
     setting, step = layout.setting, layout.step
     adjustments = _adjustments(layouts, layout, without, instead)
     devices = search.devices
+    more = layouts.job.step(replace(setting, samples=tuple(own + 1 for own in setting.samples)))
     roles: dict[str, Role] = {}
     of_rank: list[str] = [""] * len(devices)
     names: dict[tuple[str, int, int], str] = {}
@@ -156,19 +157,21 @@ def _plan(
                 while name in roles:
                     name += "_"
                 names[key] = name
+                own = setting.samples[index]
+                compute_s = step.compute_s[index][place]
+                peak, larger = (
+                    layouts.peak(devices[rank], setting.counts[place], n, len(setting.groups), setting.bits)
+                    for n in (own, own + 1)
+                )
                 roles[name] = Role(
                     device=devices[rank],
                     kind=search.cluster.devices[devices[rank]].kind,
-                    samples=setting.samples[index],
+                    samples=own,
                     precisions={},
-                    compute_s=step.compute_s[index][place],
-                    peak_bytes=layouts.peak(
-                        devices[rank],
-                        setting.counts[place],
-                        setting.samples[index],
-                        len(setting.groups),
-                        setting.bits,
-                    ),
+                    compute_s=compute_s,
+                    fixed_s=max(0.0, compute_s - own * (more.compute_s[index][place] - compute_s)),
+                    peak_bytes=peak,
+                    bytes_per_sample=max(0, larger - peak),
                     memory_bytes=search.tradeoffs.limits[devices[rank]],
                     tensor_share=layout.shares[place],
                 )
