@@ -141,6 +141,13 @@ def test_layer_bits_route_and_micro_batches_are_carried_out(ranks: Pool, method:
     assert "multiple of 2" in fast["refused"]
 
 
+def test_a_rank_that_the_route_spares_has_the_same_parameters(ranks: Pool) -> None:
+    route = Route(method="scatter_reduce", spared=(1,))
+    fast, slow = ranks(2, exchanged, route, ["0", "1"], allow_groups=True)
+    assert torch.equal(fast["parameters"], slow["parameters"])
+    assert "flat scatter-reduce, rank 1 owns no chunk, as planned" in fast["explained"]
+
+
 def test_a_route_that_these_hosts_do_not_have_falls_back(ranks: Pool) -> None:
     found = ranks(2, exchanged, Route(inside="shared_memory"), ["0", "1"], allow_groups=True)
     assert torch.equal(found[0]["parameters"], found[1]["parameters"])

@@ -66,10 +66,14 @@ def all_gather(
 
 
 def scatter_reduce(
-    values: Sequence[torch.Tensor], pieces: Sequence[Piece], step: int, scale: float
+    values: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    step: int,
+    scale: float,
+    spared: Sequence[int] = (),
 ) -> torch.Tensor:
     result = torch.zeros_like(values[0])
-    for owner, chunk in enumerate(plan_layout(pieces, values[0].dtype, len(values)).chunks):
+    for owner, chunk in enumerate(plan_layout(pieces, values[0].dtype, len(values), spared).chunks):
         came = [encode(v, chunk, rank, step, scale) for rank, v in enumerate(values) if rank != owner]
         key = stream(SEED, step, owner, REDUCED)
         KERNELS.decode(encode_sum(values[owner], came, chunk, key, scale), chunk, result)

@@ -31,6 +31,19 @@ def test_every_element_has_exactly_one_owner(choices: list[tuple[int, int, int]]
     assert bool((owned == 1).all())
 
 
+@given(st.lists(sizes, max_size=6), st.integers(2, 9), st.data())
+def test_those_who_are_spared_own_nothing(
+    choices: list[tuple[int, int, int]], owners: int, data: st.DataObject
+) -> None:
+    pieces = pieces_of(choices)
+    spared = data.draw(st.sets(st.integers(0, owners - 1), max_size=owners - 1))
+    layout = plan_layout(pieces, torch.float32, owners, spared)
+    assert layout.spared == bool(spared)
+    assert not any(layout.chunks[owner].segments for owner in spared)
+    fewer = plan_layout(pieces, torch.float32, owners - len(spared))
+    assert [chunk for owner, chunk in enumerate(layout.chunks) if owner not in spared] == list(fewer.chunks)
+
+
 @given(st.lists(sizes, min_size=1, max_size=6), st.integers(2, 9))
 def test_a_cut_falls_on_a_block_boundary_of_its_parameter(
     choices: list[tuple[int, int, int]], owners: int

@@ -53,6 +53,46 @@ def test_every_rank_holds_exactly_the_simulated_bits(
         assert torch.equal(result, expected)
 
 
+def reduce_sparing(numel: int, dtype: torch.dtype, spared: list[int]) -> tuple[torch.Tensor, ...]:
+    """A bucket whose owners are the other ranks, without and with error feedback, twice."""
+    pieces = [(piece, torch.Size([piece.numel])) for piece in mixed_pieces(numel)]
+    groups = (world_group(),) * 2
+    reduced = []
+    for feedback in (None, ErrorFeedback()):
+        reduction = reduction_for(
+            pieces,
+            dtype,
+            torch.device("cpu"),
+            groups,
+            Block(),
+            seed=SEED,
+            feedback=feedback,
+            method="scatter_reduce",
+            spared=spared,
+        )
+        for step in (3, 4):
+            flat = values_of(dist.get_rank(), numel, dtype)
+            finish(reduction.steps(flat, step=step, scale=0.5))
+            reduced.append(flat)
+    return tuple(reduced)
+
+
+@pytest.mark.parametrize(("world", "spared"), [(2, [0]), (3, [2]), (4, [0, 3])])
+def test_ranks_that_are_spared_get_the_same_bits(ranks: Pool, world: int, spared: list[int]) -> None:
+    for numel, dtype in ((100_003, torch.float32), (1_000, torch.bfloat16)):
+        values = [values_of(rank, numel, dtype) for rank in range(world)]
+        found = ranks(world, reduce_sparing, numel, dtype, spared)
+        for step, result in zip((3, 4), found[0][:2], strict=True):
+            assert torch.equal(result, scatter_reduce(values, mixed_pieces(numel), step, 0.5, spared))
+        for own in found[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(own, found[0], strict=True))
+        # With what the first step left out, the mean of two is closer than that of one step.
+        exact = sum(value.float() for value in values) * 0.5
+        assert isinstance(exact, torch.Tensor)
+        first, second = (result.float() for result in found[0][2:])
+        assert float(((first + second) / 2 - exact).norm()) < float((first - exact).norm())
+
+
 def reduce_one(
     codec: Codec, numel: int, op: Literal["sum", "avg"], weights: list[float] | None, dtype: torch.dtype
 ) -> torch.Tensor:

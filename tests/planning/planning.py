@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile, workload
 
-from trimtab.cluster import Cluster, Device, Host
+from trimtab.cluster import Cluster, Device, Host, Link
 from trimtab.planning.make_plan import make_plan
 
 if TYPE_CHECKING:
@@ -45,8 +45,24 @@ def three(**counts: int) -> Cluster:
     )
 
 
+def behind_a_slow_link(slower: float) -> Cluster:
+    """Three hosts, the last of them behind a link so many times slower."""
+    given = three()
+    assert given.profile is not None
+    slow = {
+        name: replace(time, per_byte_s=slower * time.per_byte_s)
+        for name, time in given.profile.links["lan"].items()
+    }
+    return replace(
+        given,
+        links={**given.links, "slow": Link(gbit_per_s=1 / slower)},
+        hosts=(*given.hosts[:2], replace(given.hosts[2], link="slow")),
+        profile=replace(given.profile, links={**given.profile.links, "slow": slow}),
+    )
+
+
 def planned(given: Cluster, total: int = 8, *, size: float = 1e-3, **keywords: Any) -> Plan:
     return make_plan(given, workload(), damages(size), model="m", trimtab="0", batch_size=total, **keywords)
 
 
-__all__ = ["BETWEEN", "FAST", "SLOW", "damages", "planned", "three", "uneven"]
+__all__ = ["BETWEEN", "FAST", "SLOW", "behind_a_slow_link", "damages", "planned", "three", "uneven"]

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.planning import BETWEEN, FAST, SLOW, damages, planned, three, uneven
+from tests.planning.planning import (
+    BETWEEN,
+    FAST,
+    SLOW,
+    behind_a_slow_link,
+    damages,
+    planned,
+    three,
+    uneven,
+)
 from tests.planning.precision.exhaustive import exhaustive
 from tests.predict.profiles import profile, workload
 
@@ -20,8 +29,10 @@ from trimtab.planning.plan import load_plan, save_plan
 from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.allocate import TOLERANCE, allocate
 from trimtab.planning.precision.starting_point import Lowerable
+from trimtab.planning.replan import plan_for_ranks, replan
 from trimtab.planning.roles import layout
 from trimtab.precision_names import OWN
+from trimtab.predict.collectives import Route
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
@@ -243,6 +254,21 @@ def test_bits_are_chosen_where_they_gain() -> None:
     assert planned(given, bits="adaptive").bits == "adaptive"
     with pytest.raises(TrimtabError, match="codec was not measured at 3 bits"):
         planned(given, bits=3)
+
+
+def test_a_rank_behind_a_slow_link_owns_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.planning.plan_search.BUCKET_CAPS_MB", (0.15,))  # a small model
+    cluster = behind_a_slow_link(1000.0)
+    plan = planned(cluster, 12, budget=0.0, bits=4, layout="data")
+    assert plan.route == Route(spared=(2,))
+    assert plan.predicted.without["route"] > GAIN * plan.predicted.step_s
+    assert any("rank 2 owns no chunk" in reason for reason in plan.reasons)
+    # With one bucket its link would carry it there and back one after the other, which is no gain.
+    monkeypatch.setattr("trimtab.planning.plan_search.BUCKET_CAPS_MB", (100.0,))
+    assert planned(cluster, 12, budget=0.0, bits=4, layout="data").route is None
+    # For other ranks it is not known who is behind the slow link.
+    assert plan_for_ranks(plan, ["one", "two"]).route == Route()
+    assert replan(plan, {"three": 3 * plan.roles["three"].compute_s}).route == plan.route
 
 
 # Bad input

@@ -95,6 +95,37 @@ def test_the_slowest_interface_counts() -> None:
     assert sent.seconds((fast, fast)) == 8 * 793
 
 
+def test_a_spared_host_carries_a_bucket_once_in_each_direction() -> None:
+    cluster = Cluster(
+        version=1,
+        devices={"d": Device(kind="cpu", speed=1.0)},
+        links={"fast": Link(gbit_per_s=1.0), "slow": Link(gbit_per_s=0.2)},
+        hosts=(
+            Host(name="a", devices={"d": 2}, link="fast"),
+            Host(name="b", devices={"d": 1}, link="fast"),
+            Host(name="c", devices={"d": 1}, link="slow"),
+        ),
+    )
+    route = Route(spared=(3,))
+    placement = Placement.on(cluster, route)
+    assert [one.spared for one in placement.classes] == [False, False, True]
+    assert (placement.world, placement.owners) == (4, 3)
+    way = stages(route, placement, NUMEL, 300_000)
+    there, back = way.traffic
+    # Of three owners, two on host a: its ranks each get a third from b and c, b's rank from the three others.
+    assert there.nbytes == back.nbytes == (400_000, 300_000, 300_000)
+    assert (there.ways[2], back.ways[2]) == ("out", "in")
+    fast, slow = Fit(per_message_s=0.0, per_byte_s=1.0), Fit(per_message_s=0.0, per_byte_s=5.0)
+    assert (there.way((fast, fast, slow)), back.way((fast, fast, slow))) == ("out", "in")
+    assert there.way((fast, fast, fast)) == "both"
+    # All values are encoded once by every rank; who owns none has no sums to encode.
+    encoded = [sum(work.encoded for work in works) for works in (way.work, way.spared_work)]
+    assert encoded == [NUMEL, NUMEL]
+    assert way.spared_work[1].added == 0
+    assert Route(spared=(3,)).name == "flat default, rank 3 owns no chunk"
+    assert Route(spared=(3, 4)).name == "flat default, ranks 3, 4 own no chunk"
+
+
 @given(st.integers(2, 10_000), st.sampled_from(METHODS), st.integers(1, 8))
 def test_work_and_bytes_of_a_rank_do_not_grow_with_ranks_unless_it_gathers_all(
     hosts: int, method: Any, local: int
@@ -137,9 +168,16 @@ def test_hosts_send_what_the_formulas_say(ranks: tuple[int, ...]) -> None:
     if ranks == (2, 2):  # Gloo reduce-scatters by an all-reduce
         sent = max(max(both) for both in rows.pop()["passed"].values())
         assert 0.97 <= sent / reduce_scatter(4 * NUMEL, placement, ring=False).nbytes[0] <= 1.06
+    sparing = rows.pop()
     assert len(rows) == 6 * (1 + (ranks == (2, 2)))
     of_host = [next(i for i, one in enumerate(placement.classes) if one.ranks == own) for own in ranks]
     payload = encoded_bytes(NUMEL, BITS, BLOCK)
+    route = Route(spared=tuple(sparing["spared"]))
+    way = stages(route, Placement.on(cluster, route), NUMEL, payload)
+    for host in range(len(ranks)):
+        # One collective goes to the owners, the other comes from them.
+        counted_bytes = sum(sparing["passed"][str(host)])
+        assert 0.97 <= counted_bytes / sum(traffic.nbytes[host] for traffic in way.traffic) <= 1.06, sparing
     for row in rows:
         route = Route(method=row["method"], inside="shared_memory" if row["two_levels"] else None)
         way = stages(route, placement, NUMEL, payload)

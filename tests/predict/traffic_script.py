@@ -95,6 +95,14 @@ def main() -> None:
             )
             reduce = partial(_reduce, reduction, flat)
             rows.append({"method": method, "two_levels": level is not None, **counts(reduce, posted)})
+    piece = Piece(name="w", offset=0, numel=NUMEL, bits=BITS, block=BLOCK)
+    flat = torch.randn(NUMEL)
+    last = hosts.ranks[-1]
+    sparing = reduction_for(
+        [(piece, flat.shape)], flat.dtype, CPU, (group, group), Block(bits=BITS), seed=0, spared=last
+    )
+    counted_bytes = counts(partial(_reduce, sparing, flat), posted)
+    rows.append({"method": None, "two_levels": False, "spared": list(last), **counted_bytes})
     values, own = torch.zeros(NUMEL), torch.zeros(NUMEL // dist.get_world_size())
     if len(own) * dist.get_world_size() == NUMEL:
         scatter = partial(reduce_scatter_single, own, values, group, dist.ReduceOp.SUM)

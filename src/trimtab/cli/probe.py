@@ -151,7 +151,7 @@ def rows(cluster: Cluster) -> list[dict[str, Any]]:
             }
         )
     for title, collectives in cluster.profile.links.items():
-        name = "link" if title == LINK else f"link {title}"
+        name = title if title.startswith(LINK) else f"link {title}"
         for collective, time in collectives.items():
             rate = f"{8 / time.per_byte_s / 1e9:.3g} Gbit/s" if time.per_byte_s else "-"
             table.append({"what": name, "is": f"{collective}: {rate}, {time.per_message_s * 1e6:.0f} us"})

@@ -121,7 +121,8 @@ class BlockReduction:
 class ScatterReduceAllGather(BlockReduction):
     """Each rank owns a chunk: it receives everyone's, adds them up, and sends the sum to all.
 
-    Every value is quantized exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's.
+    Every value is quantized exactly twice. Payload sent per rank: twice (W - 1) / W of the bucket's. Where the layout
+    spares ranks, these send the bucket's payload once and receive it once, and own nothing.
     """
 
     def _allocate(self) -> None:
@@ -134,11 +135,15 @@ class ScatterReduceAllGather(BlockReduction):
         self._receive_sizes = [0 if r == rank else self._mine.nbytes for r in range(self._world)]
         row = max(chunk.nbytes for chunk in chunks)
         self._sent, self._received = self._bytes(self._others.nbytes), self._bytes(sum(self._receive_sizes))
-        self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
+        if self._layout.spared:
+            self._sums, self._gathered = self._bytes(self._mine.nbytes), self._bytes(sum(self._send_sizes))
+        else:
+            self._sums, self._gathered = self._bytes(row), self._bytes(self._world * row)
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. encode every chunk but mine; all-to-all the codes to their owners.
-        2. add what arrived to my own exact values, encode the sums, keep their decoded form; all-gather.
+        2. add what arrived to my own exact values, encode the sums, keep their decoded form; all-gather. Where ranks
+           are spared, all-to-all instead: a ring would pass everything through their links once more.
         3. decode the other owners' sums.
         """
         kernels, stochastic = self._kernels, self._stochastic
@@ -162,8 +167,24 @@ class ScatterReduceAllGather(BlockReduction):
         second = stream(self._seed, step, self._rank, REDUCED)
         self._encode_sum(flat, payloads, self._mine, sums, stream=second, scale=scale, target=target)
         self._keep(target, flat)
-        yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
-        self._decode_sums(self._gathered, self._sums.numel(), flat)
+        if not self._layout.spared:
+            yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
+            self._decode_sums(self._gathered, self._sums.numel(), flat)
+            return
+        copies = self._sums.repeat(self._world - 1)
+        yield started(
+            dist.all_to_all_single(
+                self._gathered,
+                copies,
+                self._send_sizes,
+                self._receive_sizes,
+                group=self._groups[1],
+                async_op=True,
+            )
+        )
+        carried(copies)
+        # What was gathered has the order of what was sent: all chunks but mine.
+        kernels.decode(self._gathered, self._others, flat)
 
 
 class AllGather(BlockReduction):

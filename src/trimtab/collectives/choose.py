@@ -46,6 +46,7 @@ def reduction_for(
     kernels: Kernels | None = None,
     hierarchy: Hierarchy | None = None,
     method: Method | None = None,
+    spared: Sequence[int] = (),
 ) -> Reduction:
     """The reduction of a bucket that holds these pieces (each with its tensor's shape).
 
@@ -57,6 +58,7 @@ def reduction_for(
     its shard between hosts; PowerSGD and top-k need whole parameters, and stay flat.
     `method` chooses how block-quantized values are reduced (between hosts, with a hierarchy); by
     default two ranks, and tiny fp32 buckets, use one all-gather, all others scatter-reduce-allgather.
+    `spared` ranks, those behind slow links, own nothing of what is scatter-reduced without a hierarchy.
     """
     if dtype not in DTYPES:
         return PlainReduction(groups)
@@ -75,7 +77,8 @@ def reduction_for(
         gather = in_one_gather(layout.chunks[0].nbytes, world) and (dtype == torch.float32 or world <= 2)
         kind = _KINDS[method or ("all_gather" if gather else "scatter_reduce")]
         if kind not in (AllGather, Tree):
-            layout = plan_layout(pieces, dtype, owners(world) if kind is Halving else world)
+            idle = spared if kind is ScatterReduceAllGather and hierarchy is None else ()
+            layout = plan_layout(pieces, dtype, owners(world) if kind is Halving else world, idle)
         return kind(
             layout,
             groups,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -45,6 +45,8 @@ class Layout:
 
     dtype: torch.dtype
     chunks: tuple[Packing, ...]
+    spared: bool = False
+    """Whether some of the owners own nothing, so that chunks have very unequal sizes."""
 
 
 def fingerprint(*settings: object) -> int:
@@ -53,31 +55,37 @@ def fingerprint(*settings: object) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def plan_layout(pieces: Sequence[Piece], dtype: torch.dtype, owners: int) -> Layout:
+def plan_layout(
+    pieces: Sequence[Piece], dtype: torch.dtype, owners: int, spared: Collection[int] = ()
+) -> Layout:
     """Cut the bucket into `owners` chunks of about equal payload, at block boundaries of the parameters.
 
     A parameter's blocks, and so its codes, are the same wherever the cuts fall: only who
-    owns a block changes. Chunks may be empty when there are fewer blocks than owners.
+    owns a block changes. Chunks are empty for those who are `spared`, and may be when there are fewer blocks than
+    owners.
     """
-    assert owners >= 1
+    owning = [owner for owner in range(owners) if owner not in spared]
+    assert owning
     # Cuts fall between blocks. Walk over all blocks once, and go to the next chunk as soon as
     # this one has its share of the bytes.
     sizes = [piece.nbytes(dtype.itemsize) for piece in pieces]
     total = sum(sizes)
     chunks: list[list[Piece]] = [[] for _ in range(owners)]
-    done, owner = 0.0, 0
+    done, place = 0.0, 0
     for piece, size in zip(pieces, sizes, strict=True):
         blocks, first = piece.blocks, 0
         while first < blocks:
             per_block = size / blocks
-            room = total * (owner + 1) / owners - done
-            take = blocks - first if owner == owners - 1 else min(blocks - first, round(room / per_block))
+            room = total * (place + 1) / len(owning) - done
+            is_last = place == len(owning) - 1
+            take = blocks - first if is_last else min(blocks - first, round(room / per_block))
             if take > 0:
-                chunks[owner].append(piece.part(first, take))
+                chunks[owning[place]].append(piece.part(first, take))
                 first += take
                 done += take * per_block
             if first < blocks:
-                owner += 1
+                place += 1
     parts = tuple(tuple(chunk) for chunk in chunks)
     packings = tuple(Packing(segments=part, dtype=dtype) for part in parts)
-    return Layout(pieces=tuple(pieces), parts=parts, dtype=dtype, chunks=packings)
+    spares = len(owning) < owners
+    return Layout(pieces=tuple(pieces), parts=parts, dtype=dtype, chunks=packings, spared=spares)

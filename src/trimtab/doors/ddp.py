@@ -78,13 +78,14 @@ class DdpCompression(JobBound):
         groups: tuple[dist.ProcessGroup, ...] | None = None,
         hierarchy: Hierarchy | None = None,
         method: Method | None = None,
+        spared: tuple[int, ...] = (),
     ) -> None:
         """`overrides` and `min_numel` are those of `choose_bits`.
 
         `error_feedback` defaults to on for biased codecs and off for stochastic `Block`.
         `observe` is called with (step, pieces, values) before each bucket is reduced.
         `groups` are those of `stage_groups`, made here when absent.
-        `hierarchy` (of the same ranks) and `method` are those of `trimtab.collectives.reduction_for`.
+        `hierarchy` (of the same ranks), `method` and `spared` are those of `trimtab.collectives.reduction_for`.
         """
         self.codec = codec
         self.automatic = False
@@ -101,7 +102,7 @@ class DdpCompression(JobBound):
         self._begun = -1
         self._changes: dict[int, dict[str, int]] = {}
         self._kernels, self._observe = kernels, observe
-        self._hierarchy, self._method = hierarchy, method
+        self._hierarchy, self._method, self._spared = hierarchy, method, spared
         self._replacement: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         sizes = {name: (p.numel(), p.dim()) for name, p in ddp.module.named_parameters()}
@@ -301,7 +302,7 @@ class DdpCompression(JobBound):
         whole = [piece for piece, _ in pieces]
         levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
         require_agreement(
-            fingerprint(whole, str(flat.dtype), self.codec, self.seed, levels, self._method),
+            fingerprint(whole, str(flat.dtype), self.codec, self.seed, levels, self._method, self._spared),
             self.device,
             self.groups[0],  # of the first stage, whose collectives start in one order on every rank
             what="gradients",
@@ -319,6 +320,7 @@ class DdpCompression(JobBound):
             kernels=self._kernels,
             hierarchy=self._hierarchy,
             method=self._method,
+            spared=self._spared,
         )
         return reduction, whole
 

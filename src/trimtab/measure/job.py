@@ -6,7 +6,7 @@ rank gets the same profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ def probe_job(
     placement: Placement,
     link: str,
     *,
+    slowness: Mapping[str, float] | None = None,
     cache: ProbeCache | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Probed:
@@ -57,6 +58,7 @@ def probe_job(
         names: the device class of every rank. A class gets the measurements of its first rank.
         placement: how many ranks each host has.
         link: the class of the link between them, `LOCAL` for an unnamed one.
+        slowness: where hosts have links of several classes: by class how many times slower it is than `link`.
         cache: earlier measurements of this rank; without it nothing is cached.
     """
     rounds, reduction_rounds = (1, 1) if task.quick else (LINK_ROUNDS, REDUCTION_ROUNDS)
@@ -78,9 +80,20 @@ def probe_job(
     )
     if len(names) > 1:
         measured = _links(
-            device_probe.workload, task.bits, device, names, placement, job_progress, rounds=rounds, most=most
+            device_probe.workload,
+            task.bits,
+            device,
+            names,
+            placement,
+            job_progress,
+            rounds=rounds,
+            most=most,
+            slowness=slowness or {},
         )
-        profile = replace(profile, links={link: measured})
+        profile = replace(
+            profile,
+            links={name: _slower(measured, factor) for name, factor in (slowness or {link: 1.0}).items()},
+        )
         group = dist.group.WORLD
         if link != LOCAL and task.bits and group is not None and (inside := inside_times(group, device)):
             profile = replace(profile, links={**profile.links, LOCAL: inside})
@@ -105,13 +118,18 @@ def _links(
     *,
     rounds: int,
     most: int,
+    slowness: Mapping[str, float],
 ) -> dict[str, CollectiveTime]:
     rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
-    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, most))
+    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, most), slowness=slowness)
     for _ in range(rounds):
         link_probe.round()
         job_progress.one()
     return link_times(link_probe, names)
+
+
+def _slower(times: Mapping[str, CollectiveTime], factor: float) -> dict[str, CollectiveTime]:
+    return {name: replace(time, per_byte_s=factor * time.per_byte_s) for name, time in times.items()}
 
 
 class _Progress:

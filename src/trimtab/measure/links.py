@@ -89,12 +89,15 @@ class LinkProbe:
         group: dist.ProcessGroup | None = None,
         rows: Rows | Mapping[Collective, Rows] = ROWS,
         collectives: Sequence[Collective] = COLLECTIVES,
+        slowness: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
             rows: the bytes of each trial's transfers; predictions are best for the job's own.
+            slowness: by link class, how many times slower it is than the one whose rates are measured; 1 by default.
         """
         self._placement, self._device, self._group = placement, device, group
+        self._slowness = [(slowness or {}).get(one.link, 1.0) for one in placement.classes]
         self._world_size = dist.get_world_size(group)
         self._collectives = tuple(collectives)
         self._rows: dict[Collective, list[tuple[int, ...]]] = {
@@ -124,7 +127,11 @@ class LinkProbe:
             points = []
             for row in self._rows[collective]:
                 traffic = [TRAFFIC[collective](size, self._placement) for size in row]
-                messages, sent = sum(t.messages for t in traffic), sum(max(t.nbytes) for t in traffic)
+                messages = sum(t.messages for t in traffic)
+                sent = sum(
+                    max(n * slower for n, slower in zip(t.nbytes, self._slowness, strict=True))
+                    for t in traffic
+                )
                 points.append((messages, sent, median(self._times[collective, row])))
             largest_s = points[-1][2]
             fits[collective] = tuple(

@@ -24,6 +24,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
 from trimtab.measure.fingerprint import fingerprint
+from trimtab.measure.interfaces import link_classes
 from trimtab.measure.job import Probed, probe_job
 from trimtab.measure.out_of_memory import allocations_fail_on_time, is_out_of_memory
 from trimtab.measure.products import refuse_wrong_products
@@ -39,7 +40,10 @@ ALIKE = 0.15
 """Devices with the same name whose speeds differ by less than this fraction are one class."""
 
 LINK = "link"
-"""The name of the class of the link between the probed hosts."""
+"""The name of the class of the link between the probed hosts, or of the fastest where they differ."""
+
+UNKNOWN = Link(gbit_per_s=1000.0)
+"""A link that is not measured yet, or too fast to be measured."""
 
 BATCHES = (2, 4, 6)
 """Default samples per rank; `trimtab plan` warns if its job needs to extrapolate far."""
@@ -164,17 +168,26 @@ def measure_cluster(
     hosts = [name for name, _, _ in everyone]
     classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
     several = len(set(hosts)) > 1
-    placement = Placement.of(hosts.count(name) for name in dict.fromkeys(hosts))
-    link = LINK if several else LOCAL
-    probed = probe_job(task, device, of_rank, placement, link, cache=cache, progress=progress)
+    links: Sequence[str | None] = (None,)
+    slowness: dict[str, float] | None = None
+    if several:
+        links, slowness = link_classes(hosts, device, LINK)
+    described = _hosts(hosts, of_rank, links)
     cluster = Cluster(
-        version=1,
-        devices=classes,
-        links=_link(probed.profile) if several else {},
-        hosts=_hosts(hosts, of_rank, LINK if several else None),
-        profile=probed.profile,
+        version=1, devices=classes, links=dict.fromkeys(slowness or (), UNKNOWN), hosts=described
     )
-    return cluster, probed
+    probed = probe_job(
+        task,
+        device,
+        of_rank,
+        Placement.on(cluster),
+        LINK if several else LOCAL,
+        slowness=slowness,
+        cache=cache,
+        progress=progress,
+    )
+    rates = {name: _link(probed.profile, name) for name in cluster.links}
+    return replace(cluster, links=rates, profile=probed.profile), probed
 
 
 def measure_damages(task: Task, device: torch.device, workload: Workload, batches: Sequence[Any]) -> Damage:
@@ -206,10 +219,10 @@ def _own_damages(task: Task, device: torch.device, workload: Workload, batches: 
     }
 
 
-def _link(profile: Profile) -> dict[str, Link]:
-    whole = profile.links[LINK]["all_reduce"]
-    rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else 1000.0
-    return {LINK: Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)}
+def _link(profile: Profile, name: str) -> Link:
+    whole = profile.links[name]["all_reduce"]
+    rate = 8 / whole.per_byte_s / 1e9 if whole.per_byte_s else UNKNOWN.gbit_per_s
+    return Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)
 
 
 def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
@@ -239,13 +252,13 @@ def _here() -> str:
     return f"{socket.gethostname()[:24]}{'-' if node else ''}{node}"
 
 
-def _hosts(hosts: Sequence[str], of_rank: Sequence[str], link: str | None) -> tuple[Host, ...]:
+def _hosts(hosts: Sequence[str], of_rank: Sequence[str], links: Sequence[str | None]) -> tuple[Host, ...]:
     counted: dict[str, dict[str, int]] = {}
     for host, device in zip(hosts, of_rank, strict=True):
         devices = counted.setdefault(host, {})
         devices[device] = devices.get(device, 0) + 1
     return tuple(
-        Host(name=_name(host, index), devices=devices, link=link)
+        Host(name=_name(host, index), devices=devices, link=links[index])
         for index, (host, devices) in enumerate(counted.items())
     )
 

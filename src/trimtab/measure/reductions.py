@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.cluster.profile import Profile
+from trimtab.cluster.profile import LOCAL, Profile
 from trimtab.codec import Block
 from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
 from trimtab.doors.ddp import stage_groups
@@ -106,7 +106,7 @@ class ReductionOverhead:
 
     def seconds(self, profile: Profile, link: str, names: Sequence[str]) -> float:
         """Seconds per bucket, never negative; `names` are the device classes of the ranks."""
-        links = _links(profile, link, names, len(self._placement.classes))
+        links = _links(profile, link, names, self._placement)
         overheads = []
         for bits, row in self._rows.items():
             buckets, local = compressed_buckets(
@@ -136,11 +136,15 @@ def with_overhead(profile: Profile, link: str, seconds: float) -> Profile:
     return replace(profile, links={**profile.links, link: {**collectives, "all_gather": slower}})
 
 
-def _links(profile: Profile, link: str, names: Sequence[str], classes: int) -> JobLinks:
+def _links(profile: Profile, link: str, names: Sequence[str], placement: Placement) -> JobLinks:
     rates = measured_rates(profile, link)
     times = profile.links[link]
+    of_class = [
+        measured_rates(profile, one.link if one.link in profile.links and one.link != LOCAL else link)
+        for one in placement.classes
+    ]
     return JobLinks(
-        between={collective: (fit,) * classes for collective, fit in rates.items()},
+        between={collective: tuple(own[collective] for own in of_class) for collective in rates},
         inside={},
         drag={c: tuple(times[c].drag.get(name, 0.0) for name in names) for c in rates},
     )

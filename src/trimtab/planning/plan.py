@@ -165,6 +165,11 @@ class Plan:
             raise ValueError(
                 f"shard_ranks: {self.shard_ranks} ranks share a copy under FSDP2, and divide {self.world_size} ranks"
             )
+        spared = () if self.route is None else self.route.spared
+        if not set(spared) < set(range(self.world_size)):
+            raise ValueError(
+                f"route.spared: ranks {list(spared)[:8]} must be some, not all, of 0 to {self.world_size - 1}"
+            )
         grouped = sorted(rank for group in self.tensor_groups for rank in group)
         if grouped and grouped != list(range(self.world_size)):
             raise ValueError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.compression.route import routes_to_try
+from trimtab.planning.compression.route import routes_to_try, sparing_route
 from trimtab.planning.job_candidate import JobCandidate
-from trimtab.planning.job_search import CLOSE, GAIN, JobSearch
+from trimtab.planning.job_search import CLOSE, FEW_CLASSES, GAIN, JobSearch
 from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload.buckets import MIB
@@ -60,7 +60,12 @@ class PlanSearch(JobSearch):
             best = plain  # the search is a heuristic; what is known to be better wins
         if self.uncompressed.sharding is not None:
             return best  # FSDP2 has no buckets, and its units have one number of bits
-        best = self._with_buckets(best)
+        bucketed = self._with_buckets(best)
+        if batch == "free" and bucketed is not best and len(self.counts) <= FEW_CLASSES:
+            # What is exposed of the exchange is another part of the step now, and so are the best shares.
+            best = self.free(bucketed.setting, budget)
+        if bucketed.step_s <= best.step_s:
+            best = bucketed
         return self._with_more_bits(best) if None in bits else best
 
     def setting(self, bits: Bits) -> StepSetting:
@@ -82,17 +87,26 @@ class PlanSearch(JobSearch):
         return min(settings, key=lambda setting: self.even(setting).step_s)
 
     def _with_buckets(self, candidate: JobCandidate) -> JobCandidate:
-        """With buckets of another size, where that gains."""
+        """With buckets of another size, and with ranks behind slow links spared, where that gains."""
         if len(self.devices) == 1:
             return candidate
         whole = sum(p.tensor.nbytes for p in self.workload.parameters if p.trainable) / MIB
-        sizes = [
-            self.with_setting(candidate, replace(candidate.setting, bucket_cap_mb=cap))
-            for cap in BUCKET_CAPS_MB
-            if cap == BUCKET_CAPS_MB[-1] or whole <= MOST_BUCKETS * cap
+        caps: list[float | None] = [
+            cap for cap in BUCKET_CAPS_MB if cap == BUCKET_CAPS_MB[-1] or whole <= MOST_BUCKETS * cap
         ]
-        best = min(sizes, key=lambda one: one.step_s)
+
+        def fastest(caps: Iterable[float | None], **changed: Any) -> JobCandidate:
+            settings = (replace(candidate.setting, bucket_cap_mb=cap, **changed) for cap in caps)
+            return min((self.with_setting(candidate, one) for one in settings), key=lambda one: one.step_s)
+
+        best = fastest(caps)
         self.tick()
+        route = None if candidate.bits is None else sparing_route(self.cluster, self.profile)
+        if route is not None:
+            own = best.setting.bucket_cap_mb
+            sparing = fastest((None, *caps) if len(self.counts) <= FEW_CLASSES else (own,), route=route)
+            best = sparing if best.step_s >= GAIN * sparing.step_s else best
+            self.tick()
         return best if candidate.step_s >= GAIN * best.step_s and self.fits(best) else candidate
 
     def _with_more_bits(self, candidate: JobCandidate) -> JobCandidate:

@@ -14,6 +14,8 @@ Notation: W ranks on H hosts; a host has L ranks, and hosts may differ; n bytes 
 | reduce-scatter (NCCL)        | W - 1                  |                   | n (W - 1) / W                         |
 | reduce-scatter (Gloo)        | 2 (W - 1)              |                   | 2 n (W - 1) / W                       |
 | all-to-all of n per rank     | 1                      | W - 2             | L n (W - L) / (W - 1)                 |
+| n per rank to its O owners   | 1                      | O - 1             | L n (W - L) / O; of a spared host L n |
+| the sums back to all ranks   | 1                      | W - 2             | the same                              |
 | up a binomial tree           | log2 W                 |                   | n log2 H (the root's), or less        |
 | down (a broadcast)           | log2 W                 |                   | L n log2 H (the root's), or less      |
 | once around a ring           | W - 1                  |                   | n (W - 1) / W                         |
@@ -31,36 +33,36 @@ Assumptions:
 - Trees and halves are bounded from above where hosts have not the same power of two of ranks: then the levels that
   stay inside a host are counted as if they left it. (+ ...) is for a W that is no power of two.
 - Chunks are whole quantization blocks, so nobody owns less than one; with more ranks than blocks some own nothing.
+- Ranks that a route spares own nothing, either. A spared host only sends in the first collective and only receives in
+  the second, so that one bucket's first and another's second do not slow each other down on its link.
 - Ranks of a host reduce through shared memory at `SHARED_MEMORY` where nothing was measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import LOCAL, CodecTime
+from trimtab.predict.traffic import COLLECTIVES, Collective, Traffic, Way, Work
 from trimtab.strict_files import STRICT
 from trimtab.wire_format import in_one_gather
 
 if TYPE_CHECKING:
     from trimtab.predict.links import Fit
 
-Collective = Literal["all_reduce", "all_gather", "all_to_all"]
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+__all__ = ["COLLECTIVES", "Collective", "Traffic", "Work"]
 
 Method = Literal["all_gather", "scatter_reduce", "ring", "tree", "halving"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 Inside = Literal["shared_memory", "group"]
-
-POSTED = 0.1
-"""Cost of a message that is sent together with others, over that of one that is waited for."""
 
 BLOCK = 1024
 """Values of a quantization block, the least that a rank owns."""
@@ -76,6 +78,9 @@ class HostClass:
     count: int = 1
     link: str = LOCAL
     """Class of the link to other hosts."""
+
+    spared: bool = False
+    """Whether its ranks own nothing (see `Route.spared`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +98,31 @@ class Placement:
         return cls(classes=tuple(HostClass(ranks=ranks, count=count) for ranks, count in counts.items()))
 
     @classmethod
-    def on(cls, cluster: Cluster) -> Placement:
-        """The placement of a cluster's ranks."""
-        counts: dict[tuple[int, str], int] = {}
+    def on(cls, cluster: Cluster, route: Route | None = None) -> Placement:
+        """The placement of a cluster's ranks; hosts whose ranks the route spares are classes of their own."""
+        counts: dict[tuple[int, str, bool], int] = {}
         alone = len(cluster.hosts) == cluster.hosts[0].count == 1
+        spared, first = frozenset(route.spared if route else ()), 0
         for host in cluster.hosts:
-            key = sum(host.devices.values()), LOCAL if alone or host.link is None else host.link
+            ranks = sum(host.devices.values())
+            key = ranks, LOCAL if alone or host.link is None else host.link, first in spared
             counts[key] = counts.get(key, 0) + host.count
+            first += ranks * host.count
         return cls(
             classes=tuple(
-                HostClass(ranks=ranks, count=count, link=link) for (ranks, link), count in counts.items()
+                HostClass(ranks=ranks, count=count, link=link, spared=idle)
+                for (ranks, link, idle), count in counts.items()
             )
         )
 
     @property
     def world(self) -> int:
         return sum(one.ranks * one.count for one in self.classes)
+
+    @property
+    def owners(self) -> int:
+        """Ranks that are not spared."""
+        return sum(one.ranks * one.count for one in self.classes if not one.spared)
 
     @property
     def hosts(self) -> int:
@@ -129,39 +143,6 @@ class Placement:
         return Placement(
             classes=tuple(HostClass(ranks=1, count=one.count, link=one.link) for one in self.classes)
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What one collective takes from the links."""
-
-    collective: Collective
-    """The one whose measured rates apply."""
-
-    waits: int
-    """Messages that each wait for the one before."""
-
-    nbytes: tuple[float, ...]
-    """Through the interface of a host of each class."""
-
-    beside: int = 0
-    """Messages that a rank sends together with these."""
-
-    @property
-    def messages(self) -> float:
-        """In units of messages that are waited for."""
-        return self.waits + POSTED * self.beside
-
-    def latency_s(self, fits: Sequence[Fit]) -> float:
-        """Time before and between the bytes; `fits` are those of the host classes' links."""
-        return max((self.messages * fit.per_message_s for fit in fits), default=0.0)
-
-    def flow_s(self, fits: Sequence[Fit]) -> float:
-        """Time of the bytes, through the interface that needs most of it."""
-        return max((sent * fit.per_byte_s for sent, fit in zip(self.nbytes, fits, strict=True)), default=0.0)
-
-    def seconds(self, fits: Sequence[Fit]) -> float:
-        return self.latency_s(fits) + self.flow_s(fits)
 
 
 def _equal(placement: Placement, nbytes: float) -> tuple[float, ...]:
@@ -205,39 +186,27 @@ def all_to_all(nbytes: float, placement: Placement) -> Traffic:
     return Traffic(collective="all_to_all", waits=min(1, world - 1), beside=max(0, world - 2), nbytes=sent)
 
 
+def _to_owners(nbytes: float, placement: Placement) -> tuple[Traffic, Traffic]:
+    """Of `nbytes` on every rank: each owner's part to it from all, and the sums back to all."""
+    world, owners = placement.world, placement.owners
+    sent = tuple(
+        nbytes / owners * one.ranks * (owners if one.spared else world - one.ranks)
+        for one in placement.classes
+    )
+
+    def traffic(beside: int, way: Way) -> Traffic:
+        ways: tuple[Way, ...] = tuple(way if one.spared else "both" for one in placement.classes)
+        return Traffic(collective="all_to_all", waits=1, beside=beside, nbytes=sent, ways=ways)
+
+    return traffic(owners - 1, "out"), traffic(world - 2, "in")
+
+
 def _point_to_point(waits: int, nbytes: tuple[float, ...]) -> Traffic:
     return Traffic(collective="all_to_all", waits=waits, nbytes=nbytes)
 
 
 TRAFFIC = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all": all_to_all}
 """By the collective that is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Calls of the codec on one rank, and the values that pass through them."""
-
-    encoded: float = 0.0
-    decoded: float = 0.0
-    added: float = 0.0
-    """Decoded and added to a sum."""
-
-    encodes: int = 0
-    decodes: int = 0
-    adds: int = 0
-
-    def seconds(self, codec: CodecTime, *, feedback: bool = False) -> float:
-        """With error feedback every encoded value is also decoded again: only then it is known what was sent."""
-        owed = codec.feedback.a + codec.decode.a if feedback else 0.0
-        return (
-            owed * self.encoded
-            + codec.encode.a * self.encoded
-            + codec.encode.c * self.encodes
-            + codec.decode.a * self.decoded
-            + codec.decode.c * self.decodes
-            + codec.add.a * self.added
-            + codec.add.c * self.adds
-        )
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -250,10 +219,18 @@ class Route:
     inside: Inside | None = None
     """How ranks of a host reduce exactly first; None to reduce flat."""
 
+    spared: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Ranks behind slow links that own no chunk of what is scatter-reduced flat: their links carry each bucket once
+    in each direction, and the others' a little more."""
+
     @property
     def name(self) -> str:
         method = (self.method or "default").replace("_", "-")
-        return f"two levels, {method}" if self.inside else f"flat {method}"
+        name = f"two levels, {method}" if self.inside else f"flat {method}"
+        if not self.spared:
+            return name
+        few = ", ".join(map(str, self.spared[:4])) + (", ..." if len(self.spared) > 4 else "")
+        return f"{name}, {f'rank {few} owns' if len(self.spared) == 1 else f'ranks {few} own'} no chunk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,11 +247,20 @@ class Stages:
     inside: tuple[Traffic, ...] = ()
     """Inside a host: first of all, and last of all."""
 
+    spared_work: tuple[Work, ...] = ()
+    """That of a rank that owns nothing, where it differs."""
+
     def local_s(
-        self, codec: CodecTime, inside: Mapping[Collective, Fit], *, feedback: bool = False
+        self,
+        codec: CodecTime,
+        inside: Mapping[Collective, Fit],
+        *,
+        feedback: bool = False,
+        spared: bool = False,
     ) -> tuple[float, ...]:
         """Seconds of a rank's own work before each collective and after the last, inside its host included."""
-        seconds = [work.seconds(codec, feedback=feedback) for work in self.work]
+        own = self.spared_work if spared and self.spared_work else self.work
+        seconds = [work.seconds(codec, feedback=feedback) for work in own]
         for place, traffic in zip((0, -1), self.inside, strict=False):
             seconds[place] += traffic.seconds((inside[traffic.collective],))
         return tuple(seconds)
@@ -344,6 +330,16 @@ def _exchange(method: Method | None, placement: Placement, numel: int, payload: 
         own = Work(encoded=part, encodes=1, decoded=part, added=part)
         around = _point_to_point(others, _equal(placement, payload * others / world))
         return Stages(traffic=(around, gather), work=(hops, own, after), roundings=world)
+    if placement.owners < world:
+        part = numel / placement.owners
+        all_but_own = numel - part
+        own = Work(encoded=part, encodes=1, decoded=part, added=others * part)
+        return Stages(
+            traffic=_to_owners(payload, placement),
+            work=(Work(encoded=all_but_own, encodes=1), own, Work(decoded=all_but_own, decodes=1)),
+            roundings=2,
+            spared_work=(Work(encoded=numel, encodes=1), Work(), Work(decoded=numel, decodes=1)),
+        )
     first = Work(encoded=others * part, encodes=1)
     own = Work(encoded=part, encodes=1, decoded=part, added=others * part)
     scatter = all_to_all(payload * others / world, placement)

@@ -56,6 +56,9 @@ class JobLinks:
     trees: bool = False
     """Whether the backend also all-reduces along trees."""
 
+    spared: tuple[bool, ...] = ()
+    """For each role, whether the route spares all of its ranks (`Route.spared`); empty if it spares none."""
+
     @classmethod
     def uniform(cls, between: Fit, inside: Fit = SHARED_MEMORY, *, classes: int = 1) -> JobLinks:
         """The same rates for every collective and every class of hosts."""

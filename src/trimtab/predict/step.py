@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
-from trimtab.predict.collectives import BLOCK, COLLECTIVES, Collective, Placement
+from trimtab.predict.collectives import BLOCK, COLLECTIVES, Collective, Placement, Route
 from trimtab.predict.links import SHARED_MEMORY, Fit, JobLinks, nominal
 from trimtab.predict.memory.step_peak import Memory, step_memory
 from trimtab.predict.operators.estimate import ADAM_BYTES
@@ -80,7 +80,8 @@ def build_step(
     """
     workload, profile = measured.bucketed(setting.bucket_cap_mb), measured.profile
     counts = rank_counts(cluster)
-    placement = Placement.on(cluster)
+    route = setting.route if setting.bits is not None else None
+    placement = Placement.on(cluster, route)
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
     roles = []
     for name, count in counts.items():
@@ -111,7 +112,7 @@ def build_step(
         )
     if placement.world == 1:
         return (replace(roles[0], segments=_without_buckets(roles[0])),), ()
-    links = job_links(cluster, profile)
+    links = job_links(cluster, profile, route)
     if setting.bits is None:
         return tuple(roles), plain_buckets(workload, placement, links)
     used = sorted({bits for bits in setting.bits_of(workload).values() if bits} | {setting.bits})
@@ -187,9 +188,9 @@ def _without_buckets(role: RoleWork) -> tuple[ComputeSegment, ...]:
     return tuple(replace(segment, buckets=()) for segment in role.segments)
 
 
-def job_links(cluster: Cluster, profile: Profile) -> JobLinks:
-    """The rates of a job's links, by class of hosts, with each device class's drag."""
-    placement = Placement.on(cluster)
+def job_links(cluster: Cluster, profile: Profile, route: Route | None = None) -> JobLinks:
+    """The rates of a job's links, by class of hosts on this route, with each device class's drag."""
+    placement = Placement.on(cluster, route)
     devices = list(rank_counts(cluster))
     by_link = {name: _rates(cluster, profile, name) for name in {one.link for one in placement.classes}}
     between: dict[Collective, tuple[Fit, ...]] = {}
@@ -209,7 +210,20 @@ def job_links(cluster: Cluster, profile: Profile) -> JobLinks:
         inside={collective: local.get(collective, SHARED_MEMORY) for collective in COLLECTIVES},
         drag=drag,
         trees=all(cluster.devices[name].kind == "cuda" for name in devices),
+        spared=_spared(cluster, devices, route),
     )
+
+
+def _spared(cluster: Cluster, devices: Iterable[str], route: Route | None) -> tuple[bool, ...]:
+    if route is None or not route.spared:
+        return ()
+    spared, first = frozenset(route.spared), 0
+    owning: set[str] = set()
+    for host in cluster.hosts:
+        if first not in spared:
+            owning.update(host.devices)
+        first += sum(host.devices.values()) * host.count
+    return tuple(name not in owning for name in devices)
 
 
 def measured_rates(profile: Profile, link: str) -> dict[Collective, Fit]:

@@ -7,11 +7,12 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.planning.planning import behind_a_slow_link, three
 
 from trimtab.cluster.profile import CodecTime, Line
 from trimtab.collectives import Method as ReductionMethod
-from trimtab.planning.compression.route import MOST_ROUNDINGS, RouteChoice, choose_route
-from trimtab.predict.collectives import Method, Placement, stages
+from trimtab.planning.compression.route import MOST_ROUNDINGS, RouteChoice, choose_route, sparing_route
+from trimtab.predict.collectives import Method, Placement, Route, stages
 from trimtab.predict.links import Fit, JobLinks
 
 MB = 1_000_000
@@ -122,3 +123,15 @@ def test_a_slower_link_never_makes_two_levels_less_worth(hosts: int, local: int,
         for gbit in (100.0, 10.0, 1.0, 0.1)
     ]
     assert levels == sorted(levels)
+
+
+def test_ranks_behind_slow_links_are_spared() -> None:
+    cluster = behind_a_slow_link(5.0)
+    assert cluster.profile is not None
+    assert sparing_route(cluster, cluster.profile) == Route(spared=(2,))
+    alike = behind_a_slow_link(1.2)
+    assert alike.profile is not None
+    assert sparing_route(alike, alike.profile) is None
+    same = three(three=2)
+    assert same.profile is not None
+    assert sparing_route(same, same.profile) is None, "all hosts have one class of link"

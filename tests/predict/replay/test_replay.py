@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import _fair, replay
+from trimtab.predict.traffic import Way
 
 
 def role(
@@ -45,6 +46,22 @@ def test_a_transfer_hides_behind_backward() -> None:
 def test_a_bucket_waits_for_the_one_before_it() -> None:
     done = replay([role()], buckets(2.0, 1.0))
     assert done.step_s == pytest.approx(2 + 2 + 1 + 0.5)
+
+
+def test_what_is_only_sent_does_not_slow_down_what_is_only_received() -> None:
+    def both_stages(first: Way, second: Way) -> float:
+        transfers = (
+            Transfer(latency_s=0.0, seconds=1.0, way=first),
+            Transfer(latency_s=0.0, seconds=1.0, way=second),
+        )
+        ready = role(forward=0.0, backward=(0.0,) * 4, optimizer=0.0)
+        return replay(
+            [ready], [BucketTransfers(name=f"bucket {i}", transfers=transfers) for i in range(4)]
+        ).step_s
+
+    assert both_stages("out", "in") == pytest.approx(5)
+    assert both_stages("both", "both") == both_stages("out", "out") == pytest.approx(8)
+    assert both_stages("out", "both") == pytest.approx(8)
 
 
 def test_a_segment_waits_for_the_bucket_it_needs() -> None:

@@ -104,6 +104,7 @@ def compress_ddp(
         groups=None if choice is None else choice.groups,
         hierarchy=None if route is None else route.hierarchy,
         method=None if route is None else route.method,
+        spared=() if route is None else route.spared,
     )
     state = attach_state(model)
     state.adaptive = None  # the controller of what `trimtab run` chose

@@ -27,6 +27,7 @@ class HostRoute:
     hierarchy: Hierarchy | None
     method: Method | None
     reason: str
+    spared: tuple[int, ...] = ()
 
 
 def choose_host_route(
@@ -90,7 +91,9 @@ def planned_host_route(group: dist.ProcessGroup, device: torch.device, route: Ro
     Where the hosts do not allow two levels, it falls back to the flat default.
     """
     if route.inside is None:
-        return HostRoute(hierarchy=None, method=route.method, reason=f"{route.name}, as planned")
+        return HostRoute(
+            hierarchy=None, method=route.method, reason=f"{route.name}, as planned", spared=route.spared
+        )
     hosts = find_hosts(group, device)
     flat = "all ranks are on one host" if len(hosts.ranks) == 1 else hosts.flat_reason()
     if flat is not None:

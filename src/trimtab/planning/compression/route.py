@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from trimtab.cluster import Cluster
-from trimtab.cluster.profile import CodecTime, Profile
+from trimtab.cluster.profile import LOCAL, CodecTime, Profile
 from trimtab.predict.collectives import BLOCK, METHODS, Inside, Placement, Route, Stages, stages
 from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.build import payloads
@@ -19,6 +19,9 @@ EXTRA_ROUNDING_RATIO = 0.85
 
 MOST_ROUNDINGS = 16
 """Routes that round a value more often are not considered: a ring of many ranks drowns it in noise."""
+
+SLOW_LINK = 1.5
+"""Ranks may be spared where a byte takes this many times as long as on the fastest link."""
 
 MANY_RANKS = 16
 """From this world size a flat route is chosen by its costs; with fewer ranks the defaults are about as fast."""
@@ -102,6 +105,41 @@ def routes_to_try(
     if placement.two_levels:
         routes.append(Route(inside="shared_memory"))
     return tuple(dict.fromkeys(routes))
+
+
+def sparing_route(cluster: Cluster, profile: Profile) -> Route | None:
+    """The flat route whose owners are the ranks behind faster links; None where all links are about as fast.
+
+    A rank that owns a chunk receives it from all others and sends the sums to them. One that owns nothing has only its
+    own gradients to send and the sums to receive.
+    """
+    if len({host.link for host in cluster.hosts}) < 2 or cluster.world_size < 3:
+        return None
+    fits = job_links(cluster, profile).fits("all_to_all")
+    rates = {one.link: fit.per_byte_s for one, fit in zip(Placement.on(cluster).classes, fits, strict=True)}
+    slowest_first = sorted(rates, key=lambda link: -rates[link])
+    ways: list[tuple[float, Route]] = []
+    for count in range(1, len(slowest_first)):
+        if rates[slowest_first[count - 1]] < SLOW_LINK * rates[slowest_first[-1]]:
+            break
+        route = Route(spared=_ranks_on(cluster, slowest_first[:count]))
+        scattered = replace(route, method="scatter_reduce")
+        way = stages(scattered, Placement.on(cluster, route), BLOCK * cluster.world_size, 1 << 20)
+        fits = job_links(cluster, profile, route).fits("all_to_all")
+        ways.append((max(traffic.flow_s(fits) for traffic in way.traffic), route))
+    return min(ways, key=lambda way: way[0])[1] if ways else None
+
+
+def _ranks_on(cluster: Cluster, links: Collection[str]) -> tuple[int, ...]:
+    """The ranks of the hosts with these links."""
+    ranks: list[int] = []
+    first = 0
+    for host in cluster.hosts:
+        count = sum(host.devices.values()) * host.count
+        if (host.link or LOCAL) in links:
+            ranks += range(first, first + count)
+        first += count
+    return tuple(ranks)
 
 
 def job_route(

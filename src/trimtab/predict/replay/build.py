@@ -85,10 +85,14 @@ def plain_transfer(nbytes: int, placement: Placement, links: JobLinks) -> Transf
 
 def _transfer(traffic: Traffic, links: JobLinks, overhead_s: float = 0.0) -> Transfer:
     fits = links.fits(traffic.collective)
+    drag = links.drag[traffic.collective]
+    if traffic.ways:  # what a spared rank only sends, or only receives, costs it half of what both do
+        drag = tuple(part / 2 if spared else part for part, spared in zip(drag, links.spared, strict=True))
     return Transfer(
         latency_s=traffic.latency_s(fits) + overhead_s,
         seconds=traffic.flow_s(fits),
-        drag=links.drag[traffic.collective],
+        drag=drag,
+        way=traffic.way(fits),
     )
 
 
@@ -110,7 +114,8 @@ def compressed_buckets(
     buckets: list[BucketTransfers] = []
     local: list[list[tuple[float, ...]]] = [[] for _ in codecs]
     # Repeated layers have like buckets, and roles of one kind of device share their times.
-    kinds = [tuple(map(id, codec.values())) for codec in codecs]
+    spared = links.spared or (False,) * len(codecs)
+    kinds = [(*map(id, codec.values()), idle) for codec, idle in zip(codecs, spared, strict=True)]
     ways: dict[object, tuple[Stages, tuple[Transfer, ...]]] = {}
     seconds: dict[object, tuple[float, ...]] = {}
     for index, bucket in enumerate(workload.buckets):
@@ -127,10 +132,11 @@ def compressed_buckets(
             ways[like] = way, (*(_transfer(t, links) for t in first), _transfer(last, links, overhead))
         way, transfers = ways[like]
         buckets.append(BucketTransfers(name=f"bucket {index}", transfers=transfers))
-        for role, codec, kind in zip(local, codecs, kinds, strict=True):
+        for role, codec, kind, idle in zip(local, codecs, kinds, spared, strict=True):
             if (like, kind) not in seconds:
-                times = _mixed(codec, values)
-                seconds[like, kind] = way.local_s(times, links.inside, feedback=setting.error_feedback)
+                seconds[like, kind] = way.local_s(
+                    _mixed(codec, values), links.inside, feedback=setting.error_feedback, spared=idle
+                )
             role.append(seconds[like, kind])
     return tuple(buckets), [tuple(role) for role in local]
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trimtab.predict.traffic import Way
+
 
 Runs = list[tuple[float, tuple[int, ...], str, tuple[int, ...]]]
 """Stretches of a compute stream: seconds, the buckets that are complete at the end, the phase, and the buckets that
@@ -83,6 +85,9 @@ class Transfer:
 
     drag: tuple[float, ...] = ()
     """For each role, the fraction of its device that the transfer uses while it flows."""
+
+    way: Way = "both"
+    """What the slowest interface does: what it only sends does not slow down what it only receives."""
 
 
 @dataclass(frozen=True, kw_only=True)

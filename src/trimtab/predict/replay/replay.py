@@ -104,6 +104,7 @@ class _Replay:
     ) -> None:
         self.roles, self.buckets = roles, buckets
         self.runs = [role.runs for role in roles] if runs is None else runs
+        self.one_way = any(t.way != "both" for bucket in buckets for t in bucket.transfers)
         self.at = [0] * len(roles)
         self.now = 0.0
         self.active: list[_Task] = []
@@ -162,15 +163,16 @@ class _Replay:
             else:
                 assert task.role is not None
                 by_role[task.role].append(task)
-        wire = 1.0 / len(flows) if flows else 1.0
-        for flow in flows:
+        wires = self._wires(flows)
+        for flow, wire in zip(flows, wires, strict=True):
             flow.rate = wire
         for role, tasks in enumerate(by_role):
             drags = [self._drag(flow, role) for flow in flows]
             if not drags and len(tasks) == 1:
                 tasks[0].rate = 1.0
                 continue
-            demands = [task.demand for task in tasks] + [drag * wire for drag in drags]
+            demands = [task.demand for task in tasks]
+            demands += [drag * wire for drag, wire in zip(drags, wires, strict=True)]
             granted = _fair(demands)
             for task, part in zip(tasks, granted, strict=False):
                 task.rate = part / task.demand
@@ -180,6 +182,15 @@ class _Replay:
         for task in self.active:
             if task.kind == "compute":
                 _tick(task, self.now)
+
+    def _wires(self, flows: Sequence[_Task]) -> list[float]:
+        """Each flow's part of the wire, whose two directions are shared separately."""
+        if len(flows) < 2 or not self.one_way:
+            return [1.0 / len(flows)] * len(flows) if flows else []
+        ways = [self.buckets[flow.bucket].transfers[flow.stage].way for flow in flows]
+        out, into = (sum(way != other for way in ways) for other in ("in", "out"))
+        sharing = {"out": out, "in": into, "both": max(out, into)}
+        return [1.0 / sharing[way] for way in ways]
 
     def _drag(self, flow: _Task, role: int) -> float:
         drag = self.buckets[flow.bucket].transfers[flow.stage].drag

@@ -21,6 +21,7 @@ from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task as Probe
 from trimtab.measure.device import usual_precisions
 from trimtab.measure.fingerprint import fingerprint
+from trimtab.measure.interfaces import link_classes
 from trimtab.measure.job import probe_job
 from trimtab.models import tasks
 from trimtab.models.spec import ModelSpec
@@ -136,6 +137,7 @@ def make_plans(
         fixed_bits: of the plan with a fixed batch.
     """
     device = task.device
+    cluster, slowness = with_link_classes(cluster, device)
     model = copy.deepcopy(task.model)
     kind: Any = device.type
     half = max(1, task.samples // 2)
@@ -153,6 +155,7 @@ def make_plans(
         names := [rank.device for rank in cluster.ranks()],
         Placement.on(cluster),
         next(iter(cluster.links), LOCAL),
+        slowness=slowness,
     )
     workload = probed.workload
     devices = dict(cluster.devices)
@@ -169,6 +172,19 @@ def make_plans(
     dist.broadcast_object_list(texts)
     fixed, free = (parse_plan(text, source="the bench's plan") for text in texts[0])
     return Plans(fixed=fixed, free=free, cluster=cluster, workload=workload)
+
+
+def with_link_classes(cluster: Cluster, device: torch.device) -> tuple[Cluster, dict[str, float] | None]:
+    """The cluster with the link classes that are found, as `trimtab probe` does, and their slowness. Collective."""
+    if not cluster.links:
+        return cluster, None
+    ((name, link),) = cluster.links.items()
+    machines = [host for host, machine in cluster.machines() for _ in range(sum(machine.devices.values()))]
+    classes, slowness = link_classes(machines, device, name)
+    fastest = link.gbit_per_s * max(slowness.values())
+    links = {title: replace(link, gbit_per_s=fastest / slower) for title, slower in slowness.items()}
+    hosts = tuple(replace(host, link=own) for host, own in zip(cluster.hosts, classes, strict=True))
+    return replace(cluster, links=links, hosts=hosts), slowness
 
 
 def _scarce(workload: Workload, samples: int, kind: Any, precisions: Sequence[str]) -> float:

@@ -156,7 +156,8 @@ def make_trainer(
     task: Task, way: Way, *, seed: int = 0, data_seed: int = 0, follow: bool = True
 ) -> LoaderTrainer:
     """One method's model, optimizer and data; `seed` is that of the random rounding."""
-    ddp = DistributedDataParallel(deepcopy(task.model))
+    cap = None if way.plan is None else way.plan.bucket_cap_mb
+    ddp = DistributedDataParallel(deepcopy(task.model), bucket_cap_mb=cap)
     settings: dict[str, Any] = {"shares": way.samples}
     if way.plan is not None:
         trimtab.apply(ddp, way.plan, seed=seed, follow=Follow() if follow else None)
