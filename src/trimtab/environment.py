@@ -17,6 +17,9 @@ from trimtab.errors import TrimtabError
 EMULATION = "TRIMTAB_EMULATION"
 """Set in every process of an emulated cluster, to the emulation's directory."""
 
+EMULATED_HOST = "TRIMTAB_EMULATED_HOST"
+"""Set in the ranks of an emulated cluster, to the name of their host."""
+
 RUN_FOLDER = "TRIMTAB_RUN_FOLDER"
 """Set by `trimtab run` on each node, to a folder of its ranks: how they failed, and which device class each is."""
 

@@ -29,7 +29,7 @@ torch.manual_seed(0)
 ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
 trimtab.compress(ddp, trimtab.codec.Block(bits=4))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-for step in range(12):
+for _ in torch.utils.data.DataLoader(range(12)):
     loss = ddp(torch.randn(8 + 8 * dist.get_rank(), 64)).square().mean()
     if dist.get_rank() == 1:
         time.sleep(0.05)
@@ -56,13 +56,21 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 def test_a_job_is_recorded_and_can_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = run(tmp_path, "run", "--nproc-per-node", "2", "train.py")
+    done = run(tmp_path, "run", "--nproc-per-node", "2", "train.py", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the script's own line") == 2
     (folder,) = (tmp_path / "trimtab-runs").iterdir()
     assert folder.name.endswith("-train")
     recorded = load_run(folder)
-    assert recorded.info["command"] == ["trimtab", "run", "--nproc-per-node", "2", "train.py"]
+    assert recorded.info["command"] == [
+        "trimtab",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "--epochs",
+        "1",
+    ]
     assert (recorded.info["world_size"], recorded.world_size, recorded.problems) == (2, 2, [])
     assert recorded.ended
     for rank, samples in recorded.steps.items():
@@ -75,6 +83,13 @@ def test_a_job_is_recorded_and_can_be_looked_at(tmp_path: Path) -> None:
             assert sum(sample[name] for name in parts) == pytest.approx(sample["seconds"], abs=1e-4)
     waited = [sample["waits_for"] for sample in recorded.steps[0][1:]]
     assert waited.count(1) > len(waited) / 2, "rank 0 waits for the slow one"
+    assert [(event["total_steps"], event["epoch_ends"]) for event in recorded.events("progress")] == [
+        (12, 12)
+    ]
+    (host,) = recorded.info["cluster"]["hosts"]
+    (device,) = recorded.info["cluster"]["devices"].values()
+    assert (sum(host["devices"].values()), device["kind"]) == (2, "cpu")
+    assert device["memory_gib"] > 0
     (layers,) = recorded.events("layers")
     assert [name for name, _, _ in layers["layers"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert recorded.events("bits")[0]["bits"] == {"0.weight": 4, "0.bias": 0, "2.weight": 4, "2.bias": 0}

@@ -73,3 +73,26 @@ def test_a_step_without_gradients_counts_as_compute(tmp_path: Path) -> None:
     assert step["ready"] is None
     assert samples.add(times(2, begin=None), writer) == []
     writer.close()
+
+
+def test_waits_inside_the_passes_are_no_compute(tmp_path: Path) -> None:
+    """A sharded model: waits overlap, one began before the step, and steps between two samples take over the last."""
+    writer = EventWriter(tmp_path, 0)
+    samples = StepSamples(torch.device("cpu"), nn.Linear(4, 4))
+    at = 10 * 0.1
+    waits = [
+        ("all-gather", at - 0.005, at + 0.002),
+        ("all-gather", at + 0.01, at + 0.02),
+        ("reduce-scatter", at + 0.015, at + 0.024),
+    ]
+    trace, step = samples.add(times(10, waits=waits, exchanged=at + 0.05), writer)
+    assert step["compute"] == pytest.approx(0.034, abs=1e-6)
+    assert step["wire"] == pytest.approx(0.016, abs=1e-6)
+    assert step["ready"] is None, "its ranks meet in every layer"
+    assert [name for lane, name, _, _ in trace["spans"] if lane == "wire"] == [name for name, _, _ in waits]
+    samples.add(times(65, exchanged=6.5 + 0.05), writer)
+    (mean,) = samples.add(times(66, exchanged=6.6 + 0.05), writer)
+    assert mean["steps"] == 2
+    assert mean["wire"] == pytest.approx(0.016, abs=1e-6)
+    assert mean["compute"] == pytest.approx(0.034, abs=1e-6)
+    writer.close()

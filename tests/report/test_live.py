@@ -43,6 +43,26 @@ def test_a_frame_shows_every_rank_and_the_last_decisions(tmp_path: Path) -> None
     assert [line.strip() for line in lines[4:]] == ["step 0: compress, 3 bits at first", "step 9: b"]
 
 
+def test_the_end_of_the_epoch_where_that_of_the_job_is_unknown(tmp_path: Path) -> None:
+    progress = {"time": STARTED, "kind": "progress", "step": 2, "total_steps": None, "epoch_ends": 112}
+    (first, *_) = frame_lines(load_run(two_ranks(tmp_path, progress)), 120, color=False)
+    assert first.endswith("10 s left of the epoch")
+    over = {**progress, "total_steps": 5, "epoch_ends": "<b>"}
+    (first, *_) = frame_lines(load_run(two_ranks(tmp_path, progress, over)), 120, color=False)
+    assert " left" not in first
+
+
+def test_what_lasts_is_kept_however_many_events_follow(tmp_path: Path) -> None:
+    device = {"time": STARTED, "kind": "device", "step": 0, "memory_limit": 4 * 10**9}
+    progress = {"time": STARTED, "kind": "progress", "step": 0, "total_steps": 1000}
+    noise = [{"time": STARTED, "kind": "warning", "step": n, "message": "x"} for n in range(400)]
+    events = [start(0, world_size=1), device, progress, *map(sample, range(1, 150)), *noise]
+    (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    lines = frame_lines(LiveRun(tmp_path).poll(), 200, color=False)
+    assert "left of 1,000 steps" in lines[0]
+    assert "(25%)" in lines[2], "of the memory"
+
+
 def test_a_growing_folder_is_followed(tmp_path: Path) -> None:
     live = LiveRun(tmp_path / "run")
     assert live.poll().ranks == {}

@@ -26,6 +26,26 @@ def test_a_rank_waits_for_the_last_one(tmp_path: Path) -> None:
     assert run.world_size == 2
 
 
+def test_ranks_of_a_sharded_model_wait_for_the_one_that_waits_least(tmp_path: Path) -> None:
+    for rank, wire in enumerate((0.03, 0.012, 0.02)):
+        write_rank(
+            tmp_path, rank, [start(rank), sample(1, ready=None, wire=wire), sample(2, ready=None, wire=0.0)]
+        )
+    run = load_run(tmp_path)
+    first, second = zip(*run.steps.values(), strict=True)
+    assert [step["waits_for"] for step in first] == [1, None, 1]
+    assert [step["waiting"] for step in first] == pytest.approx([0.018, 0, 0.008])
+    assert [step["wire"] for step in first] == pytest.approx([0.012] * 3)
+    assert [step["waits_for"] for step in second] == [None] * 3
+
+
+def test_emulated_hosts_have_the_clock_of_their_machine(tmp_path: Path) -> None:
+    for rank, host in enumerate("ab"):
+        samples = [sample(step, rank, clock=7.5 * rank) for step in (1, 2)]
+        write_rank(tmp_path, rank, [{**start(rank, host), "machine": "vm"}, *samples])
+    assert load_run(tmp_path).ranks[1].offset_s == 0.0
+
+
 @pytest.mark.parametrize(("host", "offset"), [("b", 7.5), ("a", 0.0)])
 def test_ranks_of_other_hosts_are_put_on_one_clock(tmp_path: Path, host: str, offset: float) -> None:
     run = load_run(two_ranks(tmp_path, clock=7.5, host=host))

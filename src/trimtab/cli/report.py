@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,22 +94,28 @@ def report(
 
 
 def _loaded(folder: Path, cluster: Path | None, prices: Mapping[str, float]) -> tuple[RunData, list[Card]]:
-    """A run with its prices, and the cards of its cluster file."""
+    """A run with its prices, and the cards of its cluster: of the file, or as far as the ranks know it."""
     from trimtab.cluster import load_cluster
+    from trimtab.report.known_cluster import known_cluster
     from trimtab.report.page.run_data import RunData
     from trimtab.report.run_folder import load_run
 
     data = RunData(run=load_run(folder))
     known: Cluster | None = None
+    named = data.run.info.get("cluster")
     if cluster is not None:
-        known = load_cluster(cluster)
-    elif isinstance(named := data.run.info.get("cluster"), str):
-        try:
+        known, source = load_cluster(cluster), f"From {cluster}."
+    elif isinstance(named, str):
+        source = f"From {named}."
+        with suppress(TrimtabError, ValueError):  # the file has moved; the page does without
             known = load_cluster(Path(str(data.run.info.get("directory") or "."), named))
-        except (TrimtabError, ValueError):
-            known = None  # the file has moved; the page does without
+    if known is None:
+        known = known_cluster(data.run)
+        source = "As the ranks saw it; speed is that of this job while a rank does not wait."
+        if isinstance(named, dict):
+            source = "As recorded with the run."
     data.prices = _prices(data, known, prices)
-    return data, [] if known is None else cluster_cards(known)
+    return data, [] if known is None else cluster_cards(known, source)
 
 
 def _prices(data: RunData, cluster: Cluster | None, prices: Mapping[str, float]) -> dict[int, float]:
@@ -127,8 +134,8 @@ def _prices(data: RunData, cluster: Cluster | None, prices: Mapping[str, float])
     return found if len(found) == len(data.devices) else {}
 
 
-def cluster_cards(cluster: Cluster) -> list[Card]:
-    """The cluster file: devices, hosts and links."""
+def cluster_cards(cluster: Cluster, source: str) -> list[Card]:
+    """Devices, hosts and links."""
     from trimtab.report.page.cards import table
 
     devices = [
@@ -161,4 +168,7 @@ def cluster_cards(cluster: Cluster) -> list[Card]:
         ("price per hour", ""),
     ]
     links = [("host", ""), ("devices", ""), ("link", ""), ("Gbit/s", ""), ("latency", "s")]
-    return [table("Devices", titles, devices, half=True), table("Hosts and links", links, hosts, half=True)]
+    return [
+        table("Devices", titles, devices, half=True, note=source),
+        table("Hosts and links", links, hosts, half=True, note=source),
+    ]

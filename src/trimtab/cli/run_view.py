@@ -8,16 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trimtab import environment
+from trimtab.cluster import cluster_tree
 from trimtab.errors import TrimtabError
+from trimtab.report.events import yield_to_training
+from trimtab.report.known_cluster import known_cluster
 from trimtab.report.live import LiveRun, frame_lines, status_line
 from trimtab.report.panel import Panel, suits_a_panel
 from trimtab.report.run_folder import load_run
-from trimtab.report.run_info import RUNS, new_run_folder, run_name, write_run_info
+from trimtab.report.run_info import RUNS, add_run_info, new_run_folder, run_name, write_run_info
 from trimtab.report.summary import summary_lines
 
 REFRESH_S, LINE_EVERY_S = 2.0, 60.0
@@ -71,7 +74,13 @@ class RunView:
             return
         done = threading.Event()
         show = self._show_panel if suits_a_panel(sys.stderr, sys.stdout) else self._print_lines
-        thread = threading.Thread(target=show, args=(LiveRun(self.folder), done), daemon=True)
+        live = LiveRun(self.folder)
+
+        def watch() -> None:
+            yield_to_training()
+            show(live, done)
+
+        thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
             yield
@@ -80,10 +89,15 @@ class RunView:
             thread.join()
 
     def summarize(self) -> None:
-        """Print what the job did, if it took steps and rank 0 ran here."""
-        if self.folder is None or self._quiet or not (self.folder / "rank-0.jsonl").exists():
+        """Record the cluster as the ranks saw it, and print what the job did, if it took steps and rank 0 ran here."""
+        if self.folder is None or not (self.folder / "rank-0.jsonl").exists():
             return
-        lines = summary_lines(load_run(self.folder))
+        run = load_run(self.folder)
+        cluster = known_cluster(run)
+        if cluster is not None and run.info.get("cluster") is None:
+            with suppress(OSError, ValueError, TrimtabError):  # the page does without
+                add_run_info(self.folder, cluster=cluster_tree(cluster))
+        lines = [] if self._quiet else summary_lines(run)
         for line in lines:
             print(f"trimtab: {line}", file=sys.stderr)
         if lines:

@@ -41,10 +41,16 @@ def parse_cluster(text: str, *, source: str, form: Form = "yaml") -> Cluster:
     return _FORMAT.parse(text, source=source, form=form)
 
 
+def cluster_tree(cluster: Cluster) -> dict[str, Any]:
+    """What a cluster file holds."""
+    tree: dict[str, Any] = _FORMAT.adapter.dump_python(cluster, mode="json", exclude_defaults=True)
+    return tree
+
+
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster file that `load_cluster` reads back as an equal cluster."""
     form = form_of(Path(path))
-    tree = _FORMAT.adapter.dump_python(cluster, mode="json", exclude_defaults=True)
+    tree = cluster_tree(cluster)
     if form == "json":
         replace_file(path, _pretty(tree) + "\n")
     else:

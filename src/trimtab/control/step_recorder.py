@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves
 
+from trimtab.control.job_length import JobLength, observe_loaders
+from trimtab.control.sharded_waits import observe_waits
 from trimtab.control.step_samples import StepSamples, StepTimes, is_sampled, is_traced
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.model_state import JobBound, JobHook, attach_state, find_state
@@ -37,12 +40,16 @@ class StepRecorder(JobBound):
         self._model = weakref.ref(model)
         self._samples = StepSamples(self.device, model)
         self._times = StepTimes()
-        self._open = self._in_backward = False
+        self._open = self._in_backward = self._watched = False
+        self._length = JobLength(model) if events.is_first_rank() else None
+        self._progress: dict[str, int | None] = {}
         self._finished: StepTimes | None = None
         """A step that is not handed to the writer yet: another optimizer may prolong it."""
-        self._steps = TrainingSteps(model, {id(p) for p in trained.values()}, self, skipped=True)
+        parameters = {id(p) for p in trained.values()}
+        self._steps = TrainingSteps(model, parameters, self, skipped=True, first=True)
         model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._count)), with_kwargs=True)
         model.register_forward_hook(JobHook(torch.compiler.disable(self._after_forward)))
+        observe_waits(model, self)
         _recorders.add(self)
         events.at_close(self._close)
         events.emit("device", **_describe(self.device))
@@ -53,18 +60,28 @@ class StepRecorder(JobBound):
     def begins(self) -> None:
         self._hand_over()
         step, last_end = self._times.step + 1, self._times.end
-        self._times = StepTimes(step=step, last_end=last_end, begin=self._now())
-        self._open = True
+        self._times = StepTimes(step=step, last_end=last_end, begin=self.now())
+        self._open, self._watched = True, is_sampled(step) or is_traced(step)
         compression = find_state(self._model(), "compression")
         if compression is not None:
             self._samples.pieces = compression.pieces
-            watched = is_sampled(step) or is_traced(step)
-            compression.observe_stages(self._times.stages.append if watched else None)
+            compression.observe_stages(self._times.stages.append if self._watched else None)
+        elif (sharded := find_state(self._model(), "fsdp_compression")) is not None:
+            self._samples.pieces = sharded.pieces
 
     def ends(self) -> None:
-        self._times.end = self._now()
+        self._times.end = self.now()
         self._finished, self._open = self._times, False
         events.count_step(self._times.step)
+        if self._watched and self._length is not None:
+            progress = self._length.after(self._times.step)
+            if progress != self._progress and any(progress.values()):
+                events.emit("progress", **progress)
+            self._progress = progress
+
+    def waits(self) -> Callable[[tuple[str, Any, Any]], None] | None:
+        """Takes the collectives of a sharded model; None in steps that are not sampled."""
+        return self._times.waits.append if self._open and self._watched else None
 
     def between(self, model: nn.Module) -> None:
         """Nothing to do: the next step begins right after."""
@@ -94,13 +111,15 @@ class StepRecorder(JobBound):
     def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the samples of a forward pass: the first axis of its first tensor."""
         if self._open and module.training and torch.is_grad_enabled():
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
+            # Most models take a tensor first; flattening all arguments takes longer than the rest of this hook.
+            leaves = args if args and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
+            tensors = (x for x in leaves if isinstance(x, torch.Tensor) and x.dim())
             self._times.samples += next((x.shape[0] for x in tensors), 0)
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._open and module.training and torch.is_grad_enabled():
-            self._times.forward_end = self._now()
-            for tensor in tree_leaves(output):
+            self._times.forward_end = self.now()
+            for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._backward_begins)
 
@@ -112,13 +131,14 @@ class StepRecorder(JobBound):
     def _last_gradient(self) -> None:
         """Queued when the pass begins, before DDP's own callback, which waits for the averages."""
         self._in_backward = False
-        self._times.ready = self._now()
+        self._times.ready = self.now()
         torch.autograd.Variable._execution_engine.queue_callback(self._averaged)
 
     def _averaged(self) -> None:
-        self._times.exchanged = self._now()
+        self._times.exchanged = self.now()
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """A timestamp: on a GPU an event on the stream; None while a CUDA graph is captured."""
         if self.device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -150,6 +170,7 @@ def observe_backward() -> None:
 
     For scripts that report none: `Tensor.backward` is wrapped, and `GradScaler.scale` to know the loss before it.
     """
+    observe_loaders()
     backward, scale = torch.Tensor.backward, GradScaler.scale
 
     def observed_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -55,6 +55,8 @@ class StepTimes:
     loss_by_script: bool = False
     stages: list[tuple[int, int, Any, Any]] = field(default_factory=list)
     """Bucket, stage, start and end of each part of a reduction that this rank computes; in sampled steps."""
+    waits: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """Name, start and end of collectives that a sharded model waits for inside its passes; in sampled steps."""
 
 
 class StepSamples:
@@ -73,6 +75,8 @@ class StepSamples:
         self._anchor: tuple[Any, float] | None = None
         self._sums: dict[str, float] = {}
         self._losses: list[float] = []
+        self._waited: float | None = None
+        """Seconds of the last sampled step in which a sharded model waited inside its passes; None for others."""
         self._last: events.Event = {}
 
     def add(self, times: StepTimes, writer: events.EventWriter) -> list[events.Event]:
@@ -83,7 +87,12 @@ class StepSamples:
         stages = [
             (bucket, stage, self._time(start), self._time(end)) for bucket, stage, start, end in times.stages
         ]
-        event = self._measure(times, at, stages)
+        waits = [
+            (name, self._time(start), self._time(end))
+            for name, start, end in times.waits
+            if None not in (start, end)
+        ]
+        event = self._measure(times, at, stages, [(start, end) for _, start, end in waits])
         for name in ("seconds", *_PARTS):
             self._sums[name] = self._sums.get(name, 0.0) + event[name]
         self._sums["steps"] = self._sums.get("steps", 0.0) + 1
@@ -93,7 +102,7 @@ class StepSamples:
             writer.live = {**event, "loss": self._losses[-1] if self._losses else None, **self._state()}
         written = []
         if is_traced(times.step):
-            written.append(_trace(times.step, at, stages))
+            written.append(_trace(times.step, at, stages, waits))
         if is_sampled(times.step):
             written += self.finish()
         return written
@@ -112,7 +121,11 @@ class StepSamples:
         return [{**self._last, "steps": int(steps), **means, "loss": loss, **self._state()}]
 
     def _measure(
-        self, times: StepTimes, at: dict[str, float | None], stages: Sequence[tuple[int, int, float, float]]
+        self,
+        times: StepTimes,
+        at: dict[str, float | None],
+        stages: Sequence[tuple[int, int, float, float]],
+        waits: list[tuple[float, float]],
     ) -> events.Event:
         begin, end = float(at["begin"] or 0), float(at["end"] or 0)
         ready, exchanged = at["ready"], at["exchanged"]
@@ -121,6 +134,9 @@ class StepSamples:
         last_end = begin if at["last_end"] is None else at["last_end"]
         codec = _covered([(start, stop) for _, _, start, stop in stages], ready, exchanged)
         exchange = exchanged - min(start for _, _, start, _ in stages) if stages else None
+        if waits:
+            self._waited = _covered(waits, begin, ready)
+        waited = min(self._waited or 0.0, ready - begin)  # other steps' waits are not observed
         return {
             "time": round(end, 6),
             "kind": "step",
@@ -128,13 +144,14 @@ class StepSamples:
             "steps": 1,
             "seconds": round(end - last_end, 6),
             "data": round(begin - last_end, 6),
-            "compute": round(ready - begin, 6),
+            "compute": round(ready - begin - waited, 6),
             "codec": round(codec, 6),
-            "wire": round(exchanged - ready - codec, 6),
+            "wire": round(exchanged - ready - codec + waited, 6),
             "optimizer": round(end - exchanged, 6),
             "exchange": None if exchange is None else round(exchange, 6),
             "began": round(begin, 6),
-            "ready": None if at["ready"] is None else round(ready, 6),
+            # A sharded model has no such moment: its ranks meet in every layer.
+            "ready": None if at["ready"] is None or self._waited is not None else round(ready, 6),
             "exchanged": None if at["exchanged"] is None else round(exchanged, 6),
             "samples": times.samples or None,
         }
@@ -151,6 +168,8 @@ class StepSamples:
         if self.pieces is not None:
             payload, values = payload_of(self.pieces)
             state |= {"sent": round(payload * self._factor), "bits": round(8 * payload / max(values, 1), 3)}
+        if self._waited is not None:  # what a sharded model sends, weights included, is not counted
+            state |= {"sent": None, "sent_plain": None}
         return state
 
     def _resolved(self, times: StepTimes) -> dict[str, float | None]:
@@ -203,7 +222,10 @@ def _covered(intervals: list[tuple[float, float]], start: float, end: float) -> 
 
 
 def _trace(
-    step: int, at: dict[str, float | None], stages: Sequence[tuple[int, int, float, float]]
+    step: int,
+    at: dict[str, float | None],
+    stages: Sequence[tuple[int, int, float, float]],
+    waits: Sequence[tuple[str, float, float]],
 ) -> events.Event:
     begin, end = float(at["begin"] or 0), float(at["end"] or 0)
     spans: list[list[Any]] = []
@@ -217,6 +239,8 @@ def _trace(
     add("compute", "backward", at["forward_end"], at["ready"])
     add("wait", "wait for averages", at["ready"], at["exchanged"])
     add("optimizer", "optimizer", at["exchanged"], end)
+    for name, start, stop in waits:
+        add("wire", name, start, stop)
     by_bucket: dict[int, list[tuple[int, float, float]]] = {}
     for bucket, stage, start, stop in stages:
         by_bucket.setdefault(bucket, []).append((stage, start, stop))

@@ -37,15 +37,26 @@ class TrainingSteps:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: set[int], listener: StepListener, *, skipped: bool = False
+        self,
+        model: nn.Module,
+        parameters: set[int],
+        listener: StepListener,
+        *,
+        skipped: bool = False,
+        first: bool = False,
     ) -> None:
-        """`skipped`: steps that a GradScaler skips, because a gradient is not finite, count too."""
+        """
+        Args:
+            skipped: steps that a GradScaler skips, because a gradient is not finite, count too.
+            first: steps begin before the model's other hooks run, such as FSDP2's first all-gather.
+        """
         self._parameters, self._listener = parameters, weakref.ref(listener)
         self._known: list[weakref.ref[Optimizer]] = []
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = self._stepped = False
         # A compiled model calls the hook between its graphs; it must not be traced.
-        model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
+        before = JobHook(torch.compiler.disable(self._before_forward))
+        model.register_forward_pre_hook(before, prepend=first)
         alive = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

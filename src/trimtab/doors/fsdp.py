@@ -57,7 +57,7 @@ class FsdpCompression:
         self.groups = [
             ShardedGroup(self, module, group, names)
             for module in sharded_modules(model)
-            for group in _param_groups(module)
+            for group in param_groups(module)
         ]
         for group in self.groups:
             group.attach(shard=shard, replicate=replicate)
@@ -262,7 +262,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 def process_groups(model: nn.Module) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """The groups over which the gradients are scattered, and over which replicas are summed (HSDP)."""
     for module in sharded_modules(model):
-        for group in _param_groups(module):
+        for group in param_groups(module):
             info = group.mesh_info
             return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)
     return None, None
@@ -275,7 +275,8 @@ def parameter_name(fsdp_param: Any, names: Mapping[int, str]) -> str:
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
 
-def _param_groups(module: Any) -> list[Any]:
+def param_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces together of a module that `fully_shard` was called on."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, without the plural
     if groups is None:

@@ -26,7 +26,7 @@ from trimtab.emulate.throttling.duty_cycle import start_duty_cycle
 from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import Contention, check_schedule, speed_left
 from trimtab.emulate.throttling.throttle import Throttle, check_throttle
-from trimtab.environment import RUN_FOLDER, logger
+from trimtab.environment import EMULATED_HOST, RUN_FOLDER, logger
 from trimtab.errors import TrimtabError
 
 _NAMESPACE_PORT = 29500  # always free in a network namespace of our own
@@ -235,6 +235,7 @@ class Emulation:
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": str(len(node[0].cores)),
+            EMULATED_HOST: node[0].host,
             # Otherwise torch warns at every connection that addresses in a namespace have no host name.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **self._mps,

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, TextIO
 
-from trimtab.environment import RESTART, RUN_DIR, disabled, logger
+from trimtab.environment import EMULATED_HOST, RESTART, RUN_DIR, disabled, logger
 from trimtab.report.run_info import VERSION, write_run_info
 from trimtab.shutdown import close_at_exit
 
@@ -47,6 +47,12 @@ def now() -> float:
 def wall_time(counter: float) -> float:
     """A value of `time.perf_counter` as a time of `now`."""
     return _ANCHOR + counter
+
+
+def yield_to_training() -> None:
+    """Let this thread run at a low priority."""
+    if sys.platform == "linux":  # elsewhere this would change the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class EventWriter:
@@ -104,14 +110,14 @@ class EventWriter:
             "rank": self.rank,
             "world_size": max(world_size, 1),
             "local_rank": local_rank,
-            "host": socket.gethostname(),
+            "host": os.environ.get(EMULATED_HOST) or socket.gethostname(),
+            "machine": socket.gethostname(),
             "pid": os.getpid(),
             "restart": os.environ.get(RESTART),
         }
 
     def _serve(self) -> None:
-        if sys.platform == "linux":  # elsewhere this would change the whole process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        yield_to_training()
         closing = False
         while not closing:
             closing = self._closing.wait(self._every_s)

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.report.run_folder import RANK_FILE, Rank, Run, parse_event, read_info, read_live
+from trimtab.report.run_folder import RANK_FILE, Rank, Run, is_number, parse_event, read_info, read_live
 from trimtab.report.summary import duration, size, throughput
 
 MOST_ROWS, MOST_DECISIONS = 8, 3
@@ -19,6 +19,9 @@ MOST_ROWS, MOST_DECISIONS = 8, 3
 
 _KEPT = 100
 """Step samples of a rank, and its other events, that are kept."""
+
+_LASTING = ("start", "device", "progress")
+"""Kinds of events of which the last is always kept."""
 
 _MOST_READ = 1 << 20
 """Bytes that are read from a file at a time: the rest the next time."""
@@ -58,8 +61,10 @@ class LiveRun:
             event = parse_event(line)
             if event is not None and event["kind"] not in ("trace", "layers", "bits"):
                 rank.events.append(event)
-        kept = {id(event) for event in rank.of("step")[-_KEPT:]}
-        rank.events = [e for e in rank.events if e["kind"] != "step" or id(e) in kept][-2 * _KEPT :]
+        lasting = [event for kind in _LASTING for event in rank.of(kind)[-1:]]
+        others = [event for event in rank.events if event["kind"] != "step"]
+        kept = {id(event) for event in (*lasting, *rank.of("step")[-_KEPT:], *others[-_KEPT:])}
+        rank.events = [event for event in rank.events if id(event) in kept]
         rank.live = read_live(self.folder, rank.rank)
 
 
@@ -164,12 +169,21 @@ def _headline(run: Run, now: float) -> str:
     loss = steps[-1]["loss"] if steps else None
     if loss is not None:
         parts.append(f"loss {float(loss):.4g}")
-    totals = [event.get("total_steps") for event in run.events("progress")]
-    if totals and isinstance(totals[-1], int) and steps and totals[-1] > step:
+    if steps and (left := _left(run, step)):
         recent = steps[-10:]
         pace = sum(s["seconds"] * s["steps"] for s in recent) / sum(s["steps"] for s in recent)
-        parts.append(f"{duration((totals[-1] - step) * pace)} left of {totals[-1]:,} steps")
+        parts.append(f"{duration(left[0] * pace)} left of {left[1]}")
     return ", ".join(parts)
+
+
+def _left(run: Run, step: int) -> tuple[int, str] | None:
+    """Steps that are left of the job, or else of the epoch, and which; None where nothing knows it."""
+    known = run.events("progress")[-1:]
+    for name, of in (("total_steps", "{:,} steps"), ("epoch_ends", "the epoch")):
+        end: Any = known[0].get(name) if known else None
+        if is_number(end) and end > step:
+            return int(end) - step, of.format(int(end))
+    return None
 
 
 def _state(run: Run, now: float) -> str:

@@ -85,18 +85,16 @@ class Run:
         """Step samples by rank, each with `waiting` (seconds) and `waits_for` (a rank, or None).
 
         A rank waits from its own last gradient to that of the last rank; `wire` is what is left of the exchange.
+        Ranks of a sharded model meet in every layer: there the one with the shortest exchange is last.
         """
-        ready: dict[int, dict[int, float]] = {}
+        of_step: dict[int, dict[int, dict[str, Any]]] = {}
         for rank in self.ranks.values():
             for sample in rank.of("step"):
-                if sample.get("ready") is not None:
-                    ready.setdefault(sample["step"], {})[rank.rank] = sample["ready"]
-        split: dict[int, list[dict[str, Any]]] = {}
-        for rank in self.ranks.values():
-            split[rank.rank] = [
-                _with_waiting(s, rank.rank, ready.get(s["step"], {})) for s in rank.of("step")
-            ]
-        return split
+                of_step.setdefault(sample["step"], {})[rank.rank] = sample
+        return {
+            rank.rank: [_with_waiting(s, rank.rank, of_step[s["step"]]) for s in rank.of("step")]
+            for rank in self.ranks.values()
+        }
 
     def brought(self, decision: Mapping[str, Any], *, within: int = 5) -> tuple[float, float] | None:
         """Median step times of the samples before and after a decision; None where there are too few."""
@@ -152,22 +150,29 @@ def latest_run(base: str | Path = ".") -> Path:
     return max(folders, key=lambda path: path.stat().st_mtime)
 
 
-def _with_waiting(sample: dict[str, Any], own: int, ready: Mapping[int, float]) -> dict[str, Any]:
-    last = max(ready, key=lambda rank: (ready[rank], -rank), default=own)
-    waiting, exchanged = 0.0, sample.get("exchanged")
-    if last != own and own in ready and sample["wire"] is not None and exchanged is not None:
-        # The times are those of one step, the seconds means over several.
-        part = (ready[last] - ready[own]) / max(exchanged - ready[own], 1e-9)
-        waiting = min(max(part, 0.0) * (sample["wire"] + (sample["codec"] or 0.0)), sample["wire"])
-    if not waiting:
+def _with_waiting(sample: dict[str, Any], own: int, of_step: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """A sample with its part of waiting, by the samples of the same step on all ranks."""
+    last, waiting, wire = own, 0.0, sample["wire"]
+    ready = {rank: other["ready"] for rank, other in of_step.items() if other["ready"] is not None}
+    if own in ready:
+        last, exchanged = max(ready, key=lambda rank: (ready[rank], -rank)), sample["exchanged"]
+        if last != own and wire is not None and exchanged is not None:
+            # The times are those of one step, the seconds means over several.
+            part = (ready[last] - ready[own]) / max(exchanged - ready[own], 1e-9)
+            waiting = min(max(part, 0.0) * (wire + (sample["codec"] or 0.0)), wire)
+    elif wire is not None:
+        wires = {rank: other["wire"] for rank, other in of_step.items() if other["wire"] is not None}
+        last = min(wires, key=lambda rank: (wires[rank], rank))
+        waiting = wire - max(wires[last], 0.0)
+    if waiting <= 0:
         return {**sample, "waiting": 0.0, "waits_for": None}
-    return {**sample, "waiting": waiting, "wire": sample["wire"] - waiting, "waits_for": last}
+    return {**sample, "waiting": waiting, "wire": wire - waiting, "waits_for": last}
 
 
 def _align(ranks: Mapping[int, Rank]) -> None:
     """Subtract from each rank's times the median by which its exchanges end later than those of the first rank.
 
-    An exchange of gradients ends on all ranks at the same moment, up to a message's time. Ranks of one host have
+    An exchange of gradients ends on all ranks at the same moment, up to a message's time. Ranks of one machine have
     the same clock and are left as they are.
     """
     if not ranks:
@@ -175,8 +180,7 @@ def _align(ranks: Mapping[int, Rank]) -> None:
     first = ranks[min(ranks)]
     ends = _exchange_ends(first)
     for rank in ranks.values():
-        host = rank.start.get("host")
-        if host is not None and host == first.start.get("host"):
+        if _machine(rank) is not None and _machine(rank) == _machine(first):
             continue
         late = [end - ends[step] for step, end in _exchange_ends(rank).items() if step in ends]
         rank.offset_s = median(late) if late else 0.0
@@ -184,6 +188,11 @@ def _align(ranks: Mapping[int, Rank]) -> None:
             for name in ("time", "ready", "exchanged", "began"):
                 if isinstance(event.get(name), int | float):
                     event[name] -= rank.offset_s
+
+
+def _machine(rank: Rank) -> Any:
+    """Whose clock a rank reads; several emulated hosts are one machine."""
+    return rank.start.get("machine") or rank.start.get("host")
 
 
 def _exchange_ends(rank: Rank) -> dict[int, float]:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.report.page.made_up import LAYERS, write_run
+from tests.report.page.made_up import LAYERS, plan, write_run
 from tests.report.page.test_document import MARKUP
 from tests.support.browser import Browser, chromium
 
 from trimtab.cli.report import report
+from trimtab.report.page.bench import bench_document
+from trimtab.report.page.document import to_html, write_page
+from trimtab.report.page.predicted import plan_document, simulation_document
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no browser: apt-get install chromium")
 
@@ -22,6 +25,27 @@ LAYOUT_SHIFTS = """new Promise(done => {
     setTimeout(() => done([]), 150);
 })"""
 """What moved since the page was loaded."""
+
+UNNAMED_AXES = """(id => {
+    const { sections } = JSON.parse(document.getElementById("report-data").textContent);
+    const one = block => [block.axis];
+    const kinds = { lines: b => [b.x[0].name, b.y.name], map: b => [b.axis, b.what], bars: one, spans: one };
+    const charts = [...document.querySelectorAll(`#${id} .chart`)];
+    return sections.find(one => one.id === id).blocks.filter(block => kinds[block.kind]).flatMap((block, at) =>
+        kinds[block.kind](block).filter(name => !name || !charts[at].textContent.includes(name))
+            .map(() => block.title));
+})"""
+"""Titles of charts of which an axis does not say what it is."""
+
+CUT = """[...document.querySelectorAll('.panel:not([hidden]) .chart')].flatMap(chart => {
+    const frame = chart.getBoundingClientRect();
+    return [...chart.querySelectorAll('text')].filter(text => {
+        const box = text.getBoundingClientRect();
+        const beside = box.left < frame.left - 1 || box.right > frame.right + 1;
+        return beside || box.top < frame.top - 1 || box.bottom > frame.bottom + 1;
+    }).map(text => text.textContent);
+})"""
+"""Labels that stick out of their charts."""
 
 PANELS = ["overview", "step", "loss", "settings", "controller", "resources", "environment"]
 
@@ -62,11 +86,44 @@ def test_every_part_is_drawn_at_both_widths(browser: Browser, page: Path) -> Non
             charts = browser.evaluate(f"""[...document.querySelectorAll('#{panel} .chart')].map(chart =>
                 [chart.querySelectorAll('svg > *').length, chart.querySelectorAll('text').length])""")
             assert all(shapes > 8 and texts > 3 for shapes, texts in charts), (panel, charts)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            assert "cannot be shown" not in browser.evaluate(
-                f"document.getElementById('{panel}').textContent"
-            )
+            sound(browser, panel, width)
         clean(browser, page)
+
+
+def sound(browser: Browser, panel: str, width: int) -> None:
+    """The panel that is shown fits its width, and its charts say what they show."""
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert "cannot be shown" not in browser.evaluate(f"document.getElementById('{panel}').textContent")
+    assert browser.evaluate(f"{UNNAMED_AXES}('{panel}')") == []
+    assert browser.evaluate(CUT) == []
+
+
+def test_pages_of_a_plan_a_simulation_and_a_bench(browser: Browser, tmp_path: Path) -> None:
+    prices = {"price_per_hour": 2.0, "samples_per_s": 100.0}
+    outcomes = [
+        {"what": name, "ranks": 4, "step_ms": 90.0, **prices} for name in ("as given", "links twice as fast")
+    ]
+    spans = [(0, "forward", "all", 0.0, 0.03), (None, "wire", "bucket 0", 0.03, 0.09)]
+    rows = [{"method": name, "step_ms": 12.0, "wire_mb": 3.0} for name in ("ddp", "trimtab", "ideal")]
+    documents = (
+        plan_document(plan(), title="plan.json", model="gpt"),
+        simulation_document(
+            model="gpt", outcomes=outcomes, cases=[], said=["x"], roles=["T4"], timeline=spans
+        ),
+        bench_document(
+            name="ddp", rows=rows, summary={"over_ddp": 3.0}, settings={"cores": 2}, command="trimtab"
+        ),
+    )
+    for document in documents:
+        write_page(to_html(document), tmp_path / "page.html")
+        for width in WIDTHS:
+            browser.resize(width)
+            browser.open(tmp_path / "page.html")
+            assert browser.evaluate(LAYOUT_SHIFTS) == []
+            for panel in browser.evaluate("[...document.querySelectorAll('[role=tabpanel]')].map(p => p.id)"):
+                browser.click(f"#tab-{panel}")
+                sound(browser, panel, width)
+            clean(browser, tmp_path / "page.html")
 
 
 def test_tabs_tooltips_and_zoom_by_pointer(browser: Browser, page: Path) -> None:

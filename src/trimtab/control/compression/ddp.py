@@ -258,7 +258,12 @@ def _emit_decision(decision: Decision, exchange: Exchange) -> None:
         if decision.compress
         else "send gradients uncompressed",
         why=decision.reason,
-        expected={"plain_s": exchange.plain_s, "compressed_s": exchange.compressed_s, "gain": decision.gain},
+        expected={
+            "plain_s": exchange.plain_s,
+            "compressed_s": exchange.compressed_s,
+            "gain": decision.gain,
+            "gbit_per_s": exchange.gbit_per_s,
+        },
         before=None,
         after=exchange.bits if decision.compress else None,
     )

@@ -155,11 +155,13 @@ def _differences(first: RunData, second: RunData) -> Card:
         info = data.run.info
         known = mapping(info.get("environment"))
         pairs = {
-            name: info.get(name) for name in ("command", "script", "trimtab", "world_size", "plan", "cluster")
+            name: info.get(name)
+            for name in ("command", "script", "trimtab", "world_size", "plan", "cluster")
+            if not isinstance(info.get(name), dict)
         }
         pairs |= {name: known.get(name) for name in ("python", "platform", "host", "cpus")}
         pairs |= mapping(known.get("packages")) | mapping(known.get("variables"))
-        command = pairs["command"]
+        command = pairs.get("command")
         pairs["command"] = " ".join(map(str, command)) if isinstance(command, list) else command
         return {text(name): text(value) for name, value in pairs.items() if value is not None}
 

@@ -248,7 +248,7 @@ def environment(data: RunData) -> list[Card]:
     rows = [[name, text(known[name])] for name in ("python", "platform", "host", "cpus") if name in known]
     rows += [[text(name), text(version)] for name, version in mapping(known.get("packages")).items()]
     rows += [["trimtab", text(info["trimtab"])]] if "trimtab" in info else []
-    rows += [[name, text(info[name])] for name in ("plan", "cluster") if info.get(name)]
+    rows += [[name, text(info[name])] for name in ("plan", "cluster") if isinstance(info.get(name), str)]
     if rows:
         made.append(table("Environment", [("", ""), ("version or value", "")], rows, half=True))
     costs = [

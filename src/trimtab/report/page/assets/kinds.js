@@ -257,10 +257,12 @@ class MapChart extends Chart {
       block.names.forEach((name, at) => this.text((this.xOf(edges[at]) + this.xOf(edges[at + 1])) / 2, this.bottom + 15, fitted(name, this.xOf(edges[at + 1]) - this.xOf(edges[at])), { "text-anchor": "middle" }));
       this.text((this.left + this.right) / 2, this.bottom + 32, block.axis, { "text-anchor": "middle" });
     } else this.xAxis(block.axis, "", edges[0], edges.at(-1));
+    const middle = (this.top + this.bottom) / 2;
+    this.text(12, middle, block.what, { "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` });
     const every = Math.ceil(14 / each);
     this.targets = block.rows.map((name, at) => {
       const y = this.top + at * each;
-      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 12), { class: "name", "text-anchor": "end" });
+      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 28), { class: "name", "text-anchor": "end" });
       return block.values[at].map((value, column) => {
         const index = block.scale.indexOf(value);
         if (index < 0) return null;

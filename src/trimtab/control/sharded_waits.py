@@ -1,0 +1,60 @@
+"""When a rank of a `fully_shard` model waits for its collectives, which FSDP2 runs inside the passes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch import nn
+
+from trimtab.errors import TrimtabError
+
+WAITS = {
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "post_backward": "reduce-scatter",
+    "finalize_backward": "reduce-scatter",
+}
+"""Methods of FSDP2's groups of parameters in which a rank, or on a GPU its stream, waits for others."""
+
+
+class WaitObserver(Protocol):
+    """Is told of waits."""
+
+    def now(self) -> Any:
+        """A timestamp."""
+
+    def waits(self) -> Callable[[tuple[str, Any, Any]], None] | None:
+        """Takes a collective's name, start and end; None while nobody wants to know."""
+
+
+def observe_waits(model: nn.Module, observer: WaitObserver) -> None:
+    """Tell `observer`, as long as it lives, of the collectives of a model's `fully_shard` modules, if it has some."""
+    if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
+        return
+    from trimtab.doors.fsdp import param_groups, sharded_modules
+
+    alive = weakref.ref(observer)
+    with suppress(TrimtabError):  # a module that is sharded over several meshes: its waits count as compute
+        for group in [group for module in sharded_modules(model) for group in param_groups(module)]:
+            for method, name in WAITS.items():
+                setattr(group, method, _timed(getattr(group, method), name, alive))
+
+
+def _timed(method: Callable[..., Any], name: str, alive: weakref.ref[WaitObserver]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        observer = alive()
+        add = None if observer is None else observer.waits()
+        if observer is None or add is None:
+            return method(*args, **kwargs)
+        start = observer.now()
+        result = method(*args, **kwargs)
+        add((name, start, observer.now()))
+        return result
+
+    return timed
