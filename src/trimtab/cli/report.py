@@ -102,6 +102,7 @@ def _loaded(folder: Path, cluster: Path | None, prices: Mapping[str, float]) -> 
 
     data = RunData(run=load_run(folder))
     known: Cluster | None = None
+    unlinked = "as fast as the medium"
     named = data.run.info.get("cluster")
     if cluster is not None:
         known, source = load_cluster(cluster), f"From {cluster}."
@@ -112,10 +113,9 @@ def _loaded(folder: Path, cluster: Path | None, prices: Mapping[str, float]) -> 
     if known is None:
         known = known_cluster(data.run)
         source = "As the ranks saw it; speed is that of this job while a rank does not wait."
-        if isinstance(named, dict):
-            source = "As recorded with the run."
+        unlinked = "one host" if known is not None and len(known.hosts) == 1 else "not measured"
     data.prices = _prices(data, known, prices)
-    return data, [] if known is None else cluster_cards(known, source)
+    return data, [] if known is None else cluster_cards(known, source, unlinked)
 
 
 def _prices(data: RunData, cluster: Cluster | None, prices: Mapping[str, float]) -> dict[int, float]:
@@ -134,8 +134,8 @@ def _prices(data: RunData, cluster: Cluster | None, prices: Mapping[str, float])
     return found if len(found) == len(data.devices) else {}
 
 
-def cluster_cards(cluster: Cluster, source: str) -> list[Card]:
-    """Devices, hosts and links."""
+def cluster_cards(cluster: Cluster, source: str, unlinked: str) -> list[Card]:
+    """Devices, hosts and links; `unlinked` stands for a link that is not described."""
     from trimtab.report.page.cards import table
 
     devices = [
@@ -153,7 +153,7 @@ def cluster_cards(cluster: Cluster, source: str) -> list[Card]:
         [
             host.name if host.count == 1 else f"{host.count} like {host.name}",
             ", ".join(f"{count}x {name}" for name, count in host.devices.items()),
-            host.link or "as fast as the medium",
+            host.link or unlinked,
             cluster.links[host.link].gbit_per_s if host.link else None,
             (cluster.links[host.link].latency_us or 0) * 1e-6 or None if host.link else None,
         ]

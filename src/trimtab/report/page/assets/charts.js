@@ -74,7 +74,7 @@ const tip = {
 };
 
 function fitted(text, width) {
-  const room = Math.max(3, Math.floor(width / 6.6));
+  const room = Math.max(3, Math.floor(width / 7.2));
   return text.length <= room ? text : `${text.slice(0, Math.ceil(room / 2) - 1)}…${text.slice(text.length - Math.floor(room / 2))}`;
 }
 
@@ -228,7 +228,7 @@ class Chart {
     this.low = low;
     this.high = high > low ? high : low + 1;
     const [factor, label] = unitFor(Math.max(Math.abs(low), Math.abs(high)), unit);
-    for (const tick of ticksOf(this.low / factor, this.high / factor, Math.max(3, (this.right - this.left) / 90))) {
+    for (const tick of ticksOf(this.low / factor, this.high / factor, Math.max(4, (this.right - this.left) / 90))) {
       const x = this.xOf(tick * factor);
       this.add("line", { class: "grid", x1: x, x2: x, y1: this.top, y2: this.bottom });
       this.text(x, this.bottom + 15, plain(tick), { "text-anchor": "middle" });

@@ -165,19 +165,23 @@ class LineChart extends Chart {
 
 class BarChart extends Chart {
   constructor(block) {
-    super(block, block.rows.length * 30 + 46);
+    // On a phone long labels stand above their bars.
+    const above = matchMedia("(max-width: 520px)").matches && block.rows.some((row) => row.label.length > 12);
+    super(block, block.rows.length * (above ? 44 : 30) + 46);
+    this.above = above;
     this.tools.append(...legendOf(block));
   }
   paint() {
-    const { block } = this;
-    const room = clamp(this.width * 0.3, 84, 190);
+    const { block, above } = this;
+    const room = above ? 8 : clamp(this.width * 0.3, 84, 190);
     [this.left, this.right, this.top, this.bottom] = [room, this.width - 12, 4, this.height - 40];
     const sum = (row) => row.values.reduce((total, value) => total + (isNumber(value) && value > 0 ? value : 0), 0);
     this.xAxis(block.axis, block.unit, 0, Math.max(...block.rows.map(sum), 1e-12) * 1.02);
     this.add("line", { class: "axis", x1: this.left, x2: this.left, y1: this.top, y2: this.bottom });
     this.targets = block.rows.map((row, at) => {
-      const y = this.top + at * 30 + 4;
-      this.text(this.left - 8, y + 15, fitted(row.label, room - 12), { class: "name", "text-anchor": "end" });
+      const y = this.top + (above ? at * 44 + 18 : at * 30 + 4);
+      if (above) this.text(this.left, y - 5, fitted(row.label, this.width - 20), { class: "name" });
+      else this.text(this.left - 8, y + 15, fitted(row.label, room - 12), { class: "name", "text-anchor": "end" });
       let from = 0;
       return row.values.map((value, part) => {
         if (!isNumber(value) || value <= 0) return null;
@@ -233,7 +237,7 @@ class SpanChart extends Chart {
 class MapChart extends Chart {
   constructor(block) {
     const each = clamp(Math.floor(600 / Math.max(1, block.rows.length)), 5, 22);
-    super(block, block.rows.length * each + 46);
+    super(block, block.rows.length * each + 62);
     this.each = each;
     this.tools.append(...block.scale.map((value, index) => {
       const swatch = element("i");
@@ -250,19 +254,18 @@ class MapChart extends Chart {
   paint() {
     const { block, each } = this;
     const room = clamp(this.width * 0.3, 84, 300);
-    [this.left, this.right, this.top, this.bottom] = [room, this.width - 12, 4, this.height - 40];
+    [this.left, this.right, this.top, this.bottom] = [room, this.width - 12, 20, this.height - 40];
     const edges = block.edges;
     if (block.names) {
       [this.low, this.high] = [edges[0], edges.at(-1)];
       block.names.forEach((name, at) => this.text((this.xOf(edges[at]) + this.xOf(edges[at + 1])) / 2, this.bottom + 15, fitted(name, this.xOf(edges[at + 1]) - this.xOf(edges[at])), { "text-anchor": "middle" }));
       this.text((this.left + this.right) / 2, this.bottom + 32, block.axis, { "text-anchor": "middle" });
     } else this.xAxis(block.axis, "", edges[0], edges.at(-1));
-    const middle = (this.top + this.bottom) / 2;
-    this.text(12, middle, block.what, { "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` });
+    this.text(this.left - 8, this.top - 6, block.what, { "text-anchor": "end" });
     const every = Math.ceil(14 / each);
     this.targets = block.rows.map((name, at) => {
       const y = this.top + at * each;
-      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 28), { class: "name", "text-anchor": "end" });
+      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 12), { class: "name", "text-anchor": "end" });
       return block.values[at].map((value, column) => {
         const index = block.scale.indexOf(value);
         if (index < 0) return null;
