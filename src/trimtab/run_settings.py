@@ -21,6 +21,9 @@ class RunSettings:
     local_steps: str | None = None
     """Steps of a round, or "auto"; None exchanges gradients in every step."""
 
+    max_penalty: float = 0.01
+    """With "auto": the expected relative increase of the loss that is allowed."""
+
     adjust: str = "bits,shares"
     """What may be adjusted; see `trimtab.selector`."""
 

@@ -102,7 +102,7 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
         ("24;11", [], "as in 24,11,11"),
         ("24,0", [], "above 0"),
         ("fast", [], "auto, equal"),
-        ("24,11", ["--local-steps", "4"], "exclude each other"),
+        ("24,11,11", ["--local-steps", "4"], "3 sizes for 2 ranks"),
         ("24,11", ["--adjust", "bits"], "leaves them alone"),
     ):
         with pytest.raises(TrimtabError, match=words):

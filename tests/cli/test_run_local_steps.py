@@ -17,22 +17,24 @@ from trimtab.run_settings import RunSettings
 SCRIPT = """
 import json, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 ddp = DistributedDataParallel(torch.nn.Linear(128, 128))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-torch.manual_seed(1 + dist.get_rank())
-apart = []
-for step in range(9):
+data = TensorDataset(torch.randn(72, 128))
+apart, sizes = [], []
+for (inputs,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    sizes.append(len(inputs))
     weights = [torch.empty(128, 128) for _ in range(2)]
     dist.all_gather(weights, ddp.module.weight.detach())
     apart.append(bool((weights[0] != weights[1]).any()))
-    ddp(torch.randn(4, 128)).square().mean().backward()
+    ddp(inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 if dist.get_rank() == 0:
-    print(json.dumps(apart))
+    print(json.dumps([apart, sizes]))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -43,7 +45,7 @@ def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2", "--local-steps", "4"),
-            str(tmp_path / "train.py"),
+            *("--batch-sizes", "6,2", str(tmp_path / "train.py")),
         ],
         capture_output=True,
         text=True,
@@ -52,10 +54,12 @@ def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    apart = json.loads(done.stdout)
+    apart, sizes = json.loads(done.stdout)
     assert apart[0] is False, "all begin alike"
     assert all(apart[1:]), "each goes its own way in between"
+    assert sizes == [4] * 3 + [6] * 6
     assert "local steps" in done.stderr
+    assert "the loss is expected to be" in done.stderr
 
 
 def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
@@ -69,6 +73,8 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
         torchrun_command(["--local-steps", "0", script])
     with pytest.raises(TrimtabError, match="--local-steps often: give a number"):
         torchrun_command(["--local-steps", "often", script])
+    with pytest.raises(TrimtabError, match="max_penalty=2.0: use a number between 0 and 1"):
+        torchrun_command(["--local-steps", "auto", "--max-penalty", "2", script])
 
 
 ELASTIC = """

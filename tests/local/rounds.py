@@ -59,7 +59,7 @@ def in_one_process(
     """Every worker's weights, and the agreed ones, after so many steps and one more look before the next.
 
     Args:
-        samples: of each worker's batch.
+        samples: of each worker's batch; what it counts for are those since a fragment was last sent.
         batches: each worker's batch of a step.
     """
     of_step = batches or (lambda step, worker: batch(step, worker, samples[worker]))
@@ -83,15 +83,20 @@ def in_one_process(
             for parameters, before in zip(own, sent, strict=True):
                 parameters[name].data.copy_(agreed[name] + parameters[name].data - before[name])
 
+    seen = [[0] * len(workers) for _ in fragments]
     for step in range(1, steps + 1):
         for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
-            train_on(worker, optimizer, of_step(step, rank))
+            inputs, targets = of_step(step, rank)
+            train_on(worker, optimizer, (inputs, targets))
+            for counts in seen:
+                counts[rank] += len(inputs)
         for index, names in enumerate(fragments):
             if index in flight and step - flight[index][0] >= settings["delay"]:
                 take(index)
             if step % settings["every"] == places[index] % settings["every"]:
                 sent = [{name: parameters[name].detach().clone() for name in names} for parameters in own]
-                weights = [count / sum(samples) for count in samples]
+                weights = [count / sum(seen[index]) for count in seen[index]]
+                seen[index] = [0] * len(workers)
                 change = {
                     name: agreed[name] - sum(w * s[name] for w, s in zip(weights, sent, strict=True))
                     for name in names

@@ -16,6 +16,7 @@ from trimtab.control.local_steps import LocalSteps, WhoWorks, local_steps_of
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
+from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,7 +26,7 @@ def local_steps(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Literal["auto"] = "auto",
-    max_penalty: float = 0.01,
+    max_penalty: float = MAX_PENALTY,
     bits: int | Literal["auto"] | None = "auto",
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
@@ -72,10 +73,7 @@ def local_steps(
         raise TrimtabError("local_steps: this model has local steps already; call it once")
     if every != "auto" and (not isinstance(every, int) or every < 1):
         raise TrimtabError(f"local_steps: every={every!r}: use a number of steps of at least 1, or 'auto'")
-    if not 0 < max_penalty < 1:
-        raise TrimtabError(
-            f"local_steps: max_penalty={max_penalty!r}: use a number between 0 and 1, such as 0.01"
-        )
+    require_penalty("local_steps", max_penalty)
     if workers not in ("auto", "ranks", "hosts"):
         raise TrimtabError(f"local_steps: workers={workers!r}: use 'ranks', 'hosts' or 'auto'")
     parameters = {id(p) for p in model.parameters()}

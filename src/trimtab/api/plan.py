@@ -23,6 +23,7 @@ from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.models.data import calibration
 from trimtab.models.spec import load_model
+from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
@@ -53,6 +54,7 @@ def plan(
     damage: float = BUDGET,
     bits: Bits = "auto",
     layout: LayoutOption = "auto",
+    max_penalty: float = MAX_PENALTY,
     indicator: str = "variance",
     precisions: Sequence[str] | None = None,
     autocast: str | None = None,
@@ -76,6 +78,8 @@ def plan(
         bits: bits of gradients: 1 to 8, None, "adaptive", or "auto" for the fastest according to the prediction.
         layout: "data" gives every rank a copy of the model; a number makes tensor groups of so many ranks, which
             hold a copy together; "auto" makes them where that is predicted to be faster, or a copy does not fit.
+        max_penalty: where local steps would be much faster, the plan mentions them (`Plan.local_steps`), with rounds
+            within this expected relative increase of the loss.
         indicator: how damage is estimated; see `trimtab.measure.gradient_damage`.
         precisions: to choose from; by default all that were probed.
         autocast: "bf16" or "fp16", if the job runs under it.
@@ -101,6 +105,7 @@ def plan(
             f"plan: a batch of {batch_size} is smaller than the {target.world_size} ranks of the cluster, and each "
             f"needs at least one sample; use a batch size of {target.world_size} or more"
         )
+    require_penalty("plan", max_penalty)
     if not (isfinite(damage) and damage >= 0):
         raise TrimtabError(f"plan: a damage of {damage} is not possible; use a finite number of at least 0")
     if batch == "free" and indicator in RANKING:
@@ -152,6 +157,7 @@ def plan(
         budget=damage,
         bits=bits,
         layout=layout,
+        max_penalty=max_penalty,
         progress=progress,
     )
     if allowed != ALL:

@@ -68,7 +68,8 @@ def take_over_ddp(settings: RunSettings) -> None:
         record_steps(self)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
         if every is not None:
-            local_steps(self, every="auto" if every == "auto" else int(every))
+            rounds: Any = every if every == "auto" else int(every)
+            local_steps(self, every=rounds, max_penalty=settings.max_penalty)
             return
         if not apply_launch_plan(self) and "bits" in adjust:
             try:
@@ -103,8 +104,8 @@ def take_over_plan(settings: RunSettings) -> None:
 
 
 def take_over_batches(settings: RunSettings) -> None:
-    """The script's batches are cut among the ranks; a plan and local steps have shares of their own."""
-    planned = settings.plan is not None or settings.local_steps is not None
+    """The script's batches are cut among the ranks; a plan has shares of its own."""
+    planned = settings.plan is not None
     if "shares" in selected(settings.adjust) and not planned and settings.batch_sizes != "equal":
         from trimtab.control.shares.launch import cut_batches
 

@@ -45,6 +45,13 @@ def plan(
             "faster or a copy does not fit."
         ),
     ] = "auto",
+    max_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Expected relative increase of the loss that is allowed to local steps, which the plan mentions where "
+            "they would be much faster."
+        ),
+    ] = 0.01,
     precision: Annotated[
         str | None,
         typer.Option(help="Precisions to choose from, comma-separated; by default all that were probed."),
@@ -105,6 +112,7 @@ def plan(
                 damage=damage,
                 bits=chosen_bits,
                 layout=int(layout) if layout.isdecimal() else layout,  # type: ignore[arg-type]  # checked above
+                max_penalty=max_penalty,
                 indicator=indicator,
                 precisions=None if precision is None else [p for p in precision.split(",") if p],
                 autocast=autocast,

@@ -27,6 +27,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Ranks train by themselves and agree on their weights every H steps, instead of exchanging gradients "
         "in every step; for slow links.",
     },
+    "--max-penalty": {
+        "type": float,
+        "default": RunSettings.max_penalty,
+        "help": "With --local-steps auto: the expected relative increase of the loss that is allowed (default 0.01).",
+    },
     "--auto": {
         "action": "store_true",
         "help": "Make the plan from the job itself: measure in its first steps, plan beside the training, apply the "
@@ -136,12 +141,13 @@ def _settings(parsed: argparse.Namespace) -> RunSettings:
     if parsed.plan is not None:
         _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
     if parsed.local_steps is not None:
-        _check_local_steps(parsed.local_steps, parsed.plan)
+        _check_local_steps(parsed.local_steps, parsed.plan, parsed.max_penalty)
     adjust = _adjust(parsed)
     _check_batch_sizes(parsed, adjust)
     return RunSettings(
         plan=None if parsed.plan is None else str(Path(parsed.plan).resolve()),
         local_steps=parsed.local_steps,
+        max_penalty=parsed.max_penalty,
         adjust=adjust,
         auto=parsed.auto or (parsed.plan is None and "precision" in selected(adjust)),
         batch_sizes=parsed.batch_sizes,
@@ -156,7 +162,7 @@ def _adjust(parsed: argparse.Namespace) -> str:
     if (parsed.auto or chosen is not None) and parsed.local_steps is not None:
         raise TrimtabError(
             f"run: --local-steps and {'--auto' if parsed.auto else '--adjust'} exclude each other: ranks that train by "
-            "themselves exchange no gradients and share no batch"
+            "themselves exchange no gradients; --batch-sizes says how their batches are cut"
         )
     if chosen is None:
         return "auto" if parsed.auto or parsed.plan is not None else RunSettings.adjust
@@ -196,11 +202,10 @@ def _check_batch_sizes(parsed: argparse.Namespace, adjust: str) -> None:
     sizes = parse_sizes(parsed.batch_sizes)
     if sizes is None:
         return
-    for other, value in (("--plan", parsed.plan), ("--local-steps", parsed.local_steps)):
-        if value is not None:
-            raise TrimtabError(
-                f"run: --batch-sizes {parsed.batch_sizes} and {other} exclude each other: both say what each rank does"
-            )
+    if parsed.plan is not None:
+        raise TrimtabError(
+            f"run: --batch-sizes {parsed.batch_sizes} and --plan exclude each other: both say what each rank does"
+        )
     if "shares" not in selected(adjust):
         raise TrimtabError(
             f"run: --batch-sizes {parsed.batch_sizes} sets batch shares, and --adjust {adjust} leaves them alone"
@@ -227,7 +232,10 @@ def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:
     return all(getattr(parsed, name) == getattr(default, name) for name in names)
 
 
-def _check_local_steps(every: str, plan: str | None) -> None:
+def _check_local_steps(every: str, plan: str | None, max_penalty: float) -> None:
+    from trimtab.planning.local_steps import require_penalty
+
+    require_penalty("run", max_penalty)
     if every != "auto" and not (every.isdigit() and int(every) > 0):
         raise TrimtabError(f"run: --local-steps {every}: give a number of steps of at least 1, or auto")
     if plan is not None:

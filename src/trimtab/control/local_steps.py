@@ -16,31 +16,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from trimtab.codec import Block
 from trimtab.collectives import find_hosts
-from trimtab.collectives.groups import destroy_groups
+from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.control.compression.ddp import compress_ddp
 from trimtab.control.compression.explanation import record_explanation
-from trimtab.control.rank_values import gather_numbers
+from trimtab.control.local_choice import measured_choice
+from trimtab.control.rank_values import LaterNumbers
 from trimtab.control.training_steps import TrainingSteps, observe_skipped_steps
 from trimtab.control.unify import unify
-from trimtab.doors.ddp import has_other_hook, stage_groups
+from trimtab.doors.ddp import has_other_hook
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.local.agreement import outer_step
 from trimtab.local.worker import LocalWorker
 from trimtab.local.workers import Workers
 from trimtab.local_settings import LocalSettings
-from trimtab.measure.exchange import measure_exchanges
-from trimtab.measure.timing import call_seconds
 from trimtab.model_state import JobBound, JobHook, find_state
-from trimtab.planning.local_steps import (
-    TRIED_BITS,
-    LocalChoice,
-    choose_local_steps,
-    every_step_seconds,
-    local_settings,
-)
+from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings
 from trimtab.report import events
 
 WARM_UP, TIMED = 2, 4
@@ -51,6 +42,10 @@ WhoWorks = Literal["auto", "ranks", "hosts"]
 
 class StepTimer(Protocol):
     """Times this rank's own work in a step: a loader that shares batches out by speed."""
+
+    @property
+    def follows_speeds(self) -> bool:
+        """Whether batches will be such that all ranks take the same time."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around what is not part of it."""
@@ -87,6 +82,8 @@ class LocalSteps(JobBound):
         self.choice: LocalChoice | None = None
         self.timer: StepTimer | None = None
         """Must not count the time in which this worker waits for others as its own."""
+        self._numbers: weakref.WeakKeyDictionary[object, LaterNumbers] = weakref.WeakKeyDictionary()
+        self._number_groups: list[dist.ProcessGroup] = []
         self._start: dict[str, torch.Tensor] | None = None
         self._samples = self._seen = self._skipped = 0
         self._ended = False
@@ -99,8 +96,7 @@ class LocalSteps(JobBound):
         if every is not None:
             settings = local_settings(every, 4, self._count_workers(), self._parameters)
             self._agree(replace(settings, **changes))
-            if group.rank() == 0:
-                logger().info("%s", self.explain())
+            self._say(self.explain().removeprefix("local steps: "))
         else:
             _broadcast(trained, group)
             self._start = {name: p.detach().float().clone() for name, p in trained.items()}
@@ -178,6 +174,13 @@ class LocalSteps(JobBound):
             return (self.group.rank(),), None
         return self.worker.workers.own, self.worker.workers.gradients
 
+    def numbers_of(self, owner: object) -> LaterNumbers:
+        """What exchanges an owner's numbers between steps while nobody waits. The first call is collective."""
+        if owner not in self._numbers:
+            self._number_groups += private_groups(self.group, self.device, 1)
+            self._numbers[owner] = LaterNumbers(self._number_groups[-1])
+        return self._numbers[owner]
+
     def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the samples of a forward pass: the first axis of its first tensor."""
         if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -214,25 +217,15 @@ class LocalSteps(JobBound):
 
     def _choose(self) -> None:
         """Choose settings from the measured step and link. Collective."""
-        groups = stage_groups(self.group, self.device)
-        codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
-        measured = measure_exchanges(codecs, groups, self.device, self._numel)
-        destroy_groups(groups)
-        whole = {int(bits): exchange.of(self._numel * 4) for bits, exchange in measured.items()}
-        own = [median(self._times[WARM_UP:]), whole[4].work_s + self._arithmetic_s()]
-        step_s, work_s = map(max, zip(*gather_numbers(own, self.group), strict=True))
-        plain_s = whole[4].plain_s
-        self.choice = choose_local_steps(
-            step_s=step_s,
-            exchange_s={bits: exchange.compressed_s for bits, exchange in whole.items()},
-            every_step_s=min(
-                every_step_seconds(step_s, plain_s, 0.0),
-                *(every_step_seconds(step_s, exchange.compressed_s, work_s) for exchange in whole.values()),
-            ),
+        self.choice = measured_choice(
+            self.group,
+            self.device,
+            self._numel,
+            step_s=median(self._times[WARM_UP:]),
+            balanced=self.timer is not None and self.timer.follows_speeds,
             workers=self._count_workers(),
             layers=self._parameters,
             max_penalty=self._max_penalty,
-            work_s=work_s,
         )
         settings = self.choice.settings
         if settings is None and self._exchange_every_step():
@@ -243,17 +236,8 @@ class LocalSteps(JobBound):
         self._agree(replace(settings, **self._changes), start, self._join_hosts())
         assert self.worker is not None
         self.worker.missed(len(self._times) - 1)
-        if self.group.rank() == 0:
-            logger().info("%s", self.explain())
-
-    def _arithmetic_s(self) -> float:
-        """Computing time of the outer gradients and steps of all weights; those of a GPU do not count."""
-        if self.device.type != "cpu":
-            return 0.0
-        agreed, momentum, change = torch.zeros(3, min(self._numel, 1 << 20))
-        once = call_seconds(lambda: outer_step(agreed, momentum, change, 1.0, 0.5), self.device)
-        # The copies and differences before and after it are about as many passes over the weights.
-        return float(2 * once * self._numel / agreed.numel())
+        expected = {"step_s": self.choice.step_s, "penalty": self.choice.penalty}
+        self._say(self.explain().removeprefix("local steps: "), **expected)
 
     def _join_hosts(self) -> Workers:
         """Ranks of a host went their own ways while steps were timed: from here on they are one worker. Collective."""
@@ -292,10 +276,10 @@ class LocalSteps(JobBound):
         record_explanation(model, f"local steps are off: {self.choice.reason}; {decision}")
         return True
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, **expected: float) -> None:
         if self.group.rank() == 0:
             logger().info("local steps: %s", text)
-            events.emit("decision", what="local_steps", decided=text, why=None, expected={})
+            events.emit("decision", what="local_steps", decided=text, why=None, expected=expected)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from a checkpoint; returns whether it was of use. Every rank calls it.
@@ -333,11 +317,13 @@ class LocalSteps(JobBound):
         )
         if self.worker.late:
             text += f"; {self.worker.late} fragments came late and were taken later"
-        return text if self.choice is None else f"{text}; {self.choice.reason}"
+        reason = None if self.choice is None else self.choice.reason
+        return f"{text}; {reason or expected_loss(workers.count, own.every)}"
 
     def close(self) -> None:
         self._off = True
         _active.discard(self)
+        destroy_groups(self._number_groups)
         if self.worker is not None:
             self.worker.close()
 
@@ -349,6 +335,12 @@ _active: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 def running_local_steps() -> LocalSteps | None:
     """The local steps of this process; of several, those of any one: all have the same ranks."""
     return next(iter(_active), None)
+
+
+def averaging_ranks() -> tuple[int, ...] | None:
+    """The ranks that average their gradients with this one in every step; None where all do."""
+    local = running_local_steps()
+    return None if local is None else local.team[0]
 
 
 def local_steps_of(model: nn.Module) -> LocalSteps | None:

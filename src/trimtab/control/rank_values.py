@@ -49,6 +49,35 @@ def gather_numbers(values: list[float], group: dist.ProcessGroup | None) -> list
         return [list(row) for row in everyone.view(world_size, -1).tolist()]
 
 
+class LaterNumbers:
+    """Numbers of all ranks for which nobody waits: each call returns those of the call before."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """`group` is used for nothing else: what is under way on it may wait for a rank that is late."""
+        self.group = group
+        self._device = collective_device(group)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+
+    def exchange(self, values: list[float]) -> list[list[float]] | None:
+        """Send these numbers; returns those that the ranks sent in the last call, by rank, or None at first.
+
+        Collective, but waits only for ranks that have not made the last call yet.
+        """
+        size, rows = self.group.size(), None
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._pending is not None:
+                work, everyone, _ = self._pending
+                work.wait()
+                rows = [list(row) for row in everyone.view(size, -1).tolist()]
+            own = torch.tensor(values, dtype=torch.float64, device=self._device)
+            everyone = torch.empty(size * len(values), dtype=torch.float64, device=self._device)
+            started = all_gather_single(everyone, own, self.group, async_op=True)
+            assert started is not None
+            self._pending = started, everyone, own
+        return rows
+
+
 def require_equal_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
     """Raise if a setting differs between ranks: a step would hang or skip samples. Collective."""
     hashes = [float(crc32(repr(value).encode())) for value in settings.values()]

@@ -37,6 +37,9 @@ TRIED_BITS = (4, 2)
 SLOWER = 1.05
 """Exchanging every step is preferred while a step takes at most this many times the computation."""
 
+MAX_PENALTY = 0.01
+"""The relative increase of the loss that is allowed by default."""
+
 MOST_EVERY = 500
 MOST_FRAGMENTS = 16
 
@@ -55,6 +58,14 @@ class LocalChoice:
     reason: str
 
 
+def require_penalty(verb: str, max_penalty: float) -> None:
+    """Raise for a limit of the penalty that is none."""
+    if not 0 < max_penalty < 1:
+        raise TrimtabError(
+            f"{verb}: max_penalty={max_penalty!r}: use a number between 0 and 1, such as {MAX_PENALTY}"
+        )
+
+
 def penalty(workers: int, every: int) -> float:
     """Expected relative increase of the loss over training together."""
     if workers < 2 or every < 2:
@@ -63,6 +74,11 @@ def penalty(workers: int, every: int) -> float:
     low, high = _known(below), _known(2 * below)
     at_reference = low + (high - low) * (workers / below - 1)
     return float(at_reference * (every / REFERENCE_EVERY) ** GROWTH)
+
+
+def expected_loss(workers: int, every: int) -> str:
+    """The penalty in words."""
+    return f"the loss is expected to be {penalty(workers, every):.1%} higher than DDP's"
 
 
 def _known(workers: int) -> float:
@@ -85,7 +101,7 @@ def choose_local_steps(
     every_step_s: float,
     workers: int,
     layers: int,
-    max_penalty: float = 0.01,
+    max_penalty: float = MAX_PENALTY,
     work_s: float = 0.0,
 ) -> LocalChoice:
     """The shortest round that wire and worker allow, within the penalty.
@@ -139,8 +155,7 @@ def choose_local_steps(
         penalty=penalty(workers, every),
         step_s=seconds,
         reason=f"workers agree every {every} steps, in {bits} bits and {settings.fragments} fragments: a step takes "
-        f"{_ms(seconds)} where exchanging every step takes {_ms(every_step_s)}; the loss is expected to be "
-        f"{penalty(workers, every):.1%} higher",
+        f"{_ms(seconds)} where exchanging every step takes {_ms(every_step_s)}; {expected_loss(workers, every)}",
     )
 
 

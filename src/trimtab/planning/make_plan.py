@@ -9,6 +9,8 @@ from typing import Any, Literal
 from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.adjustments import weigh
+from trimtab.planning.local_offer import in_words, local_offer
+from trimtab.planning.local_steps import MAX_PENALTY
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import BUDGET, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError, lowered
@@ -38,6 +40,7 @@ def make_plan(
     budget: float = BUDGET,
     bits: Bits = "auto",
     layout: LayoutOption = "auto",
+    max_penalty: float = MAX_PENALTY,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """Decide what every rank does. Pure: the same input gives the same plan on any machine.
@@ -53,6 +56,8 @@ def make_plan(
         bits: of gradients; "auto" takes the fastest of uncompressed and the measured ones of `TRIED`.
         layout: "data" gives every rank a copy of the model, a number makes tensor groups of so many ranks; "auto"
             does that where it is predicted to be faster, or where a copy does not fit.
+        max_penalty: of the local steps that the plan mentions where they would be much faster: the expected relative
+            increase of the loss limits their rounds.
 
     Raises:
         TrimtabError: something was not measured or does not fit; the message says what to do.
@@ -61,7 +66,7 @@ def make_plan(
     return with_layout(
         search,
         lambda: _data_parallel(
-            cluster, workload, damages, model, trimtab, batch_size, batch, budget, bits, progress
+            cluster, workload, damages, model, trimtab, batch_size, batch, budget, bits, max_penalty, progress
         ),
         layout,
         model=model,
@@ -81,6 +86,7 @@ def _data_parallel(
     batch: Literal["fixed", "free"],
     budget: float,
     bits: Bits,
+    max_penalty: float,
     progress: Callable[[int, int], None],
 ) -> Plan:
     """The plan with a copy of the model on every rank, or in FSDP2 where that does not fit."""
@@ -120,6 +126,9 @@ def _data_parallel(
     reasons = reasons_of(search, plain, chosen, adjustments, batch, bits, damage, budget)
     if worth.skipped:
         reasons.insert(-1, worth.skipped)
+    rounds = local_offer(search, chosen, max_penalty)
+    if rounds is not None:
+        reasons.insert(-1, in_words(rounds))
     if wrapper is not None:
         reasons.insert(0, wrapper.words)
         adjustments = (wrapper, *adjustments)
@@ -147,6 +156,7 @@ def _data_parallel(
         layer_bits=dict(chosen.setting.layer_bits),
         route=chosen.setting.route,
         bucket_cap_mb=chosen.setting.bucket_cap_mb,
+        local_steps=rounds,
         reasons=tuple(reasons),
     )
 

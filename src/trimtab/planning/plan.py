@@ -108,6 +108,21 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LocalRounds:
+    """What local steps would do, as predicted; settings as in `trimtab.local_steps`."""
+
+    every: Count
+    bits: Bits
+    fragments: Count
+    outer_lr: Positive
+    outer_momentum: NotNegative
+    workers: Count
+    step_s: Positive
+    penalty: NotNegative
+    """Expected relative increase of the loss over exchanging gradients in every step."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Plan:
     """What every rank of a job does."""
 
@@ -153,6 +168,10 @@ class Plan:
 
     bucket_cap_mb: Positive | None = None
     """The `bucket_cap_mb` that the script should pass to DDP; None for its default."""
+
+    local_steps: LocalRounds | None = None
+    """What `trimtab run --local-steps` would do instead, where that is predicted to be much faster than the plan, which
+    exchanges gradients in every step."""
 
     reasons: tuple[str, ...] = Field(default=(), strict=False)
 

@@ -34,6 +34,18 @@ class CutBatch:
     shares: tuple[int, ...] | None
     """Samples of the step for each rank; None for a smaller step, the last of an epoch, which is never cut."""
 
+    def weigh(self, *, summed: bool, team: Sequence[int] | None) -> float:
+        """What the gradient of its loss counts for; a loss that is a sum weighs samples alike by itself.
+
+        Args:
+            team: the ranks that average their gradients, if not all do (local steps): they get the mean over their
+                own samples, and what each team counts for is decided where teams agree.
+        """
+        if team is None or self.shares is None:
+            return 1.0 if summed else self.weight
+        own = sum(self.shares) / len(self.shares) if summed else self.own
+        return len(team) * own / sum(self.shares[rank] for rank in team)
+
 
 class LeftAlone:
     """A loader whose batches are not cut, and why."""

@@ -186,6 +186,11 @@ class Loader:
                 leave_out(module, lambda: self._clock)
 
     @property
+    def follows_speeds(self) -> bool:
+        """Whether shares will follow measured speeds."""
+        return self._adjust is not None
+
+    @property
     def last(self) -> bool:
         """Whether the current batch is the step's last: average the gradients, step the optimizer."""
         return self._cut is None or self._cut.last

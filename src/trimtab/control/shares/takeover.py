@@ -17,6 +17,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import dataloader as torch_dataloader
 
+from trimtab.control.local_steps import averaging_ranks, running_local_steps
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
@@ -50,6 +52,7 @@ class Takeover:
     def __init__(self, sizes: Sequence[int] | None = None, rule: Adjust | None = None) -> None:
         """`sizes` are the batches that the user wants, by rank; by default shares follow speeds by `rule`."""
         self.sizes = None if sizes is None else tuple(sizes)
+        self.follows_speeds = sizes is None
         self.scope: str | None = None
         """What a framework has divided the loss by, if not by its own batch: "all ranks" or "this rank"."""
         self.texts: set[str] = set()
@@ -144,6 +147,10 @@ class Takeover:
         elif new is not None:
             self._change(new)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around what is not part of this rank's work in a step."""
+        return nullcontext() if self._clock is None else self._clock.waiting()
+
     def begins(self) -> None:
         """A step begins."""
 
@@ -204,11 +211,9 @@ class Takeover:
         return {mean / self._source.batch_size for mean in self._first.means}
 
     def _weight_of(self, batch: CutBatch, form: LossForm) -> float:
-        if self.scope == "all ranks":
-            return 1.0  # the sum over all ranks is right already
-        if form.divisors and self._first is not None and form.divisors == self._first.divisors:
-            return 1.0  # a sum: no sample counts more than another, whoever computes it
-        return batch.weight
+        same = self._first is not None and form.divisors == self._first.divisors
+        summed = self.scope == "all ranks" or (bool(form.divisors) and same)
+        return batch.weigh(summed=summed, team=averaging_ranks())
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
@@ -244,6 +249,8 @@ class Takeover:
         model = None if self._model is None else self._model()
         assert model is not None
         self._clock = LocalClock(loss.device)
+        if (local := running_local_steps()) is not None:
+            local.timer = self
         if self._steps is None:
             self._steps = TrainingSteps(model, {id(p) for p in model.parameters()}, self, skipped=True)
             for module in model.modules():

@@ -8,6 +8,7 @@ from collections import deque
 import torch.distributed as dist
 
 from trimtab import environment
+from trimtab.control.local_steps import running_local_steps
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.measure.local_clock import LocalClock
@@ -50,13 +51,15 @@ class ShareWindows:
         self._steps = 0
         self._runs: deque[list[list[float]]] = deque([[]], maxlen=_RUNS)
         """Each rank's times by window, in one list for each time that the shares were the same."""
+        self._comparable = False
+        """With local steps: whether the numbers under way belong to the present shares."""
 
     def end_step(
         self, clock: LocalClock, shares: tuple[int, ...], *, usable: bool, alarm: bool = False
     ) -> tuple[int, ...] | None:
         """Count a finished step, if it had these shares; new shares if a window is complete and shows better ones.
 
-        Collective at the end of a window.
+        Collective at the end of a window; with local steps it waits only for ranks that are a whole window behind.
         """
         clock.end_step(keep=usable)
         self._steps += usable
@@ -64,7 +67,9 @@ class ShareWindows:
             return None
         self._steps = 0
         with clock.waiting():
-            by_rank = gather_numbers([clock.read(), self._capacity.samples(), float(alarm)], self._group)
+            by_rank = self._compare([clock.read(), self._capacity.samples(), float(alarm)])
+        if by_rank is None:
+            return None
         seconds = [own for own, _, _ in by_rank]
         self.alarm = any(raised for _, _, raised in by_rank)
         if self._rule is None or not all(own > 0 for own in seconds):
@@ -96,9 +101,18 @@ class ShareWindows:
                 )
         return new
 
+    def _compare(self, values: list[float]) -> list[list[float]] | None:
+        """All ranks' numbers. Workers with local steps do not wait for each other, and get those of one window ago."""
+        local = running_local_steps()
+        if local is None:
+            return gather_numbers(values, self._group)
+        by_rank = local.numbers_of(self).exchange(values)
+        comparable, self._comparable = self._comparable, True
+        return by_rank if comparable else None
+
     def forget(self, clock: LocalClock | None) -> None:
         """The shares have changed: start a new window, and keep the noise of the old ones."""
-        self._steps = 0
+        self._steps, self._comparable = 0, False
         if self._runs[-1]:
             self._runs.append([])
         if clock is not None:
