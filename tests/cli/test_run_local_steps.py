@@ -73,7 +73,7 @@ def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
         torchrun_command(["--local-steps", "0", script])
     with pytest.raises(TrimtabError, match="--local-steps often: give a number"):
         torchrun_command(["--local-steps", "often", script])
-    with pytest.raises(TrimtabError, match="max_penalty=2.0: use a number between 0 and 1"):
+    with pytest.raises(TrimtabError, match=r"max_penalty=2\.0: use a number between 0 and 1"):
         torchrun_command(["--local-steps", "auto", "--max-penalty", "2", script])
 
 

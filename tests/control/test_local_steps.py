@@ -156,11 +156,9 @@ def through_an_unchanged_loop(summed: bool, steps: int) -> tuple[torch.Tensor, s
         optimizer = optimizer_for(model)
         for inputs, targets in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)):
             outputs = model(inputs)
-            if summed:  # of what was a batch of 4 samples with 3 values each
-                loss = F.mse_loss(outputs, targets, reduction="sum") / 12
-            else:
-                loss = F.mse_loss(outputs, targets)
-            loss.backward()
+            # The sum is divided as for a batch of 4 samples with 3 values each.
+            loss = F.mse_loss(outputs, targets, reduction="sum" if summed else "mean")
+            (loss / 12 if summed else loss).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
