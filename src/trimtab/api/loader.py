@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from trimtab.control.plans.active_plan import active_plan_for
 from trimtab.control.plans.tensor_layout import group_share
 from trimtab.control.rank_values import gather_numbers, rank_and_world_size
 from trimtab.control.shares.loader import FOLLOW_SPEEDS, Loader
+from trimtab.control.shares.rounds import RoundLoader, RoundSampler, round_length
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import Plan
@@ -36,6 +37,7 @@ def loader(
     max_batch: int | None = None,
     min_batch: int = 1,
     adjust: Adjust | None = FOLLOW_SPEEDS,
+    uneven: Literal["batches", "steps"] = "batches",
     shuffle: bool = True,
     drop_last: bool = False,
     seed: int = 0,
@@ -67,6 +69,9 @@ def loader(
         min_batch: the fewest samples of a rank at once (BatchNorm on vectors needs 2).
         adjust: when shares follow measured speeds; None keeps the shares fixed. With a plan for equal shares
             or for FSDP2 they are fixed too, unless an `Adjust` is given.
+        uneven: with `trimtab.local_steps`, "steps" gives every rank batches of the same size, batch_size / ranks, and a
+            faster rank more of them in a round. The ranks then meet only where ``data.round_ends``: save, evaluate and
+            step learning-rate schedules there.
         shuffle: in an order that depends on `seed` and the epoch alone.
         drop_last: drop the last samples of an epoch if they do not fill a step.
         group: the ranks that train together; by default all. In a tensor-parallel job the data-parallel ones,
@@ -121,6 +126,29 @@ def loader(
     if len(speeds) != world_size or min(speeds) <= 0:
         name = "shares" if batch_sizes is None else "batch_sizes"
         raise TrimtabError(f"loader: {name}={list(speeds)}: give each of {world_size} ranks a number above 0")
+    if uneven != "batches":
+        whole = uneven == "steps" and accumulate == 1 and batch_sizes is None and active_plan is None
+        if not whole or batch_size % world_size:
+            raise TrimtabError(
+                f'loader: uneven={uneven!r}: use "batches", or "steps" with a batch_size that is a multiple of the '
+                f"{world_size} ranks, and without accumulate, batch_sizes and plan"
+            )
+        rounds = RoundSampler(
+            len(dataset),  # type: ignore[arg-type]
+            batch_size=batch_size,
+            rank=rank,
+            speeds=speeds,
+            every=round_length,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        return RoundLoader(
+            DataLoader(dataset, batch_sampler=rounds, **options),
+            rounds,
+            count=count,
+            adjust=adjust,
+            group=group,
+        )
     own_limit = float("inf") if max_batch is None else float(max_batch)
     by_rank = [limit for (limit,) in gather_numbers([own_limit], None if tensor_groups else group)]
     if tensor_groups:

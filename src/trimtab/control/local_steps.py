@@ -174,6 +174,16 @@ class LocalSteps(JobBound):
             return (self.group.rank(),), None
         return self.worker.workers.own, self.worker.workers.gradients
 
+    def begin_round(self, length: int) -> None:
+        """Take so many steps in the round that begins; other workers may take other numbers."""
+        self.finish_step()
+        if len(self.team[0]) > 1:
+            raise TrimtabError(
+                "local_steps: ranks of a host take the same number of steps; for uneven=\"steps\" use workers='ranks'"
+            )
+        if self.worker is not None:
+            self.worker.begin_round(length)
+
     def numbers_of(self, owner: object) -> LaterNumbers:
         """What exchanges an owner's numbers between steps while nobody waits. The first call is collective."""
         if owner not in self._numbers:
@@ -212,7 +222,7 @@ class LocalSteps(JobBound):
                 self._times.append(time.perf_counter() - self._began)
                 if len(self._times) >= WARM_UP + TIMED:
                     self._choose()
-            if self.worker is not None:
+            else:
                 self.worker.step(samples)
 
     def _choose(self) -> None:
@@ -235,7 +245,7 @@ class LocalSteps(JobBound):
         start, self._start = self._start, None
         self._agree(replace(settings, **self._changes), start, self._join_hosts())
         assert self.worker is not None
-        self.worker.missed(len(self._times) - 1)
+        self.worker.missed(len(self._times), self._seen)
         expected = {"step_s": self.choice.step_s, "penalty": self.choice.penalty}
         self._say(self.explain().removeprefix("local steps: "), **expected)
 

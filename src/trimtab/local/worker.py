@@ -89,7 +89,11 @@ class LocalWorker(JobBound):
 
     def begin_round(self, length: int) -> None:
         """Take so many steps in this round. Called before its first step; other workers may take other numbers."""
-        assert self._place == 0, "a round has begun"
+        if self._place:
+            raise TrimtabError(
+                f'local_steps: a round cannot begin {self._place} steps after the last one did; with uneven="steps" '
+                "train one step on every batch of the loader, and on no others"
+            )
         self._length = length
         self._turns = turns(length, len(self.fragments))
         # A delay in time is the same for all workers: one with fewer steps in a round waits for fewer.
@@ -142,10 +146,10 @@ class LocalWorker(JobBound):
         for fragment in self.fragments:
             fragment.drop_feedback()
 
-    def missed(self, steps: int) -> None:
-        """Steps that the worker took before this was made; their turns are over."""
+    def missed(self, steps: int, samples: int) -> None:
+        """What the worker did before this was made belongs to its first round."""
         self.steps += steps
-        self._round, self._place = divmod(self.steps, self.settings.every)
+        self._samples = [samples] * len(self.fragments)
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
