@@ -33,9 +33,7 @@ def test_rounds_deal_out_every_sample_once(length: int, own: int, speeds: list[f
     if length < own * ranks:
         return
     samplers = [
-        RoundSampler(
-            length, batch_size=own * ranks, rank=rank, speeds=speeds, every=lambda: every, drop_last=True
-        )
+        RoundSampler(length, batch_size=own * ranks, rank=rank, speeds=speeds, every=lambda: every)
         for rank in range(ranks)
     ]
     batches = [list(sampler) for sampler in samplers]

@@ -59,9 +59,8 @@ class RoundSampler(ShareSampler):
             every: the length of a round, asked for when it is cut; the same on all ranks.
         """
         self._own, self._every, self._speeds = batch_size // len(speeds), every, tuple(speeds)
-        super().__init__(
-            length, batch_size=batch_size, rank=rank, shares=[self._own] * len(speeds), **options
-        )
+        even = [self._own] * len(speeds)
+        super().__init__(length, batch_size=batch_size, rank=rank, shares=even, drop_last=True, **options)
 
     def __len__(self) -> int:
         """This rank's batches in an epoch, if speeds do not change."""
