@@ -11,7 +11,9 @@ from tests.support.requirements import requires
 from torch import nn
 
 import trimtab
+from trimtab.collectives.groups import private_groups
 from trimtab.control.local_steps import local_steps_of
+from trimtab.control.rank_values import LaterNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,6 +49,20 @@ def train(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
             disagreeing += not agree(torch.cat([p.detach().flatten() for p in models[0].parameters()]))
     differing, disagreeing = summed(differing, disagreeing)
     return {"differing_weights": differing, "disagreeing_ranks": disagreeing}
+
+
+def numbers(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[list[float]] | None]:
+    assert dist.group.WORLD is not None
+    groups = private_groups(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()), 1)
+    later = LaterNumbers(groups[0])
+    rows = [later.exchange([dist.get_rank(), value]) for value in spec["values"]]
+    torch.cuda.synchronize()
+    return rows
+
+
+def test_numbers_arrive_at_the_next_call() -> None:
+    first, second = [[0.0, 1.0], [1.0, 1.0]], [[0.0, 2.0], [1.0, 2.0]]
+    assert on_slices(2, numbers, values=[1.0, 2.0, 3.0]) == [None, first, second]
 
 
 def test_overlapped_rounds_are_those_of_waiting_for_everything() -> None:

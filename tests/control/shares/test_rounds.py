@@ -74,7 +74,7 @@ def in_rounds(fragments: int, bits: int | None) -> tuple[torch.Tensor, torch.Ten
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(data.round_ends)  # type: ignore[attr-defined]
+        ends.append(data.round_ends)
         if not ends[-1]:
             with pytest.raises(TrimtabError, match="save at its end"):
                 data.state_dict()

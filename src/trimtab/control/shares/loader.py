@@ -196,8 +196,13 @@ class Loader:
         return self._cut is None or self._cut.last
 
     @property
+    def round_ends(self) -> bool:
+        """Whether the ranks may meet after this step; with ``uneven="steps"`` only after the last of a round."""
+        return self.last
+
+    @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of a step for each rank."""
+        """Samples of a step for each rank; with ``uneven="steps"`` steps of a round."""
         return self.sampler.shares
 
     @property

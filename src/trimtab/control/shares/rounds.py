@@ -155,7 +155,7 @@ class RoundLoader(Loader):
 
     @property
     def round_ends(self) -> bool:
-        """Whether this rank's round ends with the current batch: there, and only there, may the ranks meet."""
+        """Whether this rank's round ends with the current batch: only there may the ranks meet."""
         return self._round is None or self._round.ends
 
     def state_dict(self) -> dict[str, Any]:
