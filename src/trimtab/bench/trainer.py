@@ -199,12 +199,14 @@ def take_turns(
     repeats: int,
     steps: int,
     report: Progress,
+    few: Mapping[str, int] | None = None,
 ) -> dict[str, Timing]:
     """All methods in turn, in blocks of steps: the seconds of a sample, so that what slows a whole round cancels out.
 
     Args:
         alone: methods in which each rank trains by itself.
         untrained: methods of which only the speed counts; they sit out all but the last block of the warm-up.
+        few: methods whose blocks have another number of steps.
     """
     samples: dict[str, list[float]] = {method: [] for method in trainers}
     for block in range(warmup + repeats):
@@ -212,7 +214,9 @@ def take_turns(
         for method, trainer in trainers.items():
             if block < warmup - 1 and method in untrained:
                 continue
-            rate, seconds = trainer.alone(longest) if method in alone else trainer.block(steps)
+            rate, seconds = (
+                trainer.alone(longest) if method in alone else trainer.block((few or {}).get(method, steps))
+            )
             longest = max(longest, seconds)
             if block >= warmup:
                 samples[method].append(1 / rate)

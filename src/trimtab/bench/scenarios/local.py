@@ -39,8 +39,8 @@ EVERY_STEP = ("ddp", "ddp" + AA, "trimtab")
 
 CANARY = "local1bit (canary)"
 LOCAL_BITS = {"local": 4, "local2bit": 2, CANARY: 1}
-UNEVEN, BATCH, ROUND = (1.0, 0.4), 14, 8
-"""Speeds of unequal hosts, and their global batch and round."""
+UNEVEN, BATCH, ROUND, FEW = (1.0, 0.4), 14, 16, 2
+"""Speeds of unequal hosts, their global batch and round, and how many steps of plain DDP are enough."""
 
 LR, WARM_UP = 1e-3, 50
 FULL = ("100mbit", "10mbit"), (2, 4)
@@ -316,7 +316,14 @@ def uneven_on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, 
 
     trainers = {method: trainer(method) for method in ("ddp", "local", "ideal")}
     timings = take_turns(
-        trainers, ("ideal",), ("ddp", "ideal"), warmup=1, repeats=spec["repeats"], steps=ROUND, report=report
+        trainers,
+        ("ideal",),
+        ("ddp", "ideal"),
+        warmup=1,
+        repeats=spec["repeats"],
+        steps=ROUND,
+        report=report,
+        few={"ddp": FEW},
     )
     return [
         {
