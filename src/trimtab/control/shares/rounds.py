@@ -64,12 +64,15 @@ class RoundSampler(ShareSampler):
 
     def __len__(self) -> int:
         """This rank's batches in an epoch, if speeds do not change."""
-        return sum(steps[self._rank] for _, steps, _ in self._rounds(0))
+        return sum(self._divided(steps)[self._rank] for _, steps, _ in self._rounds(0))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.issued.clear()
         epoch, order = self.epoch, self._order()
-        for start, steps, whole in self._rounds(self.consumed):
+        for start, together, whole in self._rounds(self.consumed):
+            if self._later is not None and (epoch, start) >= self._later[0]:
+                self._speeds, self._later = self._later[1], None
+            steps = self._divided(together)
             count = steps[self._rank]
             first = start + sum(steps[: self._rank]) * self._own
             for place in range(count):
@@ -83,35 +86,32 @@ class RoundSampler(ShareSampler):
                     steps=steps,
                     whole=whole,
                     place=place,
-                    ends_at=start + sum(steps) * self._own,
+                    ends_at=start + together * self._own,
                     ends=place == count - 1,
                 )
                 self.issued.append(cut)
                 yield order[first : first + self._own]
                 first += self._own
 
-    def _rounds(self, start: int) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-        """Each round's first sample, each rank's steps of it, and whether it is whole.
+    def _rounds(self, start: int) -> Iterator[tuple[int, int, bool]]:
+        """Each round's first sample, the steps of all ranks together, and whether it is whole.
 
         At the end of an epoch samples that are too few for a step of every rank are left out.
         """
         ranks = len(self._speeds)
         while (left := (self.length - start) // self._own) >= ranks:
-            if self._later is not None and (self.epoch, start) >= self._later[0]:
-                self._speeds, self._later = self._later[1], None
-            total = ranks * self._every()
-            steps = self._divided(min(total, left))
-            yield start, steps, left >= total
-            start += sum(steps) * self._own
+            steps = min(left, ranks * self._every())
+            yield start, steps, steps == ranks * self._every()
+            start += steps * self._own
 
-    def _divided(self, steps: int) -> tuple[int, ...]:
-        return share_batch(steps, [1 / speed for speed in self._speeds])
+    def _divided(self, steps: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
+        return share_batch(steps, [1 / speed for speed in speeds or self._speeds])
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Steps of each rank in a whole round, as of the next round to be cut."""
         speeds = self._speeds if self._later is None else self._later[1]
-        return share_batch(len(speeds) * self._every(), [1 / speed for speed in speeds])
+        return self._divided(len(speeds) * self._every(), speeds)
 
     def change(self, shares: Sequence[int], *, after_steps: int = 0) -> None:
         """Divide rounds in this proportion, this many rounds after the next one; all ranks must make the same call."""
