@@ -28,7 +28,7 @@ from trimtab.doors.ddp import has_other_hook
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.local.worker import LocalWorker
-from trimtab.local.workers import Workers
+from trimtab.local.workers import Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound, JobHook, find_state
 from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings
@@ -98,7 +98,7 @@ class LocalSteps(JobBound):
             self._agree(replace(settings, **changes))
             self._say(self.explain().removeprefix("local steps: "))
         else:
-            _broadcast(trained, group)
+            start_alike(list(trained.values()), group, self.device)
             self._start = {name: p.detach().float().clone() for name, p in trained.items()}
         self._steps = TrainingSteps(model, {id(p) for p in trained.values()}, self, skipped=True)
         count = JobHook(torch.compiler.disable(self._count))
@@ -357,11 +357,6 @@ def local_steps_of(model: nn.Module) -> LocalSteps | None:
     """The local steps of a model, if it has any."""
     steps: LocalSteps | None = find_state(model, "local_steps")
     return steps
-
-
-def _broadcast(trained: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-    for p in trained.values():
-        dist.broadcast(p.detach(), dist.get_global_rank(group, 0), group=group)
 
 
 def _weakly(steps: LocalSteps) -> Callable[[Any], None]:

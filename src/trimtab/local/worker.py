@@ -17,7 +17,7 @@ from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
 from trimtab.local.agreement import AgreedFragment, AveragedBuffers
 from trimtab.local.fragments import split, turns
-from trimtab.local.workers import Workers
+from trimtab.local.workers import Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
 
@@ -64,10 +64,8 @@ class LocalWorker(JobBound):
             remedy="give trimtab.local_steps the same model and arguments on every rank",
         )
         buffers = [b for b in module.buffers() if b.is_floating_point()]
-        first = dist.get_global_rank(everyone, 0)
         weights = [p.detach() for p in trained.values()] if start is None else []
-        for tensor in weights + buffers:
-            dist.broadcast(tensor, first, group=everyone)
+        start_alike(weights + buffers, everyone, self.device)
         self.fragments = [
             AgreedFragment({name: trained[name] for name in names}, self.workers, settings, seed=seed)
             for names in split(sizes, settings.fragments)

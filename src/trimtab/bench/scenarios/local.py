@@ -192,7 +192,8 @@ class Method(Trainer):
         kind = method.removesuffix(AA)
         model: nn.Module = task.model
         if kind in ("ddp", "trimtab"):
-            model = DistributedDataParallel(model)
+            # Every rank has the same weights; at 10 Mbit/s sending them would take a minute and a half.
+            model = DistributedDataParallel(model, init_sync=False)
         if kind == "trimtab":
             trimtab.compress(model)  # type: ignore[arg-type]
         elif kind == "local":
@@ -308,7 +309,7 @@ def uneven_on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, 
 
     def trainer(method: str) -> LoaderTrainer:
         task = tasks.gpt(**{**spec["model"], "context": 64}, samples=BATCH // len(UNEVEN))
-        ddp = DistributedDataParallel(task.model)
+        ddp = DistributedDataParallel(task.model, init_sync=False)
         if method != "local":
             return LoaderTrainer(ddp, task, lr=3e-4, samples=own, adjust=None)
         trimtab.local_steps(ddp, every=ROUND)
