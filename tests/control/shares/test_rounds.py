@@ -111,13 +111,12 @@ def test_unequal_steps_count_by_samples(ranks: Pool) -> None:
                 start += 4
         mean = sum(count / sum(steps) * flat(worker) for count, worker in zip(steps, workers, strict=True))
         for worker in workers:
-            torch.nn.utils.vector_to_parameters(mean, worker.parameters())  # type: ignore[arg-type]
+            torch.nn.utils.vector_to_parameters(mean.clone(), worker.parameters())  # type: ignore[union-attr]
     outcome = ranks(2, in_rounds, 1, None)
-    for (own, agreed, ends), steps in zip(outcome, STEPS, strict=True):
+    for (own, agreed, ends), count in zip(outcome, STEPS, strict=True):
         torch.testing.assert_close(own, flat(workers[0]), rtol=1e-5, atol=1e-6)
         assert torch.equal(agreed, outcome[0][1])
-        last = max(1, steps // 4)
-        assert ends == ([False] * (steps - 1) + [True]) * 2 + [False] * (last - 1) + [True]
+        assert ends == ([False] * (count - 1) + [True]) * 2 + [False] * (count // 4 - 1) + [True]
 
 
 def test_fragments_of_unequal_rounds_agree_to_the_bit(ranks: Pool) -> None:
