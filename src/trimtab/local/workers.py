@@ -17,7 +17,7 @@ def start_alike(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, devic
     """Give every rank the first one's values; where all have them already, only a hash travels. Collective."""
     digest = blake2b(digest_size=7)
     for tensor in tensors:
-        digest.update(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     own = torch.tensor([int.from_bytes(digest.digest(), "little")], device=device)
     everyone = torch.empty(group.size(), dtype=own.dtype, device=device)
     all_gather_single(everyone, own, group)
