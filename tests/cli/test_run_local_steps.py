@@ -49,7 +49,7 @@ def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -59,7 +59,6 @@ def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
     assert all(apart[1:]), "each goes its own way in between"
     assert sizes == [4] * 3 + [6] * 6
     assert "local steps" in done.stderr
-    assert "the loss is expected to be" in done.stderr
 
 
 def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
