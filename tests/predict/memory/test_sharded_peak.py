@@ -55,7 +55,10 @@ def test_kept_weights_and_bits_need_more() -> None:
 
 
 def peaks(keep: bool) -> tuple[int, int]:
-    """Predicted, and what torch's allocator gave out."""
+    """Predicted, and what torch's allocator gave out.
+
+    Of five steps the least: Gloo's threads may let go of a buffer late.
+    """
     model, batch = MODELS["gpt"](), batch_for("gpt", 8)
     predicted = sharded_memory(capture_workload(model, batch), ways=dist.get_world_size(), keep=keep)
     sharded: Any = model
@@ -75,7 +78,7 @@ def peaks(keep: bool) -> tuple[int, int]:
     tensors: list[Any] = [*sharded.parameters(), *states]
     shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     held = sum(t.nbytes for t in (*shards, *sharded.buffers(), *batch))
-    return predicted.peak, held + allocated_at_most(step)
+    return predicted.peak, held + min(allocated_at_most(step) for _ in range(5))
 
 
 @pytest.mark.parametrize("keep", [False, True])
