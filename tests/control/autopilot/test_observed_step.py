@@ -74,3 +74,26 @@ def test_a_step_without_a_gradient_is_named() -> None:
         step.loss_of(model(x))
     with pytest.raises(TrimtabError, match="without a tensor"):
         _ = ObservedStep(batch={"flag": True}, autocast=None).samples
+
+
+class Sink(torch.autograd.Function):
+    """One operation for all outputs, as DDP has it: those that the loss does not use have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def test_an_output_that_the_loss_does_not_use() -> None:
+    model, x = Classifier(), torch.randn(6, 4)
+    step = ObservedStep.of_call(model, (x,), {})
+    logits = model(x)["logits"]
+    outputs = Sink.apply(logits.mean(), logits)  # type: ignore[no-untyped-call]
+    step.follow_output(outputs)
+    outputs[0].backward()
+    assert {position: float(gradient) for position, gradient in step.gradients.items()} == {0: 1.0}

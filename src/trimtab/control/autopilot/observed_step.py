@@ -77,7 +77,9 @@ class ObservedStep:
         self.followed = True
         for position, tensor in enumerate(_differentiable(output)):
 
-            def keep(gradient: torch.Tensor, position: int = position) -> None:
+            def keep(gradient: torch.Tensor | None, position: int = position) -> None:
+                if gradient is None:
+                    return  # of an output that the loss does not use
                 rows = max(1, MOST_GRADIENT_BYTES * len(gradient) // gradient.nbytes) if gradient.dim() else 1
                 few = gradient.dim() and rows < len(gradient)
                 self.gradients.setdefault(position, (gradient[:rows] if few else gradient).detach().clone())

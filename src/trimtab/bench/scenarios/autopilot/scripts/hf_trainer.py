@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
@@ -73,6 +81,7 @@ def main() -> None:
             eval_dataset=Text(args.length, 0, 64),
             callbacks=[times],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         held_out = trainer.evaluate()["eval_loss"]
         if trainer.is_world_process_zero():
