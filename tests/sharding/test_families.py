@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.sharding.jobs import convert
 
-from trimtab.bench.scenarios.tp_families import EXACT, family_gap
+from trimtab.bench.scenarios.tp.families import EXACT, family_gap
 from trimtab.errors import TrimtabError
 from trimtab.models.families import FAMILIES, REFUSED
 from trimtab.sharding.unit_block import sharded_model

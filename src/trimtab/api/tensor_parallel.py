@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab import environment
 from trimtab.control.plans.active_plan import agree_on_plan, read_plan
 from trimtab.control.plans.tensor_layout import planned_shares
+from trimtab.control.tensor.replicas import UnitReplicas
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.tensor_ranks import measure_rank_speeds
@@ -21,7 +22,7 @@ from trimtab.model_state import attach_state
 from trimtab.planning.plan import Plan
 from trimtab.planning.tensor.rebalance import Rules
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
-from trimtab.sharding.convert import convert
+from trimtab.sharding.convert import broadcast_state, convert
 from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.unit_kinds import UnitKind
 from trimtab.sharding.unit_table import UnitTable
@@ -49,6 +50,7 @@ def tensor_parallel(
     headroom: float = 0.0,
     kinds: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]] | None = None,
     replicate: Sequence[str] = (),
+    vocabulary: bool | tuple[str, ...] = False,
     seed: int = 0,
     balance: Literal["auto"] | None = None,
     gamma_max: float = 0.0,
@@ -57,11 +59,13 @@ def tensor_parallel(
 
     Every rank calls it with the same model and arguments, before creating the optimizer (parameters are new
     objects) and before wrapping in DistributedDataParallel. Training then equals that of a single device up to the
-    order of summation, for any shares. Everything else (embeddings, norms, the output head) is replicated with
-    rank 0's values and gets the same gradient on every rank.
+    order of summation, for any shares. Everything else (norms, and without `vocabulary` embeddings and the output
+    head) is replicated with rank 0's values and gets the same gradient on every rank.
 
     Args:
-        mesh: with one dimension, or with a dimension called ``tp``; the others are for data parallelism.
+        mesh: with one dimension, or with a dimension called ``tp``; the others are for data parallelism. With two
+            dimensions, tensor groups may have different shares, and with ``balance="auto"`` each is balanced by itself;
+            the gradients of a unit are averaged wherever it is, and the rest by DistributedDataParallel.
         shares: how units are divided: None for evenly; one number per rank, in proportion to it;
             ``"measured"`` by each rank's matrix-product speed and free memory; a plan with tensor groups or the
             path of its file, as it says; or for each block by name the units of each rank
@@ -69,6 +73,9 @@ def tensor_parallel(
         headroom: space for more units on each rank, as a fraction of its units: `move` then changes no sizes.
         kinds: the units of your own module types: `Mlp`, `Attention`, or several.
         replicate: patterns of module names to replicate on every rank.
+        vocabulary: divide the embedding and the output head by vocabulary too: True for those that are found, or their
+            names. ``cross_entropy`` then computes the loss from each rank's logits; any other use of the logits
+            gathers them, and is a collective.
         seed: seed of dropout, which is keyed by unit and independent of torch's random state.
         balance: ``"auto"`` times the ranks while the job runs, and when one is slow moves part of its work to
             others where that pays; see `trimtab.control.tensor.balancer`. Training stays exact.
@@ -79,6 +86,10 @@ def tensor_parallel(
         raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; use 'auto' or None")
     if gamma_max and balance is None:
         raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} needs balance='auto'")
+    if gamma_max and vocabulary:
+        raise TrimtabError(
+            "tensor_parallel: a vocabulary cannot be pruned; use gamma_max=0 or vocabulary=False"
+        )
     if not isinstance(model, nn.Module):
         raise TrimtabError(f"tensor_parallel: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(mesh, DeviceMesh):
@@ -95,18 +106,37 @@ def tensor_parallel(
         environment.logger().info("TRIMTAB_DISABLE is set: units are divided evenly")
         shares = None
     whole = fingerprint(model)
-    convert(
+    replicas = _replicas(mesh, group)
+    if gamma_max and replicas is not None:
+        raise TrimtabError(
+            f"tensor_parallel: gamma_max={gamma_max:g} on a mesh with {mesh.size() // group.size} replicas, which "
+            "would leave out different work and drift apart; use gamma_max=0, which is exact"
+        )
+    balanced = balance is not None and not environment.disabled()
+    divided: list[UnitReplicas] = []  # filled if the replicas divide the units by themselves
+
+    def share(blocks: Mapping[str, tuple[int, int]]) -> Mapping[str, UnitTable]:
+        tables = _tables(blocks, shares, group, next(model.parameters()))
+        if replicas is not None and (replicas.differ(tables) or balanced):
+            divided.append(replicas)
+            broadcast_state(model, replicas.data_group)  # DDP does not broadcast the units then
+        return tables
+
+    sharded = convert(
         model,
         group,
-        lambda blocks: _tables(blocks, shares, group, next(model.parameters())),
+        share,
         kinds=kinds or {},
         replicate=replicate,
         headroom=headroom,
         seed=seed,
         replica=replica,
+        vocabulary=vocabulary,
     )
     attach_state(model).whole_fingerprint = whole
-    if balance is not None and not environment.disabled():
+    for each in divided:
+        each.attach(model, sharded)
+    if balanced:
         from trimtab.control.tensor.balancer import balance as keep_even
 
         keep_even(model, Rules(gamma_max=gamma_max))
@@ -133,6 +163,12 @@ def _group(mesh: DeviceMesh) -> tuple[TensorGroup, int]:
     for name, size, place in zip(names, mesh.shape, coordinate, strict=True):
         replica = replica if name == _DIMENSION else replica * size + place
     return members, replica
+
+
+def _replicas(mesh: DeviceMesh, group: TensorGroup) -> UnitReplicas | None:
+    """The replicas of the model, where units can be averaged one by one: a mesh of all ranks with two dimensions."""
+    every = mesh.ndim == 2 and mesh.size() == dist.get_world_size()
+    return UnitReplicas(mesh, _DIMENSION) if every and 1 < group.size < mesh.size() else None
 
 
 def _tables(

@@ -190,7 +190,7 @@ def adaptive(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """Bits chosen per layer, compared with uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
 
 
-@_measures("tensor parallelism")
+@_measures("tensor parallelism", "tp.tp")
 def tp(
     speed: Annotated[str, typer.Option(help="Speeds of the second rank, comma-separated.")] = "0.5,0.25",
     device: Device = "cpu",

@@ -57,7 +57,7 @@ def _report(folder: Path) -> None:
 
 
 def _tensor_parallel() -> None:
-    from trimtab.bench.scenarios import tp
+    from trimtab.bench.scenarios.tp import tp
     from trimtab.cli.terminal import print_table, progress_bar
 
     print(f"Tensor parallel: every layer over two ranks, the second at speed {TENSOR_SPEED:g}:")

@@ -106,7 +106,8 @@ class DdpCompression(JobBound):
         self._replacement: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         sizes = {name: (p.numel(), p.dim()) for name, p in ddp.module.named_parameters()}
-        self.pieces, self.fixed = choose_bits(sizes, codec, overrides or {}, min_numel)
+        pieces, self.fixed = choose_bits(sizes, codec, overrides or {}, min_numel)
+        self.pieces = {name: piece for name, piece in pieces.items() if name not in ddp.parameters_to_ignore}
         """Per parameter name its numel, bits (0: uncompressed) and block; and the names an override matches."""
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
         self._ddp = weakref.ref(ddp)

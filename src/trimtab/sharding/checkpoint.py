@@ -42,7 +42,11 @@ class Checkpoint(Stateful):
         self._sharded.check()
         both: tuple[Any, Any] = get_state_dict(self._model, self._optimizers)
         model, optimizer = both
-        places = {tensor.name: (block, tensor) for block, tensor in self._sharded.tensors()}
+        places = {
+            name: (block, tensor)
+            for block, tensor in self._sharded.tensors()
+            for name in (tensor.name, *tensor.aliases)
+        }
 
         def by_unit(name: str, value: Any) -> Any:
             block, tensor = places.get(name, (None, None))
@@ -112,6 +116,9 @@ class _UnitShards(Tensor):
         return [chunk for chunk, _ in self._chunks.values()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        replicas = self.block.sharded.replicas
+        if replicas is not None and not replicas.first:  # the chunks of other replicas would overlap
+            return []
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

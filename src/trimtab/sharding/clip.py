@@ -36,6 +36,8 @@ def clip_grad_norm_(
             group=sharded.group.process_group,
         )
     norm = torch.maximum(units, replicated) if largest else (units + replicated) ** (1 / norm_type)
+    if sharded.replicas is not None:
+        sharded.replicas.agree(norm)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped"

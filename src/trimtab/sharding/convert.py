@@ -35,6 +35,9 @@ from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, fin
 from trimtab.sharding.unit_kinds import AnyKind, Attention, Experts, Mlp, TorchAttention, UnitKind, Units
 from trimtab.sharding.unit_table import UnitTable
 from trimtab.sharding.verify import refusal, verify_at_first_forward, verify_example
+from trimtab.sharding.vocabulary.find import NAME as VOCABULARY
+from trimtab.sharding.vocabulary.find import find_vocabulary
+from trimtab.sharding.vocabulary.split import split_vocabulary, unit_bytes
 
 
 def convert(
@@ -47,6 +50,7 @@ def convert(
     headroom: float,
     seed: int,
     replica: int,
+    vocabulary: bool | tuple[str, ...] = False,
 ) -> ShardedModel:
     """Keep only this rank's units of every block. The parameters of rank 0 are broadcast.
 
@@ -55,9 +59,11 @@ def convert(
 
     Args:
         share: returns the table of every block, given for each its number of units and the bytes of one unit.
+        vocabulary: as `find_vocabulary` takes it.
     """
     if find_sharded_model(model) is not None:
         raise TrimtabError("tensor_parallel: this model is already tensor-parallel")
+    words = find_vocabulary(model, vocabulary)
     blocks, replicated = find_blocks(model, kinds, replicate)
     _refuse_shared(model, blocks)
     splits: dict[str, Split] = {}
@@ -90,11 +96,11 @@ def convert(
             f"tensor_parallel: no units in this {type(model).__name__}: {listed(replicated) or 'no linear maps'}; "
             "declare its units with kinds={Type: Mlp(...) or Attention(...)}"
         )
-    _require_agreement(model, splits, group)
+    sizes = {} if words is None else {VOCABULARY: (words.entries, unit_bytes(words))}
+    _require_agreement(model, splits, sizes, group)
     sharded = ShardedModel(group=group, seed=seed, replica=replica, headroom=headroom, replicated=replicated)
-    tables = share(
-        {name: (split.units, _parameter_bytes(split) // split.units) for name, split in splits.items()}
-    )
+    sizes |= {name: (split.units, _parameter_bytes(split) // split.units) for name, split in splits.items()}
+    tables = share(sizes)
     unchecked = [each for each in blocks if each.call is None]
     declared = {
         (type(each.parent), each.kind): each for each in reversed(unchecked) if each.declared
@@ -102,7 +108,9 @@ def convert(
     for each in declared:
         trial = replace(each, parent=copy.deepcopy(each.parent))
         verify_example(trial, _shard(trial, split_of(trial), tables[each.name], sharded))
-    _broadcast(model, group)
+    broadcast_state(model, group.process_group)
+    if words is not None:
+        sharded.blocks[VOCABULARY] = split_vocabulary(model, words, tables[VOCABULARY], sharded)
     for each in blocks:
         sharded.blocks[each.name] = _shard(each, splits[each.name], tables[each.name], sharded)
     key_dropout(model, sharded, {each.name: each for each in blocks})
@@ -189,8 +197,12 @@ def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tup
     return COUNTS, problems[0]
 
 
-def _require_agreement(model: nn.Module, splits: Mapping[str, Split], group: TensorGroup) -> None:
-    layout = {name: (s.units, s.heads, sorted(s.widths.items()), s.adaptation) for name, s in splits.items()}
+def _require_agreement(
+    model: nn.Module, splits: Mapping[str, Split], others: Mapping[str, tuple[int, int]], group: TensorGroup
+) -> None:
+    layout: dict[str, Any] = dict(others)
+    for name, s in splits.items():
+        layout[name] = (s.units, s.heads, sorted(s.widths.items()), s.adaptation)
     group.require_agreement(
         repr(layout).encode(),
         next(model.parameters()).device,
@@ -347,14 +359,14 @@ def _refuse_shared(model: nn.Module, blocks: list[FoundBlock]) -> None:
                     )
 
 
-def _broadcast(model: nn.Module, group: TensorGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DistributedDataParallel does."""
-    if group.size == 1:
+def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast the parameters and buffers of the group's first rank, as DistributedDataParallel does."""
+    if dist.get_world_size(group) == 1:
         return
-    source = dist.get_global_rank(group.process_group, 0)
+    source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, source, group=group.process_group)
+            dist.broadcast(contiguous, source, group=group)
             if contiguous is not tensor:
                 tensor.copy_(contiguous)

@@ -108,6 +108,31 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
+        total = y.detach().contiguous()
+        group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        group.compute_ends()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.group.compute_starts()
+        return gradients[0], None
+
+
 def enter(x: Tensor, group: TensorGroup) -> Tensor:
     """A block's input, the same on every rank."""
     return x if group.size == 1 and group.clock is None else _Enter.apply(x, group)  # type: ignore[no-untyped-call]
@@ -116,3 +141,13 @@ def enter(x: Tensor, group: TensorGroup) -> Tensor:
 def leave(y: Tensor, group: TensorGroup) -> Tensor:
     """A block's output: the sum over the units of all ranks."""
     return y if group.size == 1 and group.clock is None else _Leave.apply(y, group)  # type: ignore[no-untyped-call]
+
+
+def apart(y: Tensor, group: TensorGroup) -> Tensor:
+    """A block's output that stays on its rank: only the clock stops."""
+    return y if group.clock is None else _Apart.apply(y, group)  # type: ignore[no-untyped-call]
+
+
+def summed(y: Tensor, group: TensorGroup) -> Tensor:
+    """The sum over all ranks of what takes no time to compute: as `leave`, without the clock."""
+    return y if group.size == 1 else _Summed.apply(y, group)  # type: ignore[no-untyped-call]

@@ -71,6 +71,8 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
     for name, computed in counts.items():
         block = sharded.block(name, "lease")
         owned = block.table.counts
+        if block.vocabulary:
+            raise TrimtabError(f"lease: {name} cannot be leased; use move")
         if len(computed) != len(owned) or sum(computed) != block.units or min(computed) < 0:
             raise TrimtabError(
                 f"lease: {list(computed)} does not distribute the {block.units} units of {name} over {len(owned)} "

@@ -69,13 +69,27 @@ def move(
     """Move units to other ranks. Exact: the next step computes what it would have computed.
 
     Every rank calls it, with the same assignment, between a step and the next forward pass; gradients are dropped.
-    Parameters stay the same objects, so the optimizer can be used as before. Under DistributedDataParallel sizes must
-    not change: convert the model with `headroom`.
+    Parameters stay the same objects, so the optimizer can be used as before. Under DistributedDataParallel all replicas
+    have the same assignment, and sizes must not change: convert the model with `headroom`. If replicas divide the
+    units differently, each has an assignment of its own, of any size.
 
     Args:
         optimizer: the optimizer, or all optimizers, of the model; None if there is none.
         assignment: for each block, by name, the units of each rank; other blocks do not change.
     """
+    moved = move_in_replica(model, optimizer, assignment)
+    replicas = sharded_model(model, "move").replicas
+    if replicas is not None:
+        replicas.share_tables()
+    return moved
+
+
+def move_in_replica(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    assignment: Assignment,
+) -> Moved:
+    """As `move`, on the ranks of one replica; `Replicas.share_tables` must follow on all ranks."""
     sharded = sharded_model(model, "move")
     sharded.check()
     tables = {}
@@ -86,7 +100,7 @@ def move(
         if not all(np.array_equal(a, b) for a, b in zip(table.slots, block.table.slots, strict=True)):
             tables[name] = table
     states = _states(sharded, _optimizers(optimizer))
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel) and sharded.replicas is None:
         _refuse_new_sizes(sharded, tables)
     _require_agreement(sharded, tables, states)
     units = sent = received = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,12 @@ class UnitTensor:
     full_shape: tuple[int, ...]
     """Shape on a single device."""
 
+    aliases: tuple[str, ...] = ()
+    """Further names of the same parameter in the model."""
+
+    multiplied: bool = True
+    """Whether it is a factor of matrix products; False for a matrix of which only rows are looked up."""
+
     @property
     def parameter(self) -> nn.Parameter:
         parameter = getattr(self.module, self.attribute)
@@ -70,6 +76,9 @@ class UnitBlock:
     table: UnitTable
     capacity: tuple[int, ...]
     """Number of slots on each rank."""
+
+    vocabulary: bool = False
+    """Whether the units are the entries of a vocabulary, which can move, but not be leased or left out."""
 
     tensors: list[UnitTensor] = field(default_factory=list)
     draws: bool = False
@@ -213,6 +222,20 @@ class UnitBlock:
             setattr(module, attribute, max(1, units) * width)
 
 
+class Replicas(Protocol):
+    """Data-parallel replicas of the model that may divide the units differently."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the replica that writes the units to checkpoints."""
+
+    def share_tables(self) -> None:
+        """Tell the other replicas who owns what, if that has changed in any. Every rank of every replica calls it."""
+
+    def agree(self, value: Tensor) -> None:
+        """Replace a value by that of the first replica. Every rank of every replica calls it."""
+
+
 @dataclass(kw_only=True, eq=False)
 class ShardedModel:
     """The blocks of a converted model, in the order of its modules."""
@@ -223,6 +246,9 @@ class ShardedModel:
     """Index of this data-parallel replica of the model, for its random numbers."""
 
     headroom: float
+    replicas: Replicas | None = None
+    """The other replicas, if they may divide the units differently; None if all divide them alike."""
+
     blocks: dict[str, UnitBlock] = field(default_factory=dict)
     inside: UnitBlock | None = None
     """The block that is being computed."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.tp import on_rank
+from trimtab.bench.scenarios.tp import replicas, vocabulary
+from trimtab.bench.scenarios.tp.tp import on_rank
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -36,3 +37,30 @@ def test_every_method_trains_alike(ranks: Pool, speed: float, methods: set[str])
     for row in rows:
         if row["units"] is not None:
             assert [sum(counts) for counts in row["units"].values()] == [4, 128]
+
+
+def in_replicas() -> list[dict[str, Any]]:
+    spec = {**SMALL, "width": 64, "speed": 0.5, "settle": 2}
+    return replicas.on_rank(spec, lambda done, total: None)
+
+
+def test_replicas_train_alike_however_their_units_are_divided(ranks: Pool) -> None:
+    rows = ranks(4, in_replicas, allow_groups=True, timeout=110)[0]
+    assert [row["method"] for row in rows] == [f"2d {method}" for method in replicas.OPTIONS]
+    summary = replicas.replica_summary(rows)
+    assert summary["2d_loss_gap"] < 1e-4
+    assert all(summary[name] > 0 for name in ("2d_shares_speedup", "2d_auto_speedup", "2d_aa_ratio"))
+    for row in rows:
+        assert [sum(counts) for replica in row["units"] for counts in replica.values()] == [4, 256, 4, 256]
+
+
+def with_vocabulary() -> list[dict[str, Any]]:
+    return vocabulary.on_rank({**SMALL, "entries": 2000}, lambda done, total: None)
+
+
+def test_a_divided_vocabulary_needs_less_memory_and_trains_alike(ranks: Pool) -> None:
+    rows = ranks(2, with_vocabulary)[0]
+    assert [row["method"] for row in rows] == [f"vocab {method}" for method in vocabulary.OPTIONS]
+    summary = vocabulary.vocabulary_summary(rows)
+    assert summary["vocab_loss_gap"] < 1e-4
+    assert summary["vocab_memory"] < 0.7

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.codec import Block, Codec
+from trimtab.codec import Block, Codec, PowerSGD, TopK
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
 from trimtab.control.compression.agreement import gather_choices, tensor_group
 from trimtab.control.compression.host_route import HostRoute, choose_host_route, planned_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
+from trimtab.control.tensor.replicas import UnitReplicas
 from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -29,6 +30,7 @@ from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
 from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
 from trimtab.report import events
+from trimtab.sharding.unit_block import find_sharded_model
 from trimtab.wire_format import MIN_NUMEL
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ def compress_ddp(
         )
     choice = route = None
     siblings = tensor_group(model.module)
+    sharded = find_sharded_model(model)
+    replicas = None if sharded is None else sharded.replicas
+    if replicas is not None and isinstance(codec, (PowerSGD, TopK)):
+        raise TrimtabError(
+            f"compress: {codec} needs whole parameters, and the replicas of this model divide its units differently; "
+            "use trimtab.codec.Block, or equal shares without balance"
+        )
     reason = f"compressing with {codec}, as requested"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
         return "no parameter is large enough to be worth compressing"
@@ -120,6 +129,18 @@ def compress_ddp(
     weakref.finalize(model, compression.close).atexit = False
     emit_bits(compression)
     explanation = f"{reason}; {_coverage(compression)}"
+    if isinstance(replicas, UnitReplicas) and isinstance(codec, Block):
+        feedback = compression.feedback is not None
+        replicas.compress(
+            model.module,
+            codec,
+            overrides or {},
+            min_numel,
+            feedback=feedback,
+            seed=seed,
+            count_steps=lambda: compression.step,
+        )
+        explanation = f"{explanation}; units are averaged one by one, in {codec.bits} bits"
     if route is not None and (planned_route or route.hierarchy is not None or route.method is not None):
         explanation = f"{explanation}; {route.reason}"
         if events.is_first_rank():

@@ -43,7 +43,7 @@ from trimtab.planning.tensor.rebalance import (
 from trimtab.predict.migration import Transfer
 from trimtab.report import events
 from trimtab.sharding.lease import end_leases, lease
-from trimtab.sharding.migration import assignment_for, can_move, move
+from trimtab.sharding.migration import assignment_for, can_move, move_in_replica
 from trimtab.sharding.unit_block import sharded_model
 
 _COPIES = 3
@@ -120,7 +120,8 @@ class Balancer:
         self.records: list[Record] = []
         self.spent = 0.0
         """CPU seconds between steps, without applying decisions: the cost of balancing besides the clock."""
-        self._alone = dist.get_world_size() == self._group.size
+        self._movable = dist.get_world_size() == self._group.size or self._sharded.replicas is not None
+        """Whether units may move; if not, they are leased, because all replicas must agree on who owns what."""
         self._weights = _weights(self._sharded)
         self._bytes = sum(
             tensor.parameter[:1].nbytes * tensor.axis.length for _, tensor in self._sharded.tensors()
@@ -171,9 +172,14 @@ class Balancer:
         self._step += 1
         self._counted += 1
         applied = 0.0
+        replicas = self._sharded.replicas
+        # Every tensor group decides by itself; all end their windows at the same steps, to tell the others of moves.
+        due = self._counted >= self.rules.window if replicas is None else self._step % self.rules.window == 0
         if self._gathered is not None:
             applied = self._conclude(model)
-        elif self._counted >= self.rules.window:
+            if replicas is not None:
+                replicas.share_tables()
+        elif due:
             self._counted = 0
             self._gather()
         self.spent += time.thread_time() - start - applied
@@ -290,20 +296,24 @@ class Balancer:
         counts, blocks = self._counts(decision), self._sharded.blocks.values()
         if decision.mode == "lease":
             return any(
-                counts[b.name] != (tuple(b.lease.counts) if b.lease else b.table.counts) for b in blocks
+                counts[b.name] != (tuple(b.lease.counts) if b.lease else b.table.counts)
+                for b in blocks
+                if b.name in counts
             )
         if any(block.lease is not None for block in blocks):
             return True
         return decision.mode == "own" and any(counts[b.name] != b.table.counts for b in blocks)
 
     def _counts(self, decision: Decision) -> dict[str, tuple[int, ...]]:
-        return counts_for({b.name: b.units for b in self._sharded.blocks.values()}, decision.shares)
+        leased = decision.mode == "lease"
+        blocks = [b for b in self._sharded.blocks.values() if not (leased and b.vocabulary)]
+        return counts_for({b.name: b.units for b in blocks}, decision.shares)
 
     def _costs(self) -> Costs:
         assert self.transfer is not None
         blocks = len(self._sharded.blocks)
         model = self._model()
-        movable = self._alone and model is not None and can_move(model, self._steps.optimizers)
+        movable = self._movable and model is not None and can_move(model, self._steps.optimizers)
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
         if own is not None:
             own = replace(
@@ -317,7 +327,7 @@ class Balancer:
         if decision.mode != "lease":
             end_leases(model)
         if decision.mode == "own":
-            move(model, self._steps.optimizers, assignment_for(model, counts))
+            move_in_replica(model, self._steps.optimizers, assignment_for(model, counts))
         elif decision.mode == "lease":
             lease(model, counts)
         part = decision.pruned[self._group.rank]
@@ -383,7 +393,7 @@ _LOST = "balance: a rank was lost; every unit is still on its owner. Resume the 
 def _weights(sharded: Any) -> dict[str, float]:
     """Each block's fraction of all work, in proportion to the size of its matrices."""
     sizes = {
-        block.name: sum(t.parameter[:1].numel() * t.axis.length for t in block.tensors)
+        block.name: sum(t.parameter[:1].numel() * t.axis.length for t in block.tensors if t.multiplied)
         for block in sharded.blocks.values()
     }
     return {name: size / sum(sizes.values()) for name, size in sizes.items()}

@@ -166,7 +166,8 @@ class _Resizing:
         for block in self.sharded.blocks.values():
             if all(tensor.into for tensor in block.tensors):
                 raise TrimtabError(
-                    f"set_resize: {block.name} consists of experts, which cannot be pruned; use gamma_max=0"
+                    f"set_resize: {block.name} consists of experts or of a vocabulary, which cannot be pruned; use "
+                    "gamma_max=0"
                 )
             for axis in _ALL:
                 self._known[block.name, axis] = _Known.of(_total(block, axis))

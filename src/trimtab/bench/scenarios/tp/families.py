@@ -25,15 +25,19 @@ _STEPS = 3
 _MOVE_AFTER = 1
 
 
-def family_gap(family: Family) -> float:
+def family_gap(family: Family, **options: Any) -> float:
     """The largest difference in loss, gradients and parameters over three steps, with a move in the middle.
 
     Every rank calls it. Shares are uneven, the second rank's the largest; the move reverses them.
+
+    Args:
+        options: those of `trimtab.tensor_parallel`.
     """
     alone = family.make()
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
-    spread = tensor_parallel(copy.deepcopy(alone), mesh, shares=[float(rank + 1) for rank in range(size)])
+    shares = [float(rank + 1) for rank in range(size)]
+    spread = tensor_parallel(copy.deepcopy(alone), mesh, shares=shares, **options)
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6) for m in (alone, spread)
     ]

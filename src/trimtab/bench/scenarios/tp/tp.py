@@ -1,7 +1,8 @@
 """`trimtab bench tp`: tensor-parallel training with a slow rank, and compared with torch's own on equal ranks.
 
 Rows: `even` shares, `shares` by measured speed, `ideal` (the best split of the times that the ranks of the even run
-needed, plus the time of its collectives when nobody waits); `torch` is `parallelize_module` on equal ranks.
+needed, plus the time of its collectives when nobody waits); `torch` is `parallelize_module` on equal ranks. Rows `2d`
+are of two tensor groups (`replicas`), rows `vocab` of a divided vocabulary (`vocabulary`).
 """
 
 from __future__ import annotations
@@ -17,17 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
 from trimtab.bench.ranks import hosts, run_on_cluster
-from trimtab.bench.scenarios.tp_families import EXACT, family_gaps
+from trimtab.bench.scenarios.tp.families import EXACT, family_gaps
+from trimtab.bench.scenarios.tp.replicas import replica_rows, replica_summary
+from trimtab.bench.scenarios.tp.task import SIZES, task
+from trimtab.bench.scenarios.tp.vocabulary import vocabulary_rows, vocabulary_summary
 from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
 from trimtab.measure.timing import slowest_seconds
-from trimtab.models import tasks
 from trimtab.sharding import assignment, assignment_for, move
 
-SIZES: dict[str, dict[str, int]] = {
-    "cpu": {"width": 512, "heads": 16, "layers": 3, "batch": 4, "length": 128},
-    # Wide and short: over sockets an all-reduce must not hide the products.
-    "cuda": {"width": 6144, "heads": 48, "layers": 2, "batch": 4, "length": 512},
-}
 _MOVED = 0.1
 """Fraction of the units that change their rank in the row `move`."""
 
@@ -36,8 +34,12 @@ def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) ->
     """Two ranks, the second at each speed in turn and at 1."""
     every = [*speed, 1.0]
     rows: list[dict[str, Any]] = []
+    jobs = len(every) + 2
     for index, each in enumerate(every):
-        rows += run_at(each, device, repeats, part(progress, index, len(every)))
+        rows += run_at(each, device, repeats, part(progress, index, jobs))
+    spec = {"speed": max(speed), "device": device, "repeats": repeats, **SIZES[device]}
+    in_replicas = replica_rows(spec, part(progress, jobs - 2, jobs))
+    of_vocabulary = vocabulary_rows(spec, part(progress, jobs - 1, jobs))
     by_key = {(row["method"], row["speed"]): row for row in rows}
     summary: dict[str, Any] = {"device": device}
     for each in speed:
@@ -48,8 +50,8 @@ def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) ->
     summary["even_over_torch"] = by_key["even", 1.0]["over_torch"]
     summary["aa_ratio"] = by_key["torch" + AA, 1.0]["over_torch"]
     summary["move_in_steps"] = by_key["move", 1.0]["step_ms"] / by_key["even", 1.0]["step_ms"]
-    summary |= families()
-    return Result(bench="tp", summary=summary, rows=rows)
+    summary |= replica_summary(in_replicas) | vocabulary_summary(of_vocabulary) | families()
+    return Result(bench="tp", summary=summary, rows=[*rows, *in_replicas, *of_vocabulary])
 
 
 def families() -> dict[str, Any]:
@@ -72,12 +74,12 @@ def run_at(speed: float, device: str, repeats: int, progress: Progress) -> list[
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods at one speed of the second rank, interleaved."""
     equal = spec["speed"] == 1
-    even, again = (TensorTrainer(_task(spec), clock=True, optimizer=_adamw) for _ in range(2))
+    even, again = (TensorTrainer(task(spec), clock=True, optimizer=_adamw) for _ in range(2))
     trainers: dict[str, Trainer] = {"even": even, "even" + AA: again}
     if equal:
         trainers |= {"torch": _by_torch(spec), "torch" + AA: _by_torch(spec)}
     else:
-        trainers["shares"] = TensorTrainer(_task(spec), shares="measured", clock=True, optimizer=_adamw)
+        trainers["shares"] = TensorTrainer(task(spec), shares="measured", clock=True, optimizer=_adamw)
     cases: dict[str, Callable[[], float]] = {method: trainer.step for method, trainer in trainers.items()}
     if equal:
         cases["move"] = lambda: _move(again)
@@ -100,13 +102,6 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     return rows
 
 
-def _task(spec: Mapping[str, Any]) -> tasks.Task:
-    size = {name: spec[name] for name in ("width", "layers", "heads")}
-    return tasks.gpt(
-        **size, context=spec["length"], samples=spec["batch"], device=torch.device(spec["device"])
-    )
-
-
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     split = [p for name, p in model.named_parameters() if name.startswith("blocks.") and "norm" not in name]
     rest = [p for p in model.parameters() if not any(p is other for other in split)]
@@ -118,9 +113,9 @@ def _by_torch(spec: Mapping[str, Any]) -> Trainer:
     """The model split as torch's documentation advises."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    task = _task(spec)
-    mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
-    for layer in task.model.get_submodule("blocks").children():
+    own = task(spec)
+    mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
+    for layer in own.model.get_submodule("blocks").children():
         for name, parameter in layer.qkv.named_parameters():  # type: ignore[union-attr]
             # Columns are split as they come: each rank's queries, keys and values must be next to each other.
             ordered = parameter.data.unflatten(0, (3, mesh.size(), -1)).transpose(0, 1)
@@ -128,7 +123,7 @@ def _by_torch(spec: Mapping[str, Any]) -> Trainer:
         columns = {name: ColwiseParallel() for name in ("qkv", "up")}
         rows = {name: RowwiseParallel() for name in ("out", "down")}
         parallelize_module(layer, mesh, {**columns, **rows})
-    return Trainer(task.model, _adamw(task.model), lambda step: task.batch(step=step), task.device)
+    return Trainer(own.model, _adamw(own.model), lambda step: own.batch(step=step), own.device)
 
 
 def _move(trainer: TensorTrainer) -> float:
