@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m trimtab.codec.native
 	touch $@
 
-demo: $(STAMP)  ## an uneven cluster on this machine, in three to four minutes
+demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 	$(BIN)/trimtab demo
 
 # Tests that look at times have the machine to themselves.

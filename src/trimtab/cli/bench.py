@@ -283,6 +283,16 @@ def autopilot(
     return {"only": scripts, "size": numbers, "bootstrap": f"{__package__}.bootstrap"}
 
 
+@_measures("recorder")
+def recorder(
+    steps: Annotated[int, typer.Option(min=200, help="Steps of each case.")] = 2000, json: Json = False
+) -> dict[str, Any]:
+    """What the run folder costs a job: CPU time of recorded and unrecorded steps, and its share of a real step."""
+    from trimtab.cli.run_view import REFRESH_S
+
+    return {"refresh_s": REFRESH_S}
+
+
 @_measures("chaos", "chaos.chaos")
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the sequences.")] = 0,

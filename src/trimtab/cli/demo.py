@@ -12,7 +12,7 @@ TENSOR_SPEED = 0.5
 
 
 def demo() -> None:
-    """All of it, in three to four minutes, on the machine at hand."""
+    """All of it, in about two minutes, on the machine at hand."""
     folder = _data_parallel()
     _tensor_parallel()
     _report(folder)
@@ -62,7 +62,7 @@ def _tensor_parallel() -> None:
 
     print(f"Tensor parallel: every layer over two ranks, the second at speed {TENSOR_SPEED:g}:")
     with progress_bar("tensor parallel") as progress:
-        rows = {row["method"]: row for row in tp.run_at(TENSOR_SPEED, "cpu", 5, progress)}
+        rows = {row["method"]: row for row in tp.run_at(TENSOR_SPEED, "cpu", 3, progress)}
     shown = {"even": "even", "shares": "trimtab.tensor_parallel", "ideal": "ideal"}
     table = [
         {

@@ -112,7 +112,7 @@ def _loaded(folder: Path, cluster: Path | None, prices: Mapping[str, float]) -> 
             known = load_cluster(Path(str(data.run.info.get("directory") or "."), named))
     if known is None:
         known = known_cluster(data.run)
-        source = "As the ranks saw it; speed is that of this job while a rank does not wait."
+        source = "Recorded with the run; speeds are relative to the fastest."
         unlinked = "one host" if known is not None and len(known.hosts) == 1 else "not measured"
     data.prices = _prices(data, known, prices)
     return data, [] if known is None else cluster_cards(known, source, unlinked)

@@ -14,7 +14,7 @@ from trimtab.bench.harness import Progress
 from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import make_plans
 from trimtab.bench.trainer import LoaderTrainer, take_turns
-from trimtab.cluster import Cluster
+from trimtab.cluster import Cluster, cluster_tree
 from trimtab.control.step_recorder import observe_backward, record_steps
 from trimtab.environment import RUN_DIR
 from trimtab.models import tasks
@@ -31,7 +31,7 @@ SAMPLES = 8
 BLOCK, SETTLING, COUNTED = 3, 4, 2
 """Steps of a method before the next has its turn; blocks in which shares settle; blocks that count."""
 
-RECORDED = 24
+RECORDED = 40
 """Steps of the plan that are recorded for the report."""
 
 
@@ -44,8 +44,8 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Rows of the demo's table, and what trimtab explains about the compression and the plan."""
     blocks = SETTLING + COUNTED
     report(0, blocks + 2)
-    # Probed and planned inside the job; `trimtab probe` and `trimtab plan` do it from outside.
-    plan = make_plans(_task(), cluster(shaped=spec["shaped"]), bits="adaptive").free
+    # Probed and planned inside the job, as `trimtab run --auto` does it.
+    plan = make_plans(_task(), cluster(shaped=spec["shaped"]), bits="adaptive", quick=True).free
     report(1, blocks + 2)
     trainers = {method: _trainer(method, plan) for method in (PLAIN, BITS, SHARES, PLAN, IDEAL)}
     timings = take_turns(
@@ -76,7 +76,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             }
         )
     if spec.get("run_dir") is not None:
-        _record(plan, Path(spec["run_dir"]), 2 * SAMPLES * timings[PLAIN].median_ms / 1e3)
+        _record(plan, spec, 2 * SAMPLES * timings[PLAIN].median_ms / 1e3)
     numel = sum(p.numel() for p in trainers[PLAIN].module.parameters())
     steps = blocks * BLOCK
     return {
@@ -89,13 +89,17 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     }
 
 
-def _record(plan: Plan, folder: Path, plain_step_s: float) -> None:
+def _record(plan: Plan, spec: Mapping[str, Any], plain_step_s: float) -> None:
     """Train with the plan from the start, with all events in a run folder."""
-    os.environ[RUN_DIR] = str(folder)
+    os.environ[RUN_DIR] = spec["run_dir"]
     if events.is_first_rank():
-        command = ["trimtab", "demo"]
         write_run_info(
-            folder, command=command, script="demo", world_size=plan.world_size, plain_step_s=plain_step_s
+            Path(spec["run_dir"]),
+            command=["trimtab", "demo"],
+            script="demo",
+            world_size=plan.world_size,
+            plain_step_s=plain_step_s,
+            cluster=cluster_tree(cluster(shaped=spec["shaped"])),
         )
     observe_backward()
     trainer = _trainer(PLAN, plan)
@@ -106,7 +110,7 @@ def _record(plan: Plan, folder: Path, plain_step_s: float) -> None:
 
 def _task() -> tasks.Task:
     """What every method trains, from the same start."""
-    return tasks.gpt(width=256, layers=4, heads=8, context=128, samples=SAMPLES)
+    return tasks.gpt(width=192, layers=4, heads=6, context=128, samples=SAMPLES)
 
 
 def _trainer(method: str, plan: Plan) -> LoaderTrainer:

@@ -127,6 +127,7 @@ def make_plans(
     memory_ratio: float | None = None,
     bits: Literal["auto", "adaptive"] = "auto",
     fixed_bits: Literal["auto", "adaptive"] | None = "auto",
+    quick: bool = False,
 ) -> Plans:
     """Probe the job, compute the damage of lower precision and plan. Every rank calls this.
 
@@ -135,6 +136,7 @@ def make_plans(
             for a plain step, and enough with half of what lower precision can save.
         bits: of the plan with free shares.
         fixed_bits: of the plan with a fixed batch.
+        quick: probe as the autopilot does, while a job is waiting.
     """
     device = task.device
     cluster, slowness = with_link_classes(cluster, device)
@@ -150,6 +152,7 @@ def make_plans(
             bits=BITS,
             autocast=_half(device),
             seconds=inf,
+            quick=quick,
         ),
         device,
         names := [rank.device for rank in cluster.ranks()],

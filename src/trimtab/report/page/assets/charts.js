@@ -78,6 +78,12 @@ function fitted(text, width) {
   return text.length <= room ? text : `${text.slice(0, Math.ceil(room / 2) - 1)}…${text.slice(text.length - Math.floor(room / 2))}`;
 }
 
+// Names of layers differ at their ends.
+function fittedEnd(text, width) {
+  const room = Math.max(3, Math.floor(width / 7.2));
+  return text.length <= room || text.includes(" … ") ? fitted(text, width) : `…${text.slice(1 - room)}`;
+}
+
 // What all charts have: a frame that follows the width, a table behind, and targets that the pointer and the arrow keys visit.
 class Chart {
   constructor(block, height) {

@@ -265,7 +265,7 @@ class MapChart extends Chart {
     const every = Math.ceil(14 / each);
     this.targets = block.rows.map((name, at) => {
       const y = this.top + at * each;
-      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fitted(name, room - 12), { class: "name", "text-anchor": "end" });
+      if (at % every === 0) this.text(this.left - 8, y + Math.min(each, 16) - (each < 14 ? 0 : 2), fittedEnd(name, room - 12), { class: "name", "text-anchor": "end" });
       return block.values[at].map((value, column) => {
         const index = block.scale.indexOf(value);
         if (index < 0) return null;
