@@ -13,6 +13,7 @@ import pytest
 
 from trimtab.cli.run import torchrun_command
 from trimtab.errors import TrimtabError
+from trimtab.report.run_folder import latest_run, load_run
 
 SCRIPT = """
 import json, torch, torch.distributed as dist, torch.nn.functional as F
@@ -221,5 +222,8 @@ def test_frameworks(tmp_path: Path, source: str, uneven: bool) -> None:
         assert (sizes.count(size) > len(sizes) // 3) == uneven, sizes
         for values, others in zip(parameters, expected, strict=True):
             assert max(abs(a - b) for a, b in zip(values, others, strict=True)) < 1e-10
+    if source is not ACCELERATE:
+        total = load_run(latest_run(tmp_path)).events("progress")[-1]["total_steps"]
+        assert total == 10, "as the framework's Trainer knows it"
     if not uneven:
         assert "average_tokens_across_devices=False" in done.stderr

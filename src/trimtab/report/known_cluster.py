@@ -38,16 +38,18 @@ def _described(run: Run) -> Cluster | None:
         return None
     kinds = {rank: _class_of(event) for rank, event in described.items()}
     names = _unique(dict.fromkeys(kinds.values()), lambda kind: kind[1])
-    speeds = {rank: speed for rank in described if (speed := _speed(run, rank))}
+    by_kind: dict[Any, list[float]] = {}
+    for rank, kind in kinds.items():
+        by_kind.setdefault(kind, []).extend(_rates(run, rank))
+    speeds = {kind: sum(rates) / len(rates) for kind, rates in by_kind.items() if rates}
     fastest = max(speeds.values(), default=1.0)
     devices = {}
     for kind, name in names.items():
-        own = [speeds[rank] / fastest for rank in kinds if kinds[rank] == kind and rank in speeds]
         devices[name] = Device(
             kind="cuda" if kind[0] == "cuda" else "cpu",
             model=kind[1][:80],
             memory_gib=kind[2] / 2**30 if kind[2] else None,
-            speed=max(1e-3, round(sum(own) / len(own), 3)) if own else 1.0,
+            speed=max(1e-3, round(speeds.get(kind, fastest) / fastest, 3)),
         )
     by_host: dict[str, list[int]] = {}
     for number, rank in run.ranks.items():
@@ -85,14 +87,15 @@ def _unique(values: Iterable[Any], text: Callable[[Any], str]) -> dict[Any, str]
     return names
 
 
-def _speed(run: Run, rank: int) -> float | None:
+def _rates(run: Run, rank: int) -> list[float]:
+    """Samples a second of a rank while it does not wait, in the last half of its samples."""
     samples = run.steps.get(rank, [])
     rates = []
     for sample in samples[len(samples) // 2 :]:
         own = sum(sample[part] or 0.0 for part in ("data", "compute", "optimizer"))
         if sample["samples"] and own > 0:
             rates.append(sample["samples"] / own)
-    return sum(rates) / len(rates) if rates else None
+    return rates
 
 
 def _rate(ranks: Iterable[Rank]) -> float | None:
