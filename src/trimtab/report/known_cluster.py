@@ -39,8 +39,8 @@ def _described(run: Run) -> Cluster | None:
     kinds = {rank: _class_of(event) for rank, event in described.items()}
     names = _unique(dict.fromkeys(kinds.values()), lambda kind: kind[1])
     by_kind: dict[Any, list[float]] = {}
-    for rank, kind in kinds.items():
-        by_kind.setdefault(kind, []).extend(_rates(run, rank))
+    for number, kind in kinds.items():
+        by_kind.setdefault(kind, []).extend(_rates(run, number))
     speeds = {kind: sum(rates) / len(rates) for kind, rates in by_kind.items() if rates}
     fastest = max(speeds.values(), default=1.0)
     devices = {}

@@ -31,7 +31,7 @@ from trimtab.report import events
 from trimtab.report.live import LiveRun, frame_lines
 
 PLAIN, RECORDED = "unrecorded", "recorded"
-BLOCK = 100
+BLOCK = 50
 """Steps before the other case has its turn."""
 
 SETTLE_S = 3 * events.EVERY_S
@@ -43,8 +43,8 @@ IDLE_S = 4.0
 FRAMES = 50
 """Frames of the live view that are drawn."""
 
-SMALL, REALISTIC = (1, 16), (8, 128)
-"""Samples and tokens of each: of the steps that are compared, and of a realistic one."""
+SMALL, REALISTIC = (64, 1, 16), (256, 8, 128)
+"""Width, samples and tokens of each: of the steps that are compared, and of a realistic one."""
 
 MOST = 0.005
 """Share of a step's CPU time that recording may take, and of a core's that the live view may take."""
@@ -62,7 +62,8 @@ def recorder(steps: int, refresh_s: float, progress: Progress) -> Result:
         for method, each in measured["cases"].items()
     ]
     step_us = measured["realistic_us"]
-    share = measured["added_us"] / step_us + measured["idle_us_per_s"] / 1e6
+    noise = abs(measured["aa_us"]) / step_us
+    share = max(0.0, measured["added_us"]) / step_us + measured["idle_us_per_s"] / 1e6
     summary: dict[str, Any] = {
         "recorder_us_per_step": measured["added_us"],
         "aa_us_per_step": measured["aa_us"],
@@ -71,7 +72,7 @@ def recorder(steps: int, refresh_s: float, progress: Progress) -> Result:
         "share_of_step": share,
         "live_view_us_per_frame": frame_s * 1e6,
         "live_view_share_of_core": frame_s / refresh_s,
-        "within_half_a_percent": max(share, frame_s / refresh_s) <= MOST,
+        "within_half_a_percent": max(share + noise, frame_s / refresh_s) <= MOST,
     }
     return Result(bench="recorder", summary=summary, rows=rows)
 
@@ -85,9 +86,11 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     trainers |= {name: _trainer(SMALL) for name in (PLAIN, PLAIN + AA)}
     cases = {name: partial(_cpu_seconds, trainer, BLOCK) for name, trainer in trainers.items()}
     timings = interleave(cases, warmup=1, repeats=spec["rounds"], progress=report)
-    idle = time.process_time()
+    writer = events.writer()
+    assert writer is not None
+    idle = writer.cpu_seconds
     time.sleep(IDLE_S)
-    idle = (time.process_time() - idle) / IDLE_S
+    idle = (writer.cpu_seconds - idle) / IDLE_S
     realistic = _trainer(REALISTIC)
     _cpu_seconds(realistic, 3)
     own = {
@@ -115,9 +118,9 @@ def _frame_seconds(folder: Path) -> float:
     return (time.process_time() - start) / FRAMES
 
 
-def _trainer(batch: tuple[int, int]) -> Trainer:
-    samples, context = batch
-    task = tasks.gpt(width=256, layers=4, heads=8, context=context, samples=samples)
+def _trainer(size: tuple[int, int, int]) -> Trainer:
+    width, samples, context = size
+    task = tasks.gpt(width=width, layers=4, heads=8, context=context, samples=samples)
     ddp = DistributedDataParallel(task.model)
     trimtab.compress(ddp, Block(bits=4))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
