@@ -20,7 +20,7 @@ from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import draw_of, linear
 from trimtab.precision.products import DTYPES
-from trimtab.precision_names import OperatorKind, Precision
+from trimtab.precision_names import ATTENTION, OperatorKind, Precision
 
 
 @dataclass
@@ -139,6 +139,26 @@ def operators(model: nn.Module) -> dict[str, OperatorKind]:
         if kind is not None and id(module) not in hidden:
             kinds[name] = kind
     return kinds
+
+
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Modules that compute products in a way that no precision can be set for, and why."""
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = f"{name or 'the model'} is a torch.nn.{type(module).__name__}, "
+        if isinstance(module, nn.MultiheadAttention):
+            reason = kind + "which computes its products in one call that cannot be divided"
+            reasons |= dict.fromkeys((name, f"{name}.out_proj", name + ATTENTION), reason)
+        elif isinstance(module, nn.modules.conv._ConvTransposeNd):
+            reasons[name] = kind + "and transposed convolutions are not supported"
+        elif isinstance(module, nn.Conv3d):
+            reasons[name] = kind + "and convolutions are supported in one and two dimensions"
+        elif isinstance(module, RECURRENT):
+            reasons[name] = kind + "which computes all its steps in one call that cannot be divided"
+    return reasons
 
 
 def kind_of(module: nn.Module) -> OperatorKind | None:

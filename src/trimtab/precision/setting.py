@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import refuse_unsupported
 from trimtab.precision.draw import base_key
-from trimtab.precision.operators import CallCounter, LowPrecisionForward, install, operators, restore
+from trimtab.precision.operators import (
+    CallCounter,
+    LowPrecisionForward,
+    install,
+    operators,
+    refusals,
+    restore,
+)
 from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
 from trimtab.random_bits import name_hash
 
@@ -79,13 +87,13 @@ def match(
                 continue  # a wildcard skips operators that cannot have its precision on any device
             chosen[name] = (kind, precision)
             break
-    for name, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and name + ATTENTION in unused:
-            raise TrimtabError(
-                f"set_precision: {name} is a torch.nn.MultiheadAttention, which computes its products in one call "
-                f"that cannot be divided; leave out {name + ATTENTION!r}, or call scaled_dot_product_attention in a "
-                "module of your own"
-            )
+    refused = refusals(root)
+    for pattern in patterns:
+        names = [name for name in refused if fnmatchcase(name, pattern)]
+        if names and pattern in unused:
+            raise TrimtabError(f"set_precision: {refused[names[0]]}; leave out {pattern!r}")
+        for name in names:
+            logger().info("set_precision: %s; it keeps its precision", refused[name])
     if unused:
         examples = ", ".join(list(known)[:8]) or "none"
         raise TrimtabError(
