@@ -20,6 +20,9 @@ EMULATION = "TRIMTAB_EMULATION"
 EMULATED_HOST = "TRIMTAB_EMULATED_HOST"
 """Set in the ranks of an emulated cluster, to the name of their host."""
 
+DEVICE_CLASS = "TRIMTAB_DEVICE_CLASS"
+"""Set in every rank of an emulated cluster, to its device class in the cluster's file."""
+
 RUN_FOLDER = "TRIMTAB_RUN_FOLDER"
 """Set by `trimtab run` on each node, to a folder of its ranks: how they failed, and which device class each is."""
 

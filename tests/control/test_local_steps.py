@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import trimtab
 from trimtab.control.local_steps import local_steps_of
-from trimtab.control.shares.takeover import take_over
+from trimtab.control.shares.script_hooks import take_over
 from trimtab.model_state import state_of
 from trimtab.planning.shares.batch import Adjust
 

@@ -24,6 +24,7 @@ from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.device import DeviceProbe, smaller_batches
 from trimtab.measure.operators import StepTrainer
 from trimtab.measure.out_of_memory import (
+    FailedOnRanksError,
     OutOfMemoryOnRanksError,
     allocations_fail_on_time,
     available_bytes,
@@ -163,6 +164,35 @@ def _fail(*_: Any) -> None:
 @pytest.mark.parametrize("phase", ["batch", "forward", "backward", "update"])
 def test_in_every_phase_of_a_step_all_ranks_fail_together(ranks: Pool, phase: str) -> None:
     assert ranks(2, _step_fails, phase) == [{1: 3}, {1: 3}]
+
+
+def _step_fails_otherwise() -> list[str]:
+    messages = []
+    for phase in ("batch", "forward", "update"):
+        mine = phase if dist.get_rank() == 1 else ""
+        model = Failing("")
+        workload = capture_workload(model, (torch.ones(2, 4),))
+
+        def batch_of(samples: int, mine: str = mine) -> tuple[torch.Tensor, ...]:
+            return (torch.ones(samples, 5 if mine == "forward" else 4) if mine != "batch" else [][samples],)
+
+        trainer = StepTrainer(model, workload, CPU, batch_of=batch_of)
+        if mine == "update":
+            trainer._optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises((FailedOnRanksError, IndexError, RuntimeError, ZeroDivisionError)) as raised:
+            trainer.timed(2, {})
+        trainer.close()
+        messages.append(f"{raised.type.__name__}: {raised.value}".partition("\n")[0])
+    return messages
+
+
+def test_any_failure_is_that_of_all_ranks_and_says_whose_it_was(ranks: Pool) -> None:
+    others, own = ranks(2, _step_fails_otherwise)
+    for other, mine, kind in zip(
+        others, own, ("IndexError", "RuntimeError", "ZeroDivisionError"), strict=True
+    ):
+        assert mine.startswith(f"{kind}: ")
+        assert other.startswith(f"FailedOnRanksError: rank 1: {kind}: ")
 
 
 def test_only_a_lack_of_memory_counts() -> None:

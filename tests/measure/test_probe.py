@@ -256,10 +256,18 @@ def test_a_row_of_transfers_is_fitted_as_a_whole(ranks: Any) -> None:
 
 
 def test_devices_of_one_name_and_speed_are_one_class() -> None:
-    classes, of_rank = classify([("X 1", 100.0), ("X 1", 95.0), ("X 1", 50.0), ("Y", 100.0)], "cpu")
+    measured = [("X 1", 100.0), ("X 1", 95.0), ("X 1", 50.0), ("Y", 100.0)]
+    classes, of_rank = classify([(*each, None) for each in measured], "cpu")
     assert of_rank[0] == of_rank[1]
     assert len(set(of_rank)) == len(classes) == 3
     assert classes[of_rank[2]].speed == pytest.approx(0.5)
+
+
+def test_classes_keep_the_names_of_the_users_cluster_file() -> None:
+    named = [("X 1", 100.0, "new"), ("X 1", 95.0, "new"), ("X 1", 90.0, "old"), ("X 1", 50.0, "old")]
+    classes, of_rank = classify(named, "cpu")
+    assert of_rank == ["new", "new", "old", "old-3"], "as alike as the file says, unless the speeds differ"
+    assert [classes[name].speed for name in ("new", "old", "old-3")] == [1.0, 0.9, 0.5]
 
 
 def test_the_table_says_what_a_plan_can_use() -> None:

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+class _Script:
+    """What is known of the script."""
+
+    has_ddp = False
+    """Whether it has made a DistributedDataParallel."""
+
+
 def take_over_ddp(settings: RunSettings) -> None:
     """From here on every new DistributedDataParallel is compressed where that pays, or runs as the plan says.
 
@@ -58,6 +65,7 @@ def take_over_ddp(settings: RunSettings) -> None:
         if OwnSteps.running:
             construct(self, *args, **kwargs)
             return
+        _Script.has_ddp = True
         cap = launch_bucket_cap_mb()
         if (
             cap is not None
@@ -80,7 +88,7 @@ def take_over_ddp(settings: RunSettings) -> None:
         if compression is not None:
             compression.automatic = True
         if settings.auto:
-            start_autopilot(self, adjust)
+            start_autopilot(self, adjust if settings.batch_sizes == "auto" else adjust - {"shares"})
 
     @functools.wraps(register)
     def register_or_defer(self: DistributedDataParallel, state: object, hook: Any) -> None:
@@ -145,6 +153,8 @@ def main() -> NoReturn:
         text = f"{error}" if isinstance(error, TrimtabError) else describe(error, _from_script(error))
         if not report_failure(text):
             sys.excepthook(type(error), error, error.__traceback__)
+    if status == 0:
+        _say_if_unused(settings)
     _leave(status)
 
 
@@ -156,6 +166,17 @@ def _run_script() -> None:
         sys.argv = sys.argv[1:]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _say_if_unused(settings: RunSettings) -> None:
+    """One line at the end of a job of several ranks that had nothing to adjust."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if RunSettings.in_force is None or not several or not events.is_first_rank() or _Script.has_ddp:
+        return
+    if selected(settings.adjust) and settings.batch_sizes in ("auto", "equal"):
+        environment.logger().warning(
+            "run: the script made no DistributedDataParallel, so `trimtab run` has adjusted nothing by itself"
+        )
 
 
 def _status(code: object) -> int:

@@ -200,6 +200,11 @@ def _check_batch_sizes(parsed: argparse.Namespace, adjust: str) -> None:
     from trimtab.control.shares.sizes import parse_sizes
 
     sizes = parse_sizes(parsed.batch_sizes)
+    if parsed.batch_sizes != "auto" and selected(adjust) == {"shares"} and (sizes is None or parsed.auto):
+        raise TrimtabError(
+            f"run: --batch-sizes {parsed.batch_sizes} and --adjust {adjust} exclude each other: one fixes what the "
+            "other adjusts"
+        )
     if sizes is None:
         return
     if parsed.plan is not None:

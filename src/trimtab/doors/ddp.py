@@ -198,6 +198,11 @@ class DdpCompression(JobBound):
         """Pass every bucket to another communication hook from now on: DDP itself accepts only one."""
         self._replacement = (state, hook)
 
+    @property
+    def deferred(self) -> bool:
+        """Whether another communication hook gets the buckets."""
+        return self._replacement is not None
+
     def observe_stages(self, observe: StageObserver | None) -> None:
         """Call `observe` with the times of every stage of this step's reductions; called before a step."""
         self._runner.observe = observe

@@ -209,6 +209,7 @@ class Emulation:
         # The speed of a GPU is its share; the throttle only adds contention.
         speed = placement.speed if share is None else 1.0
         RankSettings(
+            device=placement.device,
             kind=placement.kind,
             cores=placement.cores,
             sharing=placement.sharing,

@@ -26,7 +26,7 @@ from trimtab.emulate.rank_output import STREAMS, pipe_path
 from trimtab.emulate.throttling.cgroups import cpus, set_quota
 from trimtab.emulate.throttling.rank_state import RankSettings, RankState, state_path
 from trimtab.emulate.throttling.schedule import speed_left
-from trimtab.environment import RUN_FOLDER
+from trimtab.environment import DEVICE_CLASS, RUN_FOLDER
 from trimtab.errors import TrimtabError
 
 
@@ -34,6 +34,7 @@ def main() -> None:
     run, rank = Path(os.environ[EMULATION_RUN]), int(os.environ["RANK"])
     _redirect_output(run, rank)
     settings, state = RankSettings.load(run, rank), RankState.open(state_path(run, rank))
+    os.environ[DEVICE_CLASS] = settings.device
     _throttle = _apply_limits(settings, state, state_path(run, rank))
     if settings.kind == "cuda":
         _check_gpu(rank)

@@ -26,7 +26,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_or_run
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
 from trimtab.measure.operators import StepTrainer, Timed, with_steps
-from trimtab.measure.out_of_memory import OutOfMemoryOnRanksError
+from trimtab.measure.out_of_memory import Agreement, OutOfMemoryOnRanksError
 from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
@@ -146,13 +146,18 @@ class DeviceProbe:
     """
 
     def __init__(self, task: Task, device: torch.device, cache: ProbeCache) -> None:
+        """Collective."""
         self._task, self._device, self._cache = task, device, cache
-        options = {"autocast": task.autocast, "sizes": task.batches}
-        self.workload, self._depends_on_values = capture_or_run(task.spec, **options)
-        offered = offers(device)["linear"]
-        for name in task.precisions:
-            if name not in offered:
-                raise TrimtabError(f"{called(device)} does not offer {name}; it offers {', '.join(offered)}")
+        self._agreement = Agreement(device)
+        with self._agreement.attempt():
+            options = {"autocast": task.autocast, "sizes": task.batches}
+            self.workload, self._depends_on_values = capture_or_run(task.spec, **options)
+            offered = offers(device)["linear"]
+            for name in task.precisions:
+                if name not in offered:
+                    raise TrimtabError(
+                        f"{called(device)} does not offer {name}; it offers {', '.join(offered)}"
+                    )
         self._mark = workload_fingerprint(self.workload)
         self._start = 0.0
         self._too_large: int | None = None
@@ -236,8 +241,9 @@ class DeviceProbe:
             if self._time_is_up():
                 left += [name] if mine else []
                 continue
-            if mine:
-                self._cache.add(name, units[name](self._cache.profile))
+            with self._agreement.attempt():
+                if mine:
+                    self._cache.add(name, units[name](self._cache.profile))
             self._advance()
         return left
 

@@ -19,6 +19,7 @@ from trimtab.measure.cache import ProbeCache
 from trimtab.measure.device import DeviceProbe, Task, called
 from trimtab.measure.host_links import inside_times
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
+from trimtab.measure.out_of_memory import Agreement
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
 from trimtab.predict.collectives import COLLECTIVES, Collective, Placement
 from trimtab.workload import Workload
@@ -121,7 +122,9 @@ def _links(
     slowness: Mapping[str, float],
 ) -> dict[str, CollectiveTime]:
     rows: dict[Collective, Any] = dict.fromkeys(COLLECTIVES, ROWS)
-    link_probe = LinkProbe(placement, device, rows=rows | own_rows(workload, bits, most), slowness=slowness)
+    with Agreement(device).attempt():
+        trials = rows | own_rows(workload, bits, most)
+        link_probe = LinkProbe(placement, device, rows=trials, slowness=slowness)
     for _ in range(rounds):
         link_probe.round()
         job_progress.one()

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
-from trimtab.measure.out_of_memory import MemoryAgreement
+from trimtab.measure.out_of_memory import Agreement
 from trimtab.measure.timing import meet
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
@@ -231,10 +231,11 @@ class StepTrainer:
             loss_of: the scalar loss from the model's output.
             find_unused_parameters: as DDP's: not every step uses all parameters, as with experts without tokens.
         """
-        self._ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
-        without_communication(self._ddp)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        self._memory = MemoryAgreement(device)
+        self._agreement = Agreement(device)
+        with self._agreement.attempt():
+            self._ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+            without_communication(self._ddp)
+            self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         self._workload, self._device = workload, device
         self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
 
@@ -243,6 +244,7 @@ class StepTrainer:
 
         Raises:
             OutOfMemoryOnRanksError: on every rank, if one has no memory for its step; the trainer is of no use then.
+            FailedOnRanksError: another rank failed otherwise.
         """
         step = self._step(samples, precisions, whole=False)
         if self._device.type == "cpu":
@@ -255,7 +257,7 @@ class StepTrainer:
         self._optimizer.zero_grad()
 
     def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
-        with self._memory.attempt(samples):
+        with self._agreement.attempt(samples):
             set_operators(self._ddp, precisions)
             batch = self._batch_of(samples)
 
@@ -266,7 +268,7 @@ class StepTrainer:
 
         def ready() -> None:
             # After the last average all ranks start their update together.
-            self._memory.check()
+            self._agreement.check()
             meet(self._device)
             host_ahead(self._device)
 
@@ -276,7 +278,7 @@ class StepTrainer:
 
         clock = StepClock(self._ddp.module, self._workload, self._device)
         meet(self._device)
-        with self._memory.attempt(samples):
+        with self._agreement.attempt(samples):
             return clock.step(loss, update, ready=ready, whole=whole)
 
 

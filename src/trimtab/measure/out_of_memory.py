@@ -1,4 +1,4 @@
-"""Running out of memory, noticed on time and by all ranks together."""
+"""Ranks that fail together: out of memory, noticed on time, or for any other reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trimtab.errors import TrimtabError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _MESSAGES = (
     "can't allocate memory",
@@ -21,6 +23,9 @@ _MESSAGES = (
     "ALLOC_FAILED",
     "could not create a memory",
 )
+
+_FAILED = 2**31 - 1
+"""Instead of a number of samples: a rank failed, and not for lack of memory."""
 
 _KEPT_FREE = 0.05
 """Fraction of the available memory that a rank leaves alone: page tables, other programs."""
@@ -38,6 +43,14 @@ class OutOfMemoryOnRanksError(Exception):
         self.samples = samples
 
 
+class FailedOnRanksError(TrimtabError):
+    """Some ranks failed in what all ranks attempted together; raised on the others."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        """`reasons`: by rank, in words."""
+        super().__init__("; ".join(f"rank {rank}: {reason}" for rank, reason in list(reasons.items())[:4]))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is torch's, Python's or a library's way to say that an allocation failed."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -45,35 +58,60 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-class MemoryAgreement:
-    """Lets ranks attempt something together: if one of them runs out of memory, it fails on all of them.
+class Agreement:
+    """Lets ranks attempt something together: if one of them fails, it fails on all of them, and none waits for it.
 
     Collective, like all of its methods. What it sends is allocated here, while there is memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._samples = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+        self._disconnected = False
         self.check()
 
     @contextmanager
-    def attempt(self, samples: int) -> Iterator[None]:
-        """Run the block with a batch of so many samples, then `check`."""
-        failed = 0
+    def attempt(self, samples: int = 0) -> Iterator[None]:
+        """Run the block, perhaps with a batch of so many samples, then `check`. This rank's own error is raised here.
+
+        Inside, ranks meet in `check` alone, or before anything can fail on some of them.
+        """
+        failed, failure = 0, None
         try:
             yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (OutOfMemoryOnRanksError, FailedOnRanksError):
+            raise
+        except Exception as error:
+            if self._disconnected:
                 raise
-            failed = samples
-        self.check(failed)
+            if samples and is_out_of_memory(error):
+                failed = samples  # the error is dropped, and the tensors of the failed step with it
+            else:
+                failed, failure = _FAILED, error
+        try:
+            self.check(failed, "" if failure is None else f"{type(failure).__name__}: {failure}")
+        except FailedOnRanksError:
+            if failure is not None:
+                raise failure from None
+            raise
 
-    def check(self, failed: int = 0) -> None:
-        """Raise `OutOfMemoryOnRanksError` if a rank, here or elsewhere, had no memory for its number of samples."""
+    def check(self, failed: int = 0, reason: str = "") -> None:
+        """Raise on every rank if one, here or elsewhere, has failed.
+
+        Raises:
+            OutOfMemoryOnRanksError: it had no memory for its number of samples.
+            FailedOnRanksError: it failed otherwise.
+        """
         self._samples.zero_()
         self._samples[dist.get_rank()] = failed
         if len(self._samples) > 1:
+            self._disconnected = True  # unless the others answer
             dist.all_reduce(self._samples, op=dist.ReduceOp.MAX)
         by_rank = {rank: samples for rank, samples in enumerate(self._samples.tolist()) if samples}
+        self._disconnected = False
+        if _FAILED in by_rank.values():
+            reasons: list[str] = [""] * len(self._samples)
+            dist.all_gather_object(reasons, reason)
+            raise FailedOnRanksError({rank: reasons[rank] for rank, n in by_rank.items() if n == _FAILED})
         if by_rank:
             raise OutOfMemoryOnRanksError(by_rank)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import trimtab
 from trimtab.cluster import Cluster, Device, Host, Link, Profile, load_cluster
 from trimtab.cluster.profile import LOCAL, ProbedModel, check_profile, merge_profiles
-from trimtab.environment import logger
+from trimtab.environment import DEVICE_CLASS, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.damage.indicators import gradient_damage
@@ -164,9 +164,10 @@ def measure_cluster(
     """
     world = dist.get_world_size()
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (_here(), called(device), _speed(device)))
-    hosts = [name for name, _, _ in everyone]
-    classes, of_rank = classify([(name, rate) for _, name, rate in everyone], device.type)
+    mine = _here(), called(device), _speed(device), os.environ.get(DEVICE_CLASS)
+    dist.all_gather_object(everyone, mine)
+    hosts = [host for host, _, _, _ in everyone]
+    classes, of_rank = classify([(name, rate, given) for _, name, rate, given in everyone], device.type)
     several = len(set(hosts)) > 1
     links: Sequence[str | None] = (None,)
     slowness: dict[str, float] | None = None
@@ -225,25 +226,33 @@ def _link(profile: Profile, name: str) -> Link:
     return Link(gbit_per_s=rate, latency_us=whole.per_message_s * 1e6)
 
 
-def classify(ranks: Sequence[tuple[str, float]], kind: str) -> tuple[dict[str, Device], list[str]]:
-    """Classes of devices with the same name and about the same speed, and the class of every rank."""
-    fastest = max(rate for _, rate in ranks)
-    classes: dict[str, Device] = {}
+def classify(
+    ranks: Sequence[tuple[str, float, str | None]], kind: str
+) -> tuple[dict[str, Device], list[str]]:
+    """Classes of devices with the same name and about the same speed, and the class of every rank.
+
+    Args:
+        ranks: of each its device's name and speed, and its class in the user's cluster file, where that is known.
+    """
+    fastest = max(rate for _, rate, _ in ranks)
+    classes: dict[str, tuple[str, Device]] = {}
     of_rank: list[str] = []
-    for name, rate in ranks:
+    for name, rate, given in ranks:
+        base = given or re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:24] or kind
         same = [
             title
-            for title, known in classes.items()
-            if known.model == name and abs(known.speed - rate / fastest) <= ALIKE * known.speed
+            for title, (known, device) in classes.items()
+            if known == base
+            and device.model == name
+            and abs(device.speed - rate / fastest) <= ALIKE * device.speed
         ]
         if not same:
-            slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:24] or kind
-            title = slug if slug not in classes else f"{slug}-{len(classes) + 1}"
+            title = base if base not in classes else f"{base}-{len(classes) + 1}"
             of_kind: Any = kind
-            classes[title] = Device(kind=of_kind, speed=round(rate / fastest, 3), model=name)
+            classes[title] = base, Device(kind=of_kind, speed=round(rate / fastest, 3), model=name)
             same = [title]
         of_rank.append(same[0])
-    return classes, of_rank
+    return {title: device for title, (_, device) in classes.items()}, of_rank
 
 
 def _here() -> str:

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from trimtab.control.shares.sampler import ShareSampler
-from trimtab.control.shares.takeover import Takeover, take_over
+from trimtab.control.shares.script_hooks import take_over
+from trimtab.control.shares.takeover import Takeover
 from trimtab.errors import TrimtabError
 from trimtab.planning.shares.batch import Adjust
 
@@ -165,8 +166,39 @@ def on_rank_exact() -> None:
     assert (unweighted - plain).abs().max() > 1e-4
 
 
+def on_rank_planned() -> None:
+    """A plan's shares are taken when the script is known, and later ones only in place of measured ones if asked."""
+    calls = 0
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            takeover.start_from((1, 3), replace=False)
+        if calls == 12:
+            takeover.start_from((1, 3), replace=True)
+        return F.cross_entropy(logits, targets)
+
+    plain, *_ = train(None)
+    with taken_over(None, Adjust(window=1000)) as takeover:
+        assert Takeover.current is takeover
+        takeover.start_from((22, 10), replace=False)
+        own, sizes, _ = train(takeover, loss=loss)
+    assert Takeover.current is None
+    assert (own - plain).abs().max() < 1e-10
+    first, last = ((11, 5)[dist.get_rank()], (4, 12)[dist.get_rank()])
+    assert sizes == [8] * 3 + [first] * 5 + [1] + [first] * 3 + [last] * 5 + [1]
+    assert takeover.is_cutting
+    assert takeover.shares == (4, 12)
+    assert any("already; the plan has 4/12" in text for text in takeover.texts)
+
+
 def test_the_training_is_that_of_the_plain_job(ranks: Pool) -> None:
     ranks(2, on_rank_exact)
+
+
+def test_shares_start_from_those_of_a_plan(ranks: Pool) -> None:
+    ranks(2, on_rank_planned)
 
 
 class Contrastive(nn.Module):

@@ -3,24 +3,22 @@
 1. The first steps run as the script has them. One of them is observed: the model's arguments, and the gradient of its
    output (`observed_step.py`).
 2. Between two steps all ranks time a copy of the model in lockstep, as `trimtab probe` does, with few repeats; the
-   model itself, its optimizer and the random numbers are not touched.
+   model itself, its optimizer and the random numbers are not touched (`measuring.py`).
 3. Rank 0 makes the plan in a low-priority thread while the training goes on.
-4. When every rank has it, all apply it between the same two steps. From there on shares follow measured speeds; if they
-   may not be adjusted, the plan does.
+4. When every rank has it, all apply it between the same two steps: precisions, and shares and bits as a starting point.
+   From there on shares follow measured speeds and bits the gradients. Without shares the plan follows the speeds.
 
-The plan is kept by model and cluster: the next start applies it before its first step. Whatever fails is said in one
-line, and the training goes on as it was.
+The plan is kept by model and cluster: the next start applies it before its first step. Whatever fails, on any rank, is
+said in one line, and the training goes on as it was.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.cluster import Cluster
-from trimtab.control.autopilot.observed_step import JobSpec, ObservedStep
+from trimtab.control.autopilot.measuring import Measured, agree_on_step, measure_job, together
+from trimtab.control.autopilot.observed_step import ObservedStep
 from trimtab.control.autopilot.plan_cache import PlanCache
 from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.ddp import compression_of
@@ -38,41 +36,24 @@ from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.applying import apply_plan
 from trimtab.control.plans.follower import Follow
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.shares.takeover import Takeover
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.environment import logger
-from trimtab.measure.device import Task, usual_precisions
+from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
-from trimtab.measure.probe import measure_cluster, measure_damages
 from trimtab.model_state import JobHook, attach_state
 from trimtab.planning.make_plan import Bits, make_plan
-from trimtab.planning.plan import parse_plan
+from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.plan_search import BUDGET
 from trimtab.planning.restrict import restricted
-from trimtab.precision.setting import set_operators
-from trimtab.predict.damage import Damage
 from trimtab.report import events
-from trimtab.run_settings import own_steps
-from trimtab.workload import Workload
 
-OBSERVED_STEP = 2
-"""The step that is observed; the first one also allocates memory and opens connections."""
+OBSERVED_STEP = 3
+"""The step that is observed; the first one also allocates memory and opens connections. After it the take-over of the
+batches knows whether they can be cut."""
 
 LOOK = 4
 """Steps between two looks whether every rank has the plan."""
-
-MOST_STEPS, LEAST_S, MOST_S = 10.0, 2.0, 45.0
-"""Operators are timed for at most so many steps' time, within these seconds: 3 % of 500 steps with all the rest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What is known of the job after its ranks were timed."""
-
-    cluster: Cluster
-    workload: Workload
-    damages: Damage
-    seconds: float
-    """That all this took."""
 
 
 def start_autopilot(ddp: DistributedDataParallel, adjust: frozenset[str], budget: float = BUDGET) -> None:
@@ -87,14 +68,24 @@ def start_autopilot(ddp: DistributedDataParallel, adjust: frozenset[str], budget
     known = cache.load()
     if known is not None:
         try:
-            apply_plan(ddp, known.plan, follow=_follow(adjust))
+            _apply(ddp, known.plan)
             if rank == 0:
                 logger().info("autopilot: plan %s of an earlier start applies from step one", known.plan.hash)
         except Exception as error:
             _give_up(rank, "the plan of an earlier start does not apply", error)
             known = None
-    pilot = Autopilot(ddp, adjust, budget, cache, known.samples if known is not None else None)
+    pilot = Autopilot(ddp, adjust, budget, cache, None if known is None else sum(known.samples))
     attach_state(ddp).autopilot = pilot
+
+
+def _apply(ddp: DistributedDataParallel, plan: Plan) -> None:
+    """Set the precisions of a plan and start from its bits and shares; fails on all ranks or on none. Collective."""
+    # Where shares follow speeds, the times of a rank change with its samples, and tell nothing about the plan.
+    follow = Follow() if plan.batch == "fixed" else None
+    together(lambda: apply_plan(ddp, plan, follow=follow), next(ddp.parameters()).device)
+    if Takeover.current is not None and plan.batch == "free":
+        lowers = any(role.precisions for role in plan.roles.values())
+        Takeover.current.start_from(plan.shares, replace=lowers)
 
 
 def _unsuitable(ddp: DistributedDataParallel) -> str | None:
@@ -110,17 +101,11 @@ def _unsuitable(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def _follow(adjust: frozenset[str]) -> Follow | None:
-    """Where shares follow speeds, the times of a rank change with its samples, and tell nothing about the plan."""
-    return None if "shares" in adjust else Follow()
-
-
 def _give_up(rank: int, what: str, error: BaseException) -> None:
     if rank == 0:
         first = (str(error).strip().splitlines() or [""])[0][:200]
-        logger().warning(
-            "autopilot: %s (%s: %s); training goes on as it is", what, type(error).__name__, first
-        )
+        reason = first if isinstance(error, TrimtabError) else f"{type(error).__name__}: {first}"
+        logger().warning("autopilot: %s (%s); training goes on as it is", what, reason)
 
 
 class Autopilot:
@@ -132,11 +117,11 @@ class Autopilot:
         adjust: frozenset[str],
         budget: float,
         cache: PlanCache,
-        known_samples: tuple[int, ...] | None,
+        known_batch: int | None,
     ) -> None:
-        """`known_samples` are those of the ranks when the plan that runs already was made."""
+        """`known_batch` are the samples of all ranks in a step when the plan that runs already was made."""
         self._adjust, self._budget, self._cache = adjust, budget, cache
-        self._known_samples = known_samples
+        self._known_batch = known_batch
         self._group = ddp.process_group
         self._rank = self._group.rank()
         self._device = next(ddp.parameters()).device
@@ -147,8 +132,7 @@ class Autopilot:
         self._problem: Exception | None = None
         self._background: Background | None = None
         self._future: Future[dict[str, Any]] | None = None
-        self._samples: tuple[int, ...] = ()
-        self._measuring_s = 0.0
+        self._measured: Measured | None = None
         self._steps = TrainingSteps(ddp, {id(p) for p in ddp.parameters()}, self, skipped=True)
         alive = weakref.ref(self)
 
@@ -203,16 +187,18 @@ class Autopilot:
 
     def _after_observed_step(self, ddp: DistributedDataParallel) -> None:
         observed, self._observed = self._observed, None
+        takeover = Takeover.current
         try:
-            step = self._agreed_step(observed)
-            if self._known_samples is not None:
-                if self._samples == self._known_samples:
+            step, samples = agree_on_step(observed, self._problem, self._device)
+            if self._known_batch is not None:
+                if sum(samples) == self._known_batch:
                     return
                 self._say(
-                    "autopilot: batches of %s samples are not those of the cached plan",
-                    _listed(self._samples),
+                    "autopilot: batches of %s samples are not those of the cached plan", _listed(samples)
                 )
-            measured = self._measured(ddp, step)
+            precise = "precision" in self._adjust
+            with nullcontext() if takeover is None else takeover.waiting():
+                measured = measure_job(ddp, step, samples, precise=precise, step_s=self._step_s)
         except Exception as error:
             _give_up(self._rank, "no plan is made", error)
             return
@@ -220,102 +206,37 @@ class Autopilot:
             "autopilot: %d operators timed in %.1f s, the time of %.1f steps; planning beside the training",
             *(len(measured.workload.operators), measured.seconds, measured.seconds / self._step_s),
         )
-        self._measuring_s = measured.seconds
+        self._measured = measured
         self._background = Background(self._group)
-        bits: Bits = None if compression_of(ddp) is None else "adaptive"
-        model = fingerprint(ddp)
+        bits: Bits = None  # what does not pay by itself does not pay beside a computation either
+        if compression_of(ddp) is not None:
+            bits = "auto" if measured.codec else "adaptive"
+        model, shares = fingerprint(ddp), takeover is not None and takeover.is_cutting
         if self._rank == 0:
-            self._future = self._background.decide("plan", lambda: self._plan(measured, model, bits))
+            self._future = self._background.decide("plan", lambda: self._plan(measured, model, bits, shares))
         else:
             self._future = self._background.fetch("plan")
 
-    def _agreed_step(self, observed: ObservedStep | None) -> ObservedStep:
-        """The observed step; that of rank 0 where the ranks' batches have different shapes. Collective."""
-        problem, own = self._problem, None
-        try:
-            if observed is not None:
-                own = observed.shapes, observed.samples, observed.autocast
-        except Exception as error:
-            problem = error
-        everyone = _gather((None if problem is None else str(problem), own))
-        for rank, (text, theirs) in enumerate(everyone):
-            if text is not None or theirs is None:
-                raise RuntimeError(f"rank {rank}: {text or 'no forward pass of the module was seen'}")
-        assert observed is not None
-        if len({autocast for _, (_, _, autocast) in everyone}) > 1:
-            raise RuntimeError("ranks run under different autocasts")
-        self._samples = tuple(samples for _, (_, samples, _) in everyone)
-        if any(shapes != everyone[0][1][0] for _, (shapes, _, _) in everyone):
-            if self._rank == 0:
-                observed.to(torch.device("cpu"))
-            shared: list[Any] = [observed if self._rank == 0 else None]
-            dist.broadcast_object_list(shared, device=self._device if self._device.type == "cuda" else None)
-            observed = shared[0]
-            assert isinstance(observed, ObservedStep)
-            observed.to(self._device)
-        return observed
-
-    def _measured(self, ddp: DistributedDataParallel, step: ObservedStep) -> Measured:
-        """Time a copy of the model on all ranks in lockstep. Collective."""
-        start = time.perf_counter()
-        devices = [self._device] if self._device.type == "cuda" else []
-        with own_steps(), torch.random.fork_rng(devices):
-            model, problem = None, None
-            try:
-                model = copy.deepcopy(ddp.module)
-                set_operators(model, {})
-            except Exception as error:
-                problem = f"the model cannot be copied: {error}"
-            for rank, theirs in enumerate(_gather(problem)):
-                if theirs is not None:
-                    raise RuntimeError(f"rank {rank}: {theirs}")
-            assert model is not None
-            spec = JobSpec(name=type(model).__name__, model=model, batch=step.batch, step=step)
-            least = min(self._samples)
-            precise = "precision" in self._adjust
-            task = Task(
-                spec=spec,
-                batches=(max(1, least // 2), max(2, least)),
-                precisions=usual_precisions(self._device, step.autocast) if precise else (),
-                bits=() if compression_of(ddp) is None else (4,),
-                autocast=step.autocast,
-                seconds=min(MOST_S, max(LEAST_S, MOST_STEPS * self._step_s)),
-                quick=True,
-            )
-            cluster, probed = measure_cluster(task, self._device)
-            unfinished = {unit.rpartition(" ")[2] for units in _gather(probed.left) for unit in units}
-            if "plain" in unfinished:
-                raise RuntimeError(f"a step takes too long to time it within {task.seconds:.0f} s")
-            task = replace(task, precisions=tuple(p for p in task.precisions if p not in unfinished))
-            damages: Damage = {}
-            if any(_gather(task.precisions)):
-                every = tuple(dict.fromkeys(p for names in _gather(task.precisions) for p in names))
-                damages = measure_damages(
-                    replace(task, precisions=every), self._device, probed.workload, [step.batch]
-                )
-            del model, spec, task
-        gc.collect()
-        return Measured(
-            cluster=cluster,
-            workload=probed.workload,
-            damages=damages,
-            seconds=time.perf_counter() - start,
-        )
-
-    def _plan(self, measured: Measured, model: str, bits: Bits) -> dict[str, Any]:
+    def _plan(self, measured: Measured, model: str, bits: Bits, shares: bool) -> dict[str, Any]:
         """On rank 0, beside the training."""
-        plan = make_plan(
-            measured.cluster,
-            measured.workload,
-            measured.damages,
-            model=model,
-            trimtab=trimtab.__version__,
-            batch_size=sum(self._samples),
-            batch="fixed",  # the samples of a rank follow its measured speed: `control/shares`
-            budget=self._budget,
-            bits=bits,
-            layout="data",
-        )
+
+        def made(damages: Mapping[str, Mapping[str, float]]) -> Plan:
+            return make_plan(
+                measured.cluster,
+                measured.workload,
+                damages,
+                model=model,
+                trimtab=trimtab.__version__,
+                batch_size=sum(measured.samples),
+                batch="free" if shares and "shares" in self._adjust else "fixed",
+                budget=self._budget,
+                bits=bits,
+                layout="data",
+            )
+
+        plan = made(measured.damages)
+        if plan.predicted.damage > self._budget:
+            plan = made({})  # with fixed shares slow ranks are lowered as far as that gains
         if plan.wrapper != "ddp" or plan.accumulate > 1:
             raise RuntimeError("the prediction says that this job does not fit in memory, and it runs")
         return {"plan": plan_text(restricted(plan, self._adjust | {"bits"}))}
@@ -323,6 +244,7 @@ class Autopilot:
     def _apply_when_ready(self, ddp: DistributedDataParallel) -> None:
         """Apply the plan at the first look at which every rank has it. Collective."""
         assert self._future is not None
+        assert self._measured is not None
         if not all(ready for (ready,) in gather_numbers([float(self._future.done())], self._group)):
             return
         future, self._future = self._future, None
@@ -331,7 +253,7 @@ class Autopilot:
             if FAILED in decision:
                 raise RuntimeError(decision[FAILED])
             plan = parse_plan(decision["plan"], source="rank 0's plan")
-            apply_plan(ddp, plan, follow=_follow(self._adjust))
+            _apply(ddp, plan)
         except Exception as error:
             _give_up(self._rank, "no plan is applied", error)
             return
@@ -349,14 +271,14 @@ class Autopilot:
             expected = {
                 "step_s": predicted.step_s,
                 "plain_step_s": predicted.plain_step_s,
-                "measuring_s": self._measuring_s,
+                "measuring_s": self._measured.seconds,
                 "plan_applied_s": time.perf_counter() - self._start,
             }
             decided = f"plan {plan.hash} of the autopilot"
             why = "; ".join(plan.reasons)
             events.emit("decision", what="plan", noticed=None, decided=decided, why=why, expected=expected,
                         before=None, after=plan.hash)  # fmt: skip
-            self._cache.save(plan, self._samples)
+            self._cache.save(plan, self._measured.samples)
 
     def _say(self, text: str, *values: Any) -> None:
         if self._rank == 0:
@@ -365,13 +287,6 @@ class Autopilot:
     def _close(self) -> None:
         if self._background is not None:
             self._background.close(timeout=0.0)
-
-
-def _gather(own: Any) -> list[Any]:
-    """The values of all ranks, in rank order. Collective."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
-    return by_rank
 
 
 def _listed(samples: tuple[int, ...]) -> str:

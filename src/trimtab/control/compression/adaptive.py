@@ -176,6 +176,11 @@ class Controller:
         return self._compression.step
 
     @property
+    def adapts(self) -> bool:
+        """Whether bits were chosen by what the gradients are, or are about to be."""
+        return self.planned_at is not None or self._pending is not None
+
+    @property
     def cpu_seconds(self) -> float:
         """CPU time of sampling, checking and planning so far."""
         return self._own_cpu + self._background.cpu_seconds

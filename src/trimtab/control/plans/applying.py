@@ -18,6 +18,7 @@ from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.ddp import compress_ddp, compression_of
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import is_fsdp
+from trimtab.control.compression.planned_bits import start_from_plan
 from trimtab.control.plans.active_plan import (
     ActivePlan,
     LaunchPlan,
@@ -203,8 +204,8 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     if state.compression_plan is not None:
         return "gradients are sent as under the previous plan"
     compression = compression_of(ddp)
-    if compression is not None and compression.automatic and plan.bits == "adaptive":
-        return "gradients in adaptive bits"
+    if compression is not None and compression.automatic:
+        return start_from_plan(ddp, plan)
     if compression is not None:
         return f"gradients are sent as set by trimtab.compress ({compression.codec}), not as in the plan"
     if has_other_hook(ddp):

@@ -11,8 +11,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.control.shares.script_hooks import take_over
 from trimtab.control.shares.sizes import parse_sizes
-from trimtab.control.shares.takeover import Takeover, take_over
+from trimtab.control.shares.takeover import Takeover
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 

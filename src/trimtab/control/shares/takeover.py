@@ -8,7 +8,8 @@
    communication hook or of the backend, FSDP2's reduce-scatter) gets weighted gradients.
 3. At first batches are equal. Three of them show whether the script can be cut: one backward pass for each, a loss that
    is a mean or a sum, no BatchNorm. If not on all ranks, they stay equal, and one line says why.
-4. Then shares follow measured speeds, as those of `trimtab.loader` do, or are those that the user gave.
+4. Then shares follow measured speeds, as those of `trimtab.loader` do, or are those that the user gave. A plan of the
+   autopilot gives them a starting point.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import dataloader as torch_dataloader
 
 from trimtab.control.local_steps import averaging_ranks, running_local_steps
 from trimtab.control.rank_values import gather_numbers
@@ -31,13 +31,13 @@ from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
 from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_form
 from trimtab.control.shares.sampler import ShareSampler
-from trimtab.control.shares.windows import ShareWindows
+from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.control.training_steps import TrainingSteps, in_training_mode
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
-from trimtab.planning.shares.batch import Adjust
+from trimtab.planning.shares.batch import Adjust, share_batch
 from trimtab.run_settings import OwnSteps
 
 OBSERVED = 3
@@ -48,6 +48,9 @@ _UNEQUAL_TARGETS = "some targets are ignored, so the loss is a mean over tokens 
 
 class Takeover:
     """Cuts the training batches of this process, and weighs their gradients."""
+
+    current: ClassVar[Takeover | None] = None
+    """That of this process, as long as its batches are taken over."""
 
     def __init__(self, sizes: Sequence[int] | None = None, rule: Adjust | None = None) -> None:
         """`sizes` are the batches that the user wants, by rank; by default shares follow speeds by `rule`."""
@@ -78,11 +81,27 @@ class Takeover:
         self._steps: TrainingSteps | None = None
         self._capacity = BatchCapacity(None)
         self._windows = ShareWindows(self._rule if sizes is None else None, self._capacity, group=None)
+        self._planned: tuple[tuple[int, ...], bool] | None = None
+        """Shares of a plan that are still to be taken, and whether also in place of those that were measured."""
 
     @property
     def shares(self) -> tuple[int, ...] | None:
         """Samples of a step for each rank; None as long as nothing is cut."""
         return None if self._source is None else self._source.shares
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether the script was found to be one whose batches may be uneven."""
+        return self._clock is not None
+
+    def start_from(self, shares: Sequence[int], *, replace: bool) -> None:
+        """Continue from the shares of a plan; every rank calls it between the same two steps.
+
+        Args:
+            replace: also where shares have followed measured speeds already.
+        """
+        if self.sizes is None:
+            self._planned = tuple(shares), replace
 
     def watch(self, model: nn.Module) -> None:
         """The batches of this DDP or FSDP2 module may be cut: it averages gradients over ranks."""
@@ -138,6 +157,8 @@ class Takeover:
         source, clock = self._source, self._clock
         if source is None or clock is None or not step:
             return
+        if self._planned is not None:
+            self._take_planned(source)
         if len(self._ignored) >= self._rule.window:
             self._note_ignored()
         usable = all(batch.shares == source.shares for batch in step)
@@ -182,6 +203,8 @@ class Takeover:
         if latest is None or not latest.waiting:
             return None
         if latest is not self._source:  # a script may make a new loader for every epoch
+            if self._source is not None and len(set(self._source.shares)) > 1 and self._planned is None:
+                self.start_from(self._source.shares, replace=True)
             self._source, self._observed, self._decided = latest, 0, False
             self._first = self._problem = self._targets = None
             self._require_sizes(latest)
@@ -259,6 +282,8 @@ class Takeover:
         if self.sizes is not None:
             self._change(self.sizes)
             self._say(f"batches of {'/'.join(map(str, self.sizes))} samples on the ranks, as requested")
+        elif self._planned is not None:
+            self._take_planned(source)
 
     def _problem_of_model(self) -> str | None:
         """What about the model forbids uneven batches."""
@@ -299,6 +324,22 @@ class Takeover:
         self._source.change(shares, at=at)
         self._windows.forget(self._clock)
 
+    def _take_planned(self, source: CutLoader) -> None:
+        """Start from the shares of a plan, which may be for another global batch. Collective."""
+        assert self._planned is not None
+        (planned, replace), self._planned = self._planned, None
+        before, limits = source.shares, self._windows.limits
+        new = share_batch(sum(before), [1 / share for share in planned], most=limits)
+        listed = "/".join(map(str, new))
+        if len(set(before)) > 1 and not replace:
+            self._say(f"batch shares follow measured speeds already; the plan has {listed}")
+            return
+        self._windows.forget(self._clock)
+        if new != before:
+            self._change(new)
+            emit_shares(before, new, noticed=None, why="they start from there and follow measured speeds")
+        self._say(f"batch shares start from {listed} and follow measured speeds")
+
     def _require_sizes(self, source: CutLoader) -> None:
         if self.sizes is None:
             return
@@ -333,55 +374,6 @@ class Takeover:
         if dist.get_rank() == 0 and text not in self.texts:
             logger().info(text)
         self.texts.add(text)
-
-
-def take_over(
-    sizes: Sequence[int] | None = None, rule: Adjust | None = None
-) -> tuple[Takeover, Callable[[], None]]:
-    """From here on the batches of this process are cut; returns what does it, and what ends it."""
-    takeover = Takeover(sizes, rule)
-    iterator: Any = torch_dataloader._BaseDataLoaderIter
-    begin, advance, backward = iterator.__init__, iterator.__next__, torch.autograd.backward
-
-    @functools.wraps(begin)
-    def begin_epoch(self: Any, loader: Any) -> None:
-        begin(self, loader)
-        self._trimtab = source = takeover.source_of(loader)
-        if isinstance(source, CutLoader):
-            self._index_sampler, self._sampler_iter = source, iter(source)
-
-    @functools.wraps(advance)
-    def next_batch(self: Any) -> Any:
-        data = advance(self)
-        if self._trimtab is not None:
-            takeover.delivered(self._trimtab, self._sampler_iter)
-        return data
-
-    @functools.wraps(backward)
-    def weighted_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        weight = takeover.weight(roots)
-        if weight != 1.0:
-            given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-            starts = [None] * len(roots) if given is None else list(given)
-            grad_tensors = [_weighted(*pair, weight) for pair in zip(roots, starts, strict=True)]
-            tensors = roots
-        backward(tensors, grad_tensors, *args, **kwargs)
-
-    iterator.__init__, iterator.__next__ = begin_epoch, next_batch
-    torch.autograd.backward = weighted_backward
-
-    def give_back() -> None:
-        iterator.__init__, iterator.__next__ = begin, advance
-        torch.autograd.backward = backward
-
-    return takeover, give_back
-
-
-def _weighted(root: torch.Tensor, start: torch.Tensor | None, weight: float) -> torch.Tensor | None:
-    if start is not None:
-        return start * weight
-    return torch.full_like(root, weight) if root.numel() == 1 else None  # torch rejects the latter
 
 
 def _watch_trainer(takeover: Takeover) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -89,16 +90,8 @@ class ShareWindows:
             )
             environment.logger().log(level, text)
             if new is not None:
-                events.emit(
-                    "decision",
-                    what="shares",
-                    noticed=f"the ranks take {times} ms a step, with a noise of {noise:.1%}",
-                    decided=f"batch shares {after} instead of {before}",
-                    why="shares follow the ranks' speeds",
-                    expected={},
-                    before=list(shares),
-                    after=list(new),
-                )
+                noticed = f"the ranks take {times} ms a step, with a noise of {noise:.1%}"
+                emit_shares(shares, new, noticed=noticed, why="shares follow the ranks' speeds")
         return new
 
     def _compare(self, values: list[float]) -> list[list[float]] | None:
@@ -117,3 +110,20 @@ class ShareWindows:
             self._runs.append([])
         if clock is not None:
             clock.forget()
+
+
+def emit_shares(before: Sequence[int], after: Sequence[int], *, noticed: str | None, why: str) -> None:
+    """Record that all ranks change their batch shares; only the first does."""
+    if not events.is_first_rank():
+        return
+    old, new = ("/".join(map(str, each)) for each in (before, after))
+    events.emit(
+        "decision",
+        what="shares",
+        noticed=noticed,
+        decided=f"batch shares {new} instead of {old}",
+        why=why,
+        expected={},
+        before=list(before),
+        after=list(after),
+    )

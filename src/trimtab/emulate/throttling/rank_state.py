@@ -45,6 +45,9 @@ class RankState(ctypes.Structure):
 class RankSettings:
     """The settings of one rank in a run."""
 
+    device: str
+    """Its device class."""
+
     kind: str
     cores: tuple[int, ...]
     sharing: int
