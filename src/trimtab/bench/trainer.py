@@ -23,6 +23,8 @@ from trimtab.api.loader import loader
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import Progress, Timing
 from trimtab.bench.ranks import wire_bytes
+from trimtab.control.rank_values import gather_numbers
+from trimtab.measure.local_clock import LocalClock
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models.gpt import TransformerLayer
 from trimtab.models.tasks import CPU, Task
@@ -142,21 +144,33 @@ class LoaderTrainer(Trainer):
         self._batches: Iterator[Any] = iter(())
         self._paused = ExitStack()
         self._alone_s = 0.0
+        self._clock = LocalClock(task.device)
+        self.own_steps: list[tuple[float, ...]] = []
+        """On a CPU: each rank's own seconds of each step, without exchanging gradients or waiting for others."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         weighted = self.data.weigh(loss)
-        return weighted if self._weighted else loss
+        chosen = weighted if self._weighted else loss
+        self._clock.follow(chosen)
+        return chosen
 
     def block(self, steps: int) -> tuple[float, float]:
         """Train for some steps; returns the job's samples a second, and the seconds until the last rank finished."""
         meet(self.device)
         self._paused.close()  # what the other methods took is no part of this one's steps
         sent, start = wire_bytes(), time.perf_counter()
+        own = []
         for step in range(steps):
             self.train(self.batch(step))
+            if self.device.type == "cpu":  # on a GPU reading the clock would wait
+                self._clock.end_step()
+                own.append(self._clock.read())
         self._paused.enter_context(self.data.waiting())
+        self._paused.enter_context(self._clock.waiting())
         meet(self.device)
         seconds = time.perf_counter() - start
+        if own:
+            self.own_steps += zip(*gather_numbers(own, None), strict=True)
         self.wire_mb = (wire_bytes() - sent) / 1e6 / steps
         return steps * self.task.samples * dist.get_world_size() / seconds, seconds
 

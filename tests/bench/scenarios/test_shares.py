@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trimtab.bench.scenarios.shares import CANARY, METHODS, _figures, on_rank, reaction
+from trimtab.bench.scenarios.shares import CANARY, METHODS, _figures, lost, on_rank, reaction
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -31,6 +31,7 @@ def test_methods_train_alike_and_the_canary_does_not(ranks: Pool, model: str) ->
     first, second = map(int, rows[CANARY]["shares"].split("/"))
     assert first > 2 * second
     assert rows["ideal"]["fraction_of_ideal"] == 1
+    assert rows["shares"].keys() >= {"lost_to_balance", "lost_to_variation", "lost_to_exchange"}
     figures = _figures("x", rows)
     assert figures["x_over_ddp"] == rows["shares"]["samples_per_s"] / rows["ddp"]["samples_per_s"]
     assert figures["x_loss_gap"] < figures["x_canary_gap"]
@@ -42,3 +43,10 @@ def test_reactions() -> None:
     assert figures["reaction_steps"] == 9
     assert figures["recovery_steps"] == 8
     assert figures["contention_share_during"] == pytest.approx(0.3)
+
+
+def test_what_is_missing_to_the_ideal_is_divided() -> None:
+    parts = lost([(0.5, 0.4), (0.5, 0.6), (0.5, 0.2)], step_s=1.0, ideal_s=0.4)
+    assert parts["lost_to_balance"] == pytest.approx(0.1)
+    assert parts["lost_to_variation"] == pytest.approx(0.1 / 3), "in one step the other rank is slower"
+    assert sum(parts.values()) == pytest.approx(1 - 0.4 / 1.0), "nothing is left out"

@@ -4,12 +4,15 @@ Every method trains the same model on the same global batches, in blocks of step
 data-parallel job can beat: each rank trains by itself on the batch it has under plain DDP, all at the same time,
 nobody waits for anybody, and the rates are added. Shares change nothing about the training, so the losses must agree;
 the canary, which counts each rank's mean alike, shows that the comparison would see it if they did not.
+
+What is missing to `ideal` is divided by the ranks' own times of each step: the mean of the slowest rank beyond ideal
+(balance), how much longer the slowest of each step takes (variation), and the rest (exchanging gradients).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -98,8 +101,29 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
         }
         for method, timing in timings.items()
     ]
+    if device.type == "cpu":
+        own = trainers["shares"].own_steps[-spec["repeats"] * spec["block"] :]
+        samples = sum(trainers["shares"].data.shares)
+        step_s, ideal_s = (samples * fmean(timings[name].samples) for name in ("shares", "ideal"))
+        next(row for row in rows if row["method"] == "shares").update(lost(own, step_s, ideal_s))
     shared = "/".join(map(str, canary.data.shares))
     return [*rows, {"method": CANARY, "shares": shared, "final_loss": canary.held_out_loss()}]
+
+
+def lost(own: Sequence[Sequence[float]], step_s: float, ideal_s: float) -> dict[str, float]:
+    """Where the time of a step beyond the ideal one goes, as parts of the step.
+
+    Args:
+        own: for each step the ranks' own seconds.
+    """
+    own = [times for times in own if all(own_s > 0 for own_s in times)]  # the first step of all is not timed
+    slowest = max(fmean(times) for times in zip(*own, strict=True))
+    waited = fmean(max(times) for times in own)
+    return {
+        "lost_to_balance": (slowest - ideal_s) / step_s,
+        "lost_to_variation": (waited - slowest) / step_s,
+        "lost_to_exchange": (step_s - waited) / step_s,
+    }
 
 
 def follow_contention(spec: Mapping[str, Any], report: Progress) -> list[float]:
@@ -153,9 +177,11 @@ def make_task(name: str, device: torch.device) -> tasks.Task:
 def _figures(name: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The summary of one job: the best method over plain DDP and against ideal, and what it did to the loss."""
     best = rows.get(COMPRESSED, rows["shares"])
+    rest = {f"{name}_{key}": value for key, value in best.items() if key.startswith("lost_to_")}
     loss = rows["ddp"]["final_loss"]
     return {
         f"{name}_fraction_of_ideal": best["fraction_of_ideal"],
+        **rest,
         f"{name}_over_ddp": best["samples_per_s"] / rows["ddp"]["samples_per_s"],
         f"{name}_loss_gap": abs(rows["shares"]["final_loss"] - loss),
         f"{name}_canary_gap": abs(rows[CANARY]["final_loss"] - loss),

@@ -19,7 +19,7 @@ from typing import Any
 from trimtab.bench.harness import AA, Progress, Result
 from trimtab.bench.ranks import hosts
 from trimtab.emulate import Emulation
-from trimtab.environment import RUN_DIR
+from trimtab.environment import RUN_DIR, logger
 from trimtab.errors import TrimtabError
 from trimtab.report.run_folder import load_run
 from trimtab.run_settings import RunSettings
@@ -77,12 +77,19 @@ def autopilot(
     ):
         for name in names:
             records: dict[str, list[dict[str, Any]]] = {}
-            for method in METHODS:
-                log = Path(folder, f"{name}-{len(records)}.json")
-                records[method], plan = _run(emulation, name, method, log, device, steps, size, bootstrap)
-                summary |= {f"{name}_{key}": value for key, value in plan.items()}
-                done += 1
-                progress(done, total)
+            try:
+                for method in METHODS:
+                    log = Path(folder, f"{name}-{len(records)}.json")
+                    records[method], plan = _run(emulation, name, method, log, device, steps, size, bootstrap)
+                    summary |= {f"{name}_{key}": value for key, value in plan.items()}
+                    done += 1
+                    progress(done, total)
+            except TrimtabError as error:
+                if len(names) == 1:
+                    raise
+                logger().error("%s", error)  # hours of the others are not lost
+                summary[f"{name}_failed"] = str(error).splitlines()[0]
+                continue
             of_script = judged(name, records, size[2], len(SPEEDS[device]))
             rows += of_script
             summary |= figures(name, {row["method"]: row for row in of_script})
