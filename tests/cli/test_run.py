@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.cli import bootstrap
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
+from trimtab.run_settings import RunSettings
 
 SCRIPT = """
 import json, os, sys
@@ -112,6 +114,23 @@ def test_only_the_traceback_of_the_failing_rank_is_shown(script: Path) -> None:
     assert 'KeyError: "the script\'s own mistake"' in done.stderr
     assert "bootstrap.py" not in done.stderr
     assert len(done.stderr.splitlines()) <= 12
+
+
+def test_a_script_without_ddp_is_told_that_nothing_was_adjusted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunSettings, "in_force", RunSettings())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    bootstrap._say_if_unused(RunSettings())
+    assert (
+        "the script made no DistributedDataParallel, so `trimtab run` has adjusted" in capsys.readouterr().err
+    )
+    bootstrap._say_if_unused(RunSettings(adjust="none"))
+    bootstrap._say_if_unused(RunSettings(batch_sizes="24,11"))  # the take-over of the batches names them
+    monkeypatch.setattr(bootstrap._Script, "has_ddp", True)
+    bootstrap._say_if_unused(RunSettings())
+    assert capsys.readouterr().err == ""
 
 
 FAULTS = """

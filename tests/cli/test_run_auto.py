@@ -51,6 +51,11 @@ def test_what_may_be_adjusted() -> None:
         (["--auto", "--adjust", "none"], "--auto and --adjust none exclude each other"),
         (["--plan", "plan.json", "--adjust", "none"], "--plan and --adjust none exclude each other"),
         (["--adjust", "speed"], "run: --adjust: there is no adjustment 'speed'"),
+        (["--adjust", "exact", "--batch-sizes", "equal"], "equal and --adjust exact exclude each other"),
+        (
+            ["--auto", "--adjust", "shares", "--batch-sizes", "24,11"],
+            "24,11 and --adjust shares exclude each other",
+        ),
     ],
 )
 def test_contradictions_are_refused(flags: list[str], message: str) -> None:

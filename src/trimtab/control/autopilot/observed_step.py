@@ -78,13 +78,8 @@ class ObservedStep:
         for position, tensor in enumerate(_differentiable(output)):
 
             def keep(gradient: torch.Tensor | None, position: int = position) -> None:
-<<<<<<< HEAD
                 if gradient is None:
                     return  # of an output that the loss does not use
-=======
-                if gradient is None:  # of an output that the loss does not use, behind an operation with several
-                    return
->>>>>>> 7f109fa (Autopilot: shares and bits of the plan are where followers start; a failure on one rank ends measuring on all)
                 rows = max(1, MOST_GRADIENT_BYTES * len(gradient) // gradient.nbytes) if gradient.dim() else 1
                 few = gradient.dim() and rows < len(gradient)
                 self.gradients.setdefault(position, (gradient[:rows] if few else gradient).detach().clone())
