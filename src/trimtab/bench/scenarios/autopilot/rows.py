@@ -44,6 +44,9 @@ METHODS: dict[str, RunSettings | str | None] = {
 NOISES = 2.0
 """A loss within so many times the difference of two seeds is as good."""
 
+FIRST_STEPS = 500
+"""What the autopilot's measuring costs is told as a part of so many steps."""
+
 TIMED = 0.3
 """The part of the steps, at the end, whose rate counts: by then shares have settled."""
 
@@ -93,6 +96,9 @@ def autopilot(
             of_script = judged(name, records, size[2], len(SPEEDS[device]))
             rows += of_script
             summary |= figures(name, {row["method"]: row for row in of_script})
+            if f"{name}_measuring_s" in summary:
+                steps_s = FIRST_STEPS * seconds_per_step(records[AUTO][0])
+                summary[f"{name}_measuring_part"] = summary[f"{name}_measuring_s"] / steps_s
     return Result(bench="autopilot", summary=summary, rows=rows)
 
 
