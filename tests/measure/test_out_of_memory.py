@@ -166,6 +166,10 @@ def test_in_every_phase_of_a_step_all_ranks_fail_together(ranks: Pool, phase: st
     assert ranks(2, _step_fails, phase) == [{1: 3}, {1: 3}]
 
 
+def _divide(*_: Any) -> None:
+    _ = 1 / 0
+
+
 def _step_fails_otherwise() -> list[str]:
     messages = []
     for phase in ("batch", "forward", "update"):
@@ -178,7 +182,7 @@ def _step_fails_otherwise() -> list[str]:
 
         trainer = StepTrainer(model, workload, CPU, batch_of=batch_of)
         if mine == "update":
-            trainer._optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            trainer._optimizer.register_step_pre_hook(_divide)
         with pytest.raises((FailedOnRanksError, IndexError, RuntimeError, ZeroDivisionError)) as raised:
             trainer.timed(2, {})
         trainer.close()

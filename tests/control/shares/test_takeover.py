@@ -187,7 +187,7 @@ def on_rank_planned() -> None:
     assert Takeover.current is None
     assert (own - plain).abs().max() < 1e-10
     first, last = ((11, 5)[dist.get_rank()], (4, 12)[dist.get_rank()])
-    assert sizes == [8] * 3 + [first] * 5 + [1] + [first] * 3 + [last] * 5 + [1]
+    assert sizes == [8] * 3 + [first] * 5 + [1] + [first] * 4 + [last] * 4 + [1]
     assert takeover.is_cutting
     assert takeover.shares == (4, 12)
     assert any("already; the plan has 4/12" in text for text in takeover.texts)
