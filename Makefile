@@ -30,14 +30,14 @@ ALONE := tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py 
          tests/faults tests/test_import.py
 
 # What failed runs once more, one test at a time: a busy machine can make a test of real processes late, a bug fails again.
-AGAIN := echo "These failed; once more, one at a time:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+again = { echo "Once more, one at a time:"; $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(1); }
 
 test: $(STAMP)  ## the test suite; ARGS='-k codec' for a part
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ALONE:%=--ignore=%) || $(AGAIN) $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(ALONE) || $(AGAIN) $(ALONE)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ALONE:%=--ignore=%) || $(call again,$(ALONE:%=--ignore=%))
+	$(BIN)/python -m pytest $(ALONE) || $(call again,$(ALONE))
 endif
 
 quick: $(STAMP)  ## the inner loop, at most 90 seconds: decisions, codec and errors, no process groups

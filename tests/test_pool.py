@@ -191,6 +191,7 @@ def test_ranks_do_not_see_what_a_test_sets_for_itself(ranks: Pool, monkeypatch: 
     assert ranks(1, os.getenv, "ONLY_HERE") == [None]
 
 
+@pytest.mark.soak
 def test_ranks_end_when_the_session_is_killed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import _environment, ranks\n")
     (tmp_path / "test_it.py").write_text(

@@ -31,6 +31,7 @@ def bench(*arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.soak
 def test_allreduce_unshaped() -> None:
     result = bench("allreduce", "--link", "none", "--size-mb", "1,2", "--repeats", "2")
     assert result["bench"] == "allreduce"

@@ -215,6 +215,7 @@ def finish(job: Nodes, folder: Path, left: list[subprocess.Popen[bytes]]) -> Non
     assert all(int(world) == len(left) and float(loss) < 0.98 for world, loss in losses), losses
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_others_go_on_without_a_node_that_was_killed_and_with_a_new_plan(folder: Path) -> None:
     plan = plan_for(net(), bits=4, roles={"fast": role("A", 8), "slow": role("B", 4)})

@@ -73,6 +73,7 @@ def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
     return {line for line in done.stdout.splitlines() if line.startswith("digest")}
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_after_a_killed_rank_torchruns_restart_continues_to_the_same_bits(tmp_path: Path) -> None:
     whole, restarted = tmp_path / "whole", tmp_path / "restarted"

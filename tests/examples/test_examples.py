@@ -51,6 +51,7 @@ def test_gpt_learns_alone() -> None:
     assert results["median_step_ms"] > 0
 
 
+@pytest.mark.soak
 def test_digits_learns_alone() -> None:
     results = train("digits.py", "--epochs=3")
     assert results["accuracy"] > 0.8  # one in ten by chance
@@ -71,7 +72,7 @@ def test_digits_learns_under_torchrun() -> None:
     assert results["accuracy"] > 0.5
 
 
-@pytest.mark.parametrize("script", ["gpt.py", "digits.py"])
+@pytest.mark.parametrize("script", [pytest.param("gpt.py", marks=pytest.mark.soak), "digits.py"])
 def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(script: str, tmp_path: Path) -> None:
     whole, half, rest = (tmp_path / name for name in ("whole.pt", "half.pt", "rest.pt"))
     uninterrupted = train(script, f"--checkpoint={whole}")

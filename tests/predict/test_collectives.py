@@ -156,7 +156,7 @@ def _cluster(*ranks: int) -> Cluster:
 
 
 @requires(root=True, tools=["ip", "tc", "nsenter"])
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("ranks", [pytest.param((2, 2), marks=pytest.mark.soak), (2, 1)])
 def test_hosts_send_what_the_formulas_say(ranks: tuple[int, ...]) -> None:
     cluster = _cluster(*ranks)
     with Emulation(cluster) as emulation:

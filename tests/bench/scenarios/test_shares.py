@@ -18,7 +18,7 @@ def measured(model: str) -> list[dict[str, Any]]:
     return on_rank({**SPEC, "model": model}, lambda done, total: None)
 
 
-@pytest.mark.parametrize("model", ["gpt", "digits"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("digits", marks=pytest.mark.soak)])
 def test_methods_train_alike_and_the_canary_does_not(ranks: Pool, model: str) -> None:
     rows = {row["method"]: row for row in ranks(2, measured, model)[0]}
     assert set(rows) == {*METHODS["cpu"], CANARY}

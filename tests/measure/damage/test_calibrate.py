@@ -208,6 +208,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.soak
 def test_the_peak_is_at_most_twice_that_of_a_training_step() -> None:
     def peak(what: str) -> int:
         done = subprocess.run(
