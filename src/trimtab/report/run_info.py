@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trimtab.strict_files import replace_file
-
 VERSION = 1
 """Version of the run folder: of run.json and of every event."""
 
@@ -76,6 +74,8 @@ def write_run_info(
 
 def add_run_info(folder: Path, **more: Any) -> None:
     """Add to run.json what was not known when the job started. Raises OSError and ValueError."""
+    from trimtab.strict_files import replace_file  # brings pydantic, which ranks that write events do without
+
     path = folder / "run.json"
     info = json.loads(path.read_text(encoding="utf-8"))
     replace_file(path, json.dumps({**info, **more}, indent=1, default=str) + "\n")
