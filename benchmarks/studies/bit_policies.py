@@ -21,8 +21,7 @@ from trimtab.codec import ErrorFeedback
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import Packing, Segment
 from trimtab.models import tasks
-from trimtab.planning.compression.bit_planner import LEAST_BITS
-from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, Family
+from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, LEAST_BITS, Family
 from trimtab.planning.compression.layer_options import (
     ALL_BITS,
     LayerOptions,

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from trimtab.codec import Block
+    from trimtab.codec import Block, Uncompressed
+    from trimtab.collectives import Hierarchy
     from trimtab.doors.backend import GroupOptions as GroupOptions
 
 __all__ = ["GroupOptions", "compress_group", "exact_group", "load_state_dict", "register", "state_dict"]
@@ -44,7 +45,7 @@ def compress_group(
     """Compress the large float all-reduces of a group of this backend, for example one from `new_group`.
 
     Every rank of the group calls it. Without `codec` the link is measured at the first large all-reduce:
-    values then travel in 4 bits or, where that would not pay, exactly.
+    values then travel in 4 bits or, where that would not pay, exactly; ranks on one host use shared memory (Gloo).
     """
     from trimtab.doors.backend import GroupOptions, trimtab_group
 
@@ -103,15 +104,19 @@ _MIN_TRIAL_NUMEL = 1 << 20
 
 
 def _judge(
-    codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int
+    codec: Block | Uncompressed,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    numel: int,
+    hierarchy: Hierarchy | None,
 ) -> tuple[bool, str]:
-    """Measure whether compression pays on this group's link; returns that and the reason."""
+    """Measure whether compression, or shared memory, pays on this group's link; returns that and the reason."""
     from trimtab.measure.exchange import measure_exchange
-    from trimtab.planning.compression.payoff import decide
+    from trimtab.planning.compression.payoff import decide, decide_shared_memory
 
     # DDP's first bucket is smaller than the following ones: measure with a buffer of their size.
-    exchange = measure_exchange(codec, groups, device, max(numel, _MIN_TRIAL_NUMEL))
-    decision = decide(exchange, exchange.nbytes)
+    exchange = measure_exchange(codec, groups, device, max(numel, _MIN_TRIAL_NUMEL), hierarchy=hierarchy)
+    decision = (decide if hierarchy is None else decide_shared_memory)(exchange, exchange.nbytes)
     return decision.compress, decision.reason
 
 

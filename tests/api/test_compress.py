@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
-from trimtab.codec import Block
+from trimtab.codec import Block, PowerSGD
 from trimtab.control.compression.ddp import compression_of
+from trimtab.errors import TrimtabError
 from trimtab.measure.exchange import measure_exchange
 
 if TYPE_CHECKING:
@@ -79,6 +80,81 @@ def test_hosts_of_several_ranks_are_gone_through_in_two_levels(ranks: Pool) -> N
     answers = ranks(4, in_two_levels, faults=[Throttle(2e7)], allow_groups=True)
     assert answers == [answers[0]] * 4
     assert "2 hosts of 2 ranks" in answers[0][0]
+
+
+ROUTES: list[tuple[str, Block | None, str, str]] = [
+    ("000", None, "two-level", "summed exactly, through shared memory, as requested"),
+    ("000", Block(bits=8), "ring", "flat ring, as requested"),
+    ("000", Block(bits=8), "tree", "flat tree, as requested"),
+    ("011", Block(bits=8), "two-level", "two levels, default, as requested"),
+]
+"""The host of each rank, the codec, the route, and what is said of it."""
+
+
+def wrapped() -> Ddp:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.LayerNorm(96)) for _ in range(4)]
+    return Ddp(nn.Sequential(*layers), bucket_cap_mb=0.08)
+
+
+def trained(ddp: Ddp) -> torch.Tensor:
+    """The gradients of the third step: DDP has rebuilt its buckets."""
+    for step in range(3):
+        ddp.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ddp(torch.randn(4, 96, generator=generator)).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+
+
+def by_every_route() -> list[tuple[float, bool, bool, str]]:
+    """Of each route: distance from plain DDP, whether ranks agree, whether there is a state, and the explanation."""
+    import gc
+    import os
+
+    exact = trained(wrapped())
+    outcomes = []
+    for hosts, codec, route, _ in ROUTES:
+        os.environ["GROUP_RANK"] = hosts[dist.get_rank()]
+        try:
+            ddp = trimtab.compress(wrapped(), codec, route=route)
+        finally:
+            del os.environ["GROUP_RANK"]
+        own = trained(ddp)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        agree = all(torch.equal(other, own) for other in everyone)
+        apart = float((own - exact).norm() / exact.norm())
+        outcomes.append((apart, agree, "compression" in trimtab.state_dict(ddp), trimtab.explain(ddp)))
+        dist.barrier()
+        del ddp
+        gc.collect()
+    return outcomes
+
+
+def test_routes_can_be_requested(ranks: Pool) -> None:
+    for outcomes in ranks(3, by_every_route, allow_groups=True):
+        for (_, codec, route, words), (apart, agree, has_state, explained) in zip(
+            ROUTES, outcomes, strict=True
+        ):
+            assert agree, route
+            assert words in explained
+            assert has_state == (codec is not None), "exact sums have no state"
+            assert (apart < 1e-6) if codec is None else (1e-6 < apart < 0.05), (route, apart)
+
+
+def refused_routes() -> list[str]:
+    messages = []
+    for codec, route in ((None, "star"), (PowerSGD(rank=1), "ring")):
+        with pytest.raises(TrimtabError) as refusal:
+            trimtab.compress(wrapped(), codec, route=route)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_routes_that_do_not_exist_are_refused(ranks: Pool) -> None:
+    for unknown, other_codec in ranks(2, refused_routes, allow_groups=True):
+        assert "route='star': there is no such route" in unknown
+        assert "PowerSGD(rank=1) has its own way" in other_codec
 
 
 def measured() -> tuple[float, float]:

@@ -163,7 +163,7 @@ def hierarchy(
 ) -> torch.Tensor:
     sums = {members: local_sum([values[rank] for rank in members], scale) for members in hosts.ranks}
     result = sums[hosts.ranks[0]].clone()
-    for index, shard in enumerate(shards(pieces, values[0].dtype, hosts.per_host)):
+    for index, shard in enumerate(shards(pieces, values[0].dtype, hosts.shards)):
         if hosts.count > 1 and shard.pieces:
             part = slice(*shard.cuts[index : index + 2])
             peers = [sums[members] for members in sorted(hosts.ranks, key=lambda members: members[index])]

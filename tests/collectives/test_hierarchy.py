@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 TWO_BY_TWO = Hosts(ranks=((0, 1), (2, 3)))
 CROSSED = Hosts(ranks=((0, 3), (1, 2)))
+ONE_AND_THREE = Hosts(ranks=((0,), (1, 2, 3)))
+TWO_ONE_ONE = Hosts(ranks=((0, 2), (1,), (3,)))
 CPU = torch.device("cpu")
 KINDS: list[Method] = ["all_gather", "scatter_reduce", "ring", "tree", "halving"]
 
@@ -104,7 +106,14 @@ def reduce_by_host(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_hierarchy_gives_exactly_the_simulated_bits(ranks: Pool, shared: bool, dtype: torch.dtype) -> None:
-    for hosts, numel in ((TWO_BY_TWO, 20_003), (CROSSED, 150), (TWO_BY_TWO, 1)):
+    cases = [
+        (TWO_BY_TWO, 20_003),
+        (CROSSED, 150),
+        (TWO_BY_TWO, 1),
+        (ONE_AND_THREE, 5_003),
+        (TWO_ONE_ONE, 5_003),
+    ]
+    for hosts, numel in cases:
         reduced = ranks(4, reduce_by_host, hosts, shared, numel, dtype, [0.25] * 4, KINDS, allow_groups=True)
         values = [values_of(rank, numel, dtype) for rank in range(4)]
         for index, method in enumerate(KINDS):
@@ -167,12 +176,12 @@ def test_an_overflow_on_one_rank_reaches_all_as_nan(
         assert bool((result[:1000] == 4).all()), "other blocks are untouched"
 
 
-def reduce_repeatedly(method: Method | None, hierarchical: bool, steps: int) -> tuple[torch.Tensor, float]:
+def reduce_repeatedly(method: Method | None, hosts: Hosts | None, steps: int) -> tuple[torch.Tensor, float]:
     """The running sum of reductions of the same values, and the norm of what is still owed.
 
     Half-way the bucket is rebuilt with another parameter before this one, which moves the cuts.
     """
-    hierarchy = Hierarchy(world_group(), CPU, hosts=TWO_BY_TWO) if hierarchical else None
+    hierarchy = Hierarchy(world_group(), CPU, hosts=hosts) if hosts is not None else None
     values, memory = values_of(dist.get_rank(), 6000), ErrorFeedback()
     codec = Block(bits=2, block=128, stochastic=False)
     total = torch.zeros_like(values)
@@ -202,23 +211,25 @@ def reduce_repeatedly(method: Method | None, hierarchical: bool, steps: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("method", "hierarchical"),
+    ("method", "hosts"),
     [
-        ("ring", False),
-        ("tree", False),
-        ("halving", False),
-        ("all_gather", True),
-        ("scatter_reduce", True),
-        ("halving", True),
+        ("ring", None),
+        ("tree", None),
+        ("halving", None),
+        ("all_gather", TWO_BY_TWO),
+        ("scatter_reduce", TWO_BY_TWO),
+        ("halving", TWO_BY_TWO),
+        ("all_gather", ONE_AND_THREE),
+        ("scatter_reduce", TWO_ONE_ONE),
     ],
 )
 def test_error_feedback_sends_in_the_end_everything_that_was_meant(
-    ranks: Pool, method: Method, hierarchical: bool
+    ranks: Pool, method: Method, hosts: Hosts | None
 ) -> None:
     steps = 40
     exact = sum(values_of(rank, 6000) for rank in range(4)) / 4 * steps
     assert isinstance(exact, torch.Tensor)
-    reduced = ranks(4, reduce_repeatedly, method, hierarchical, steps, allow_groups=True)
+    reduced = ranks(4, reduce_repeatedly, method, hosts, steps, allow_groups=True)
     owed = sum(norm for _, norm in reduced)
     for total, _ in reduced:
         assert torch.equal(total, reduced[0][0])
@@ -327,17 +338,24 @@ def test_hosts_are_torchruns_agents_and_else_machines(ranks: Pool) -> None:
     assert ranks(3, own_hosts, [None] * 3) == [Hosts(ranks=((0, 1, 2),))] * 3
 
 
-def uneven() -> str:
+def alone() -> str:
     try:
-        Hierarchy(world_group(), CPU, hosts=Hosts(ranks=((0, 1), (2,))))
+        Hierarchy(world_group(), CPU, hosts=Hosts(ranks=((0,), (1,))))
     except TrimtabError as error:
         return str(error)
     return "not refused"
 
 
-def test_uneven_hosts_are_refused_with_the_reason(ranks: Pool) -> None:
-    for message in ranks(3, uneven):
-        assert "the hosts have 2, 1 ranks" in message
+def test_hosts_of_one_rank_are_refused_with_the_reason(ranks: Pool) -> None:
+    for message in ranks(2, alone):
+        assert "every host has one rank" in message
         assert "reduce flat" in message
     assert hosts_of(["a", "b"]).flat_reason() is not None
     assert hosts_of(["a", "b", "a", "b"]).flat_reason() is None
+    assert hosts_of(["a", "b", "a"]).flat_reason() is None
+
+
+def test_the_smallest_host_sets_the_number_of_shards() -> None:
+    assert (TWO_BY_TWO.shards, ONE_AND_THREE.shards, TWO_ONE_ONE.shards) == (2, 1, 1)
+    assert [ONE_AND_THREE.peers(rank) for rank in range(4)] == [(0, 1), (0, 1), (), ()]
+    assert [TWO_BY_TWO.peers(rank) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]

@@ -131,7 +131,11 @@ def left_to_decide() -> tuple[str, str, float, int]:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     before = trimtab.explain(ddp)
     total = values()
-    dist.all_reduce(total)
+    os.environ["GROUP_RANK"] = str(dist.get_rank())  # a host for each rank
+    try:
+        dist.all_reduce(total)
+    finally:
+        del os.environ["GROUP_RANK"]
     return before, trimtab.explain(ddp), error(total, exact()), group.sequence
 
 
@@ -140,6 +144,33 @@ def test_without_a_codec_it_measures_decides_and_says_so(ranks: Pool) -> None:
         assert before.startswith("backend trimtab: decides at the first all-reduce of 65,536 floats or more")
         assert "the link is" in explanation
         assert (wrong < 1e-6) == (sequence == 0) == ("stays off" in explanation)
+
+
+def on_one_host() -> tuple[list[float], bool, str]:
+    """Errors of sums and averages, of one tensor and of several together, and what the group says."""
+    group = trimtab_default()
+
+    def judge(_codec: Any, _groups: Any, _device: Any, _numel: Any, hierarchy: Any) -> tuple[bool, str]:
+        return hierarchy is not None, "as measured"
+
+    group._judge = judge
+    total, small, average = values(), values(numel=10), values(seed=1)
+    dist.all_reduce(total)
+    work: Any = dist.all_reduce_coalesced([average, small], op=dist.ReduceOp.SUM, async_op=True)
+    work.wait()
+    agree = all(same_everywhere(tensor) for tensor in (total, average, small))
+    return (
+        [error(total, exact()), error(average, exact(1)), error(small, exact(numel=10))],
+        agree,
+        group.explanation,
+    )
+
+
+def test_on_one_host_all_reduces_are_exact_through_shared_memory(ranks: Pool) -> None:
+    for errors, agree, explanation in ranks(3, on_one_host, allow_groups=True):
+        assert max(errors) < 1e-6
+        assert agree
+        assert explanation == "backend trimtab: as measured"
 
 
 def name_read_on_one_rank() -> float:

@@ -173,6 +173,18 @@ def check_fsdp(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> d
     ):
         flags, error = fsdp_case(replicas, policy, weights)
         results[name] = {"flags": on_every_rank(flags), "error": error}
+    quick = trimtab.Adaptive(family="bits-scaled", warmup=4, period=8, look=4)
+    for name, settings in (
+        ("fsdp, adaptive bits", {"codec": quick}),
+        ("fsdp, error feedback", {"codec": Block(bits=2, stochastic=False), "error_feedback": True}),
+    ):
+        model: Any = sharded(1)
+        trimtab.compress(model, **settings)
+        learns = train(model)
+        results[name] = {
+            "flags": on_every_rank({"learns": learns, "agrees": agree(gradients(model))}),
+            "error": 0.0,
+        }
     return results
 
 

@@ -20,8 +20,7 @@ from torch.utils.data import TensorDataset
 
 from trimtab.codec import Block
 from trimtab.models.tasks import Task
-from trimtab.planning.compression.bit_planner import LEAST_BITS
-from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES
+from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, LEAST_BITS
 from trimtab.planning.compression.policies import POLICIES
 from trimtab.random_bits import stream
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab import environment
-from trimtab.control.compression.ddp import adaptive_of, compression_of
+from trimtab.control.compression.ddp import adaptive_of, compresses, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
@@ -25,7 +25,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     That of rank 0 is enough, unless error feedback is to continue too: each rank has its own, so then save and load
     it on every rank.
     """
-    compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
+    compression, controller = _compression(model), adaptive_of(model)
     state = {
         "compression": compression and compression.state_dict(),
         "adaptive": controller and controller.state_dict(),
@@ -63,7 +63,7 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     outcomes = []
     if "plan" in state and not environment.disabled():
         outcomes.append(load_plan_state(model, state["plan"]))
-    compression, controller = fsdp_compression_of(model) or compression_of(model), adaptive_of(model)
+    compression, controller = _compression(model), adaptive_of(model)
     if controller is not None and "adaptive" in state:
         controller.load_state_dict(state["adaptive"])
     if "compression" in state:
@@ -95,6 +95,11 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
             logger.info("resumed: %s", outcome)
 
 
+def _compression(model: torch.nn.Module) -> Any:
+    """What encodes the gradients, if anything does: exact sums have no state."""
+    return fsdp_compression_of(model) or (compression_of(model) if compresses(model) else None)
+
+
 def _worker(model: torch.nn.Module) -> LocalWorker | None:
     steps = local_steps_of(model)
     if steps is None:
@@ -111,7 +116,7 @@ def _outcome(saved: Mapping[str, Any], compression: Any) -> str:
     rank, before = saved.get("rank"), saved.get("world_size", 1)
     if not saved.get("residuals"):
         return text
-    if compression.feedback is None:
+    if not compression.carries_error:
         return f"{text}; error feedback is dropped: it is not used any more"
     now = dist.get_world_size()
     if rank not in (None, dist.get_rank()):

@@ -30,6 +30,7 @@ def compress(
     error_feedback: bool | None = None,
     seed: int = 0,
     weight_bits: int | None = None,
+    route: str | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
 ) -> DistributedDataParallel:
@@ -48,6 +49,10 @@ def compress(
         error_feedback: add the error of one step to the next; by default only for biased codecs.
         seed: seed of the stochastic rounding.
         weight_bits: with FSDP2, also gather the weights in this many bits, rounded to nearest.
+        route: how ranks reduce: ``"flat"`` or ``"two-level"`` (exact inside each host first), a method (``"ring"``,
+            ``"tree"``, ``"halving"``, ``"scatter-reduce"``, ``"all-gather"``), or both (``"two-level ring"``). By
+            default links are measured and the fastest route is taken; ranks that are all on one host (Gloo) use
+            shared memory, with exact sums, unless a codec is given.
         log: file for a JSON line per layer every `log_every` steps, with its bytes and error (of rank 0).
     """
     sharded, group = is_fsdp(model), compression_group(model)
@@ -63,6 +68,7 @@ def compress(
         "error_feedback": error_feedback,
         "seed": seed,
         "weight_bits": weight_bits,
+        "route": route,
     }
     if environment.disabled():
         if group is not None:  # ranks on which it is not set must not wait for this one

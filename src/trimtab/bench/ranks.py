@@ -30,18 +30,19 @@ def hosts(
     *,
     link: str | None = None,
     names: Sequence[str] = "abcd",
-    per_host: int = 1,
+    per_host: int | Sequence[int] = 1,
 ) -> Cluster:
     """A host for each speed.
 
     Args:
         device: `cpu`, or `cuda` for parts of one GPU that each look like a host of its own.
         link: the rate of every host's link (`parse_rate`); None or "none" leaves links unshaped.
-        per_host: ranks of a host.
+        per_host: ranks of a host, or of each.
     """
     kind: Any = device
     names = names[: len(speeds)]
     rate = parse_rate(link) if link not in (None, "none") else None
+    counts = [per_host] * len(names) if isinstance(per_host, int) else per_host
     # One device class for equal speeds, named after the first host that has it.
     classes = {speed: name for name, speed in reversed(list(zip(names, speeds, strict=True)))}
     return Cluster(
@@ -49,8 +50,8 @@ def hosts(
         devices={classes[speed]: Device(kind=kind, speed=speed) for speed in dict.fromkeys(speeds)},
         links={"link": Link(gbit_per_s=rate)} if rate else {},
         hosts=tuple(
-            Host(name=name, devices={classes[speed]: per_host}, link="link" if rate else None)
-            for name, speed in zip(names, speeds, strict=True)
+            Host(name=name, devices={classes[speed]: ranks}, link="link" if rate else None)
+            for name, speed, ranks in zip(names, speeds, counts, strict=True)
         ),
     )
 
@@ -58,6 +59,11 @@ def hosts(
 def two_hosts(link: str | None = None, per_host: int = 1) -> Cluster:
     """Two equal hosts."""
     return hosts((1.0, 1.0), link=link, per_host=per_host)
+
+
+def one_host(per_host: int = 2) -> Cluster:
+    """One host of several ranks."""
+    return hosts((1.0,), per_host=per_host)
 
 
 def slices(count: int) -> Cluster:

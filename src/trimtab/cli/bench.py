@@ -113,12 +113,15 @@ def codec(
 @_measures("ddp")
 def ddp(
     link: Link = "1gbit",
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="1: both ranks on one host, where --link has no part.")
+    ] = 2,
     device: Device = "cpu",
     model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
     repeats: Repeats = 7,
     json: Json = False,
 ) -> None:
-    """A training step by every way to send the gradients: two emulated hosts, or four slices of a GPU."""
+    """A training step by every way to send the gradients: one or two emulated hosts, or four slices of a GPU."""
 
 
 @_measures("fsdp")
@@ -137,12 +140,22 @@ def fsdp(
 @_measures("hierarchy")
 def hierarchy(
     link: Link = "1gbit",
+    hosts: Annotated[str, typer.Option(help="Ranks of each host: 2+2, 1+3, 2+1+1.")] = "2+2",
     layers: Annotated[int, typer.Option(min=1, help="Layers of 3.2 million parameters.")] = 8,
     inside_mb: Annotated[int, typer.Option(min=1, help="Megabytes of the all-reduce inside a host.")] = 64,
     repeats: Repeats = 7,
     json: Json = False,
-) -> None:
-    """Two hosts of two ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
+) -> dict[str, Any]:
+    """Hosts of several ranks: flat and in two levels, plain and compressed, with shared memory inside a host."""
+    try:
+        per_host = [int(ranks) for ranks in hosts.split("+")]
+    except ValueError:
+        per_host = []
+    if not 2 <= len(per_host) <= 4 or min(per_host) < 1 or max(per_host) < 2:
+        raise TrimtabError(
+            f"--hosts {hosts!r}: give the ranks of 2 to 4 hosts, one with several, such as 1+3"
+        )
+    return {"hosts": per_host}
 
 
 @_measures("local steps")

@@ -17,7 +17,13 @@ from trimtab.codec.packing import DTYPES, RAW
 from trimtab.codec.powersgd import PowerSGD
 from trimtab.collectives.block import AllGather, Ring, ScatterReduceAllGather, Tree
 from trimtab.collectives.halving import Halving, owners
-from trimtab.collectives.hierarchy import HierarchicalReduction, Hierarchy, ShardFeedback
+from trimtab.collectives.hierarchy import (
+    HierarchicalReduction,
+    Hierarchy,
+    ShardFeedback,
+    SharedMemoryIntraHost,
+    SharedReduction,
+)
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import PlainReduction, Reduction, finish
 from trimtab.collectives.whole_tensors import CodecAllGather, LowRankReduction
@@ -55,7 +61,7 @@ def reduction_for(
 
     Types that the codec does not support (float64, complex) use the backend's own all-reduce.
     With a `hierarchy`, `Block` and `Uncompressed` reduce exactly inside each host first, and each rank sends only
-    its shard between hosts; PowerSGD and top-k need whole parameters, and stay flat.
+    its shard between hosts, if there are several; PowerSGD and top-k need whole parameters, and stay flat.
     `method` chooses how block-quantized values are reduced (between hosts, with a hierarchy); by
     default two ranks, and tiny fp32 buckets, use one all-gather, all others scatter-reduce-allgather.
     `spared` ranks, those behind slow links, own nothing of what is scatter-reduced without a hierarchy.
@@ -93,6 +99,12 @@ def reduction_for(
         if isinstance(codec, Block):
             return block_reduction(whole, groups, feedback)
         return CodecAllGather(pieces, groups, codec, seed=seed, feedback=feedback)
+    if (
+        hierarchy.hosts.count == 1
+        and feedback is None
+        and isinstance(hierarchy.inside, SharedMemoryIntraHost)
+    ):
+        return SharedReduction(hierarchy.inside)
     if isinstance(codec, Uncompressed):
         # Uncompressed, shards of equal payload are shards of equal size.
         whole, feedback = [replace(piece, bits=RAW) for piece in whole], None

@@ -35,11 +35,13 @@ def private_groups(
 
     Args:
         ranks: the ranks of the parent (as the parent counts them) that form this rank's groups; all when None.
-            Different ranks may name different, disjoint sets.
+            Different ranks may name different, disjoint sets; one that names none gets no group.
     """
     every = dist.get_process_group_ranks(parent)
     members = sorted(every if ranks is None else [every[rank] for rank in ranks])
     base = shared_name(parent)
+    if not members:
+        return ()
     name = f"{base}-{'_'.join(map(str, members))}"
     if device.type == "cuda":
         return (_group(parent, device, members, name),) * count
@@ -97,7 +99,7 @@ def _group(
     parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str
 ) -> dist.ProcessGroup:
     timeout = timeout_of(parent, device)
-    kind = _kind(parent, device)
+    kind = backend_kind(parent, device)
     rank, size = members.index(dist.get_rank()), len(members)
     default_store = dist.distributed_c10d._get_default_store()
     if kind not in ("gloo", "nccl"):  # somebody's own: as `new_group` makes it, but for the name
@@ -124,7 +126,7 @@ def _group(
     return group
 
 
-def _kind(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_kind(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that carries the group's tensors on `device`; under one of ours, the wrapped one's."""
     config = str(dist.distributed_c10d._world.pg_backend_config[group])
     kind = dict(entry.split(":") for entry in config.split(","))[device.type]

@@ -3,13 +3,19 @@
 The traffic between two hosts shrinks by the number of ranks on a host, and every local rank sends a shard of it,
 so that no connection is idle. Inside a host, rank r owns elements cuts[r] to cuts[r + 1] of a bucket. Sums run in
 rank order, in fp32: Gloo, NCCL and shared memory give the same bits.
+
+Where hosts have different numbers of ranks there are as many shards as the smallest host has ranks, and the other
+ranks of a larger host own nothing. The time between hosts is the same as with more shards: on the smallest host
+each rank encodes and sends a shard of that size either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +23,12 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW
-from trimtab.collectives.groups import destroy_groups, private_groups
+from trimtab.collectives.groups import backend_kind, destroy_groups, private_groups
 from trimtab.collectives.layout import Piece, plan_layout
 from trimtab.collectives.reduction import STAGE_GROUPS, Reduction, Works, carried, started
 from trimtab.collectives.shared_memory import SharedMemory
 from trimtab.collectives.topology import Hosts, find_hosts
+from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 
 
@@ -98,6 +105,10 @@ class SharedMemoryIntraHost:
         self._gather.all_gather(flat, cuts)
         yield from ()
 
+    def all_reduce(self, flat: torch.Tensor, scale: float) -> None:
+        """Both at once, round by round, while the values are in the processor's cache."""
+        self._scatter.all_reduce(flat, scale=scale)
+
     def close(self) -> None:
         self._scatter.close()
         self._gather.close()
@@ -146,8 +157,10 @@ class Hierarchy:
             self.between = private_groups(group, device, STAGE_GROUPS, ranks=self.hosts.peers(rank))
 
     def shard(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Shard:
-        """This rank's part of a bucket."""
-        return shards(pieces, dtype, self.hosts.per_host)[self.index]
+        """This rank's part of a bucket; nothing for a rank beyond the number of shards."""
+        every = shards(pieces, dtype, self.hosts.shards)
+        cuts = every[0].cuts + every[0].cuts[-1:] * (self.inside.world - len(every))
+        return Shard(cuts=cuts, pieces=every[self.index].pieces if self.index < len(every) else ())
 
     def close(self) -> None:
         """Release shared memory and groups; the reductions must not be used after this."""
@@ -177,11 +190,34 @@ def shards(pieces: Sequence[Piece], dtype: torch.dtype, count: int) -> list[Shar
     return [Shard(cuts=tuple(cuts), pieces=part) for part in layout.parts]
 
 
+class SharedReduction:
+    """Reduces one bucket of ranks that are all on one host: exactly, through shared memory."""
+
+    def __init__(self, inside: SharedMemoryIntraHost) -> None:
+        self._inside = inside
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        """1. all-reduce inside the host."""
+        yield _WhenWaitedFor(partial(self._inside.all_reduce, flat, scale))
+
+
+class _WhenWaitedFor(dist.Work):
+    """A blocking exchange: it runs where a collective would be waited for, so that its time counts as that."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self._run = run
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._run()
+        return True
+
+
 class HierarchicalReduction:
     """Reduces one bucket in two levels.
 
-    `between` reduces this rank's shard with its peers; None where there is nothing to do: on one host, or for
-    an empty shard, which is empty for all peers.
+    `between` reduces this rank's shard with its peers; None where there is nothing to do: on one host, for a rank
+    that owns no shard, or for an empty shard, which is empty for all peers.
     """
 
     def __init__(
@@ -253,3 +289,21 @@ class ShardFeedback(ErrorFeedback):
 
     def keep(self, name: str, target: torch.Tensor, sent: torch.Tensor) -> None:
         self.parts[name] = target.float() - sent.float()
+
+
+def one_host(group: dist.ProcessGroup, device: torch.device) -> Hierarchy | None:
+    """The shared memory of a Gloo group whose ranks are all on one host; None for any other group. Collective.
+
+    NCCL has its own ways inside a host.
+    """
+    if device.type != "cpu" or group.size() == 1 or backend_kind(group, device) != "gloo":
+        return None
+    hosts = find_hosts(group, device)
+    if hosts.count > 1:
+        return None
+    try:
+        return Hierarchy(group, device, hosts=hosts)
+    except TrimtabError as error:  # the same on every rank
+        if group.rank() == 0:
+            logger().info("ranks of one host exchange over sockets: %s", error)
+        return None

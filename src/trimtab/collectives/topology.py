@@ -29,9 +29,9 @@ class Hosts:
         return len(self.ranks)
 
     @property
-    def per_host(self) -> int:
-        """Ranks on the first host: on every host, where `flat_reason` is None."""
-        return len(self.ranks[0])
+    def shards(self) -> int:
+        """Into how many shards a bucket is cut: each needs an owner on every host, so the smallest host counts."""
+        return min(len(members) for members in self.ranks)
 
     def seat(self, rank: int) -> tuple[int, int]:
         """The index of the rank's host, and the rank's index on it."""
@@ -41,21 +41,17 @@ class Hosts:
         raise ValueError(f"rank {rank} is on none of the hosts {self.ranks}")
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same index on every host, this one included; ascending, as c10d sorts a group's."""
+        """The ranks with the same index on every host, this one included; ascending, as c10d sorts a group's.
+
+        None for a rank beyond the number of shards: it owns none.
+        """
         _, index = self.seat(rank)
-        return tuple(sorted(members[index] for members in self.ranks))
+        return tuple(sorted(members[index] for members in self.ranks)) if index < self.shards else ()
 
     def flat_reason(self) -> str | None:
         """Why these ranks form no hierarchy; None if they do."""
-        sizes = [len(members) for members in self.ranks]
-        if max(sizes) == 1:
+        if max(len(members) for members in self.ranks) == 1:
             return "every host has one rank: there is nothing to reduce inside a host"
-        if len(set(sizes)) > 1:
-            shown = ", ".join(map(str, sizes))
-            return (
-                f"the hosts have {shown} ranks: a hierarchy needs the same number on each, "
-                "so that every shard has a peer on every host"
-            )
         return None
 
 

@@ -1,10 +1,11 @@
-"""Numbers that ranks exchange between steps."""
+"""Numbers and choices that ranks exchange between steps."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.errors import TrimtabError
+
+T = TypeVar("T")
 
 
 def rank_and_world_size(group: dist.ProcessGroup | None, verb: str) -> tuple[int, int]:
@@ -89,3 +92,12 @@ def require_equal_settings(settings: Mapping[str, object], group: dist.ProcessGr
                 f"loader: {name} is {value} here and something else on ranks {differing}; call it with the same "
                 "dataset and settings on every rank"
             )
+
+
+def gather_choices(choice: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The choices of every rank of the group, by rank; only this one's without a group."""
+    if group is None:
+        return [choice]
+    choices: list[Any] = [None] * group.size()
+    dist.all_gather_object(choices, choice, group=group)
+    return choices

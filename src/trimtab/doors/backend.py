@@ -16,15 +16,19 @@ from torch._C import _distributed_c10d as c10d
 from torch._compile import _disable_dynamo
 
 from trimtab import environment
-from trimtab.codec import Block
+from trimtab.codec import Block, Uncompressed
 from trimtab.codec.packing import DTYPES
+from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup, register_view
 from trimtab.doors.backend_reducer import Reducer
 from trimtab.errors import TrimtabError
 
-Judge = Callable[[Block, Sequence[dist.ProcessGroup], torch.device, int], tuple[bool, str]]
+Judge = Callable[
+    [Block | Uncompressed, Sequence[dist.ProcessGroup], torch.device, int, Hierarchy | None], tuple[bool, str]
+]
+"""Measures whether a codec, or shared memory with exact values, pays on a group's link: that, and the reason."""
 
 NAME = "trimtab"
 MIN_NUMEL = 1 << 16
@@ -41,7 +45,8 @@ class GroupOptions:
     """False: every all-reduce is exact."""
 
     codec: Block | None = None
-    """How to encode; None measures the link at the first large all-reduce: 4 bits, or exact if that won't pay."""
+    """How to encode; None decides at the first large all-reduce: exact through shared memory where all ranks are on one
+    host (Gloo); between hosts the link is measured, and values travel in 4 bits, or exactly if that won't pay."""
 
     min_numel: int = MIN_NUMEL
     """All-reduces of fewer values are exact."""
@@ -197,9 +202,9 @@ class TrimtabGroup(ForwardingGroup):
             self.explanation = "TRIMTAB_DISABLE is set: nothing is compressed"
             return None
         codec = self.options.codec or Block()
-        reducer = Reducer(
-            self, codec, tensor.device, min_numel=self.options.min_numel, seed=self.options.seed
-        )
+        hierarchy = one_host(self, tensor.device) if self.options.codec is None else None
+        settings: dict[str, Any] = {"min_numel": self.options.min_numel, "seed": self.options.seed}
+        reducer = Reducer(self, codec, tensor.device, hierarchy=hierarchy, **settings)
         require_agreement(
             fingerprint(self.options, self.sequence),
             tensor.device,
@@ -209,7 +214,16 @@ class TrimtabGroup(ForwardingGroup):
         )
         pays, reason = True, f"compressing with {codec}, as requested"
         if self.options.codec is None:
-            pays, reason = self._judge(codec, reducer.groups, tensor.device, tensor.numel())
+            link = reducer.groups, tensor.device, tensor.numel()
+            pays, reason = False, ""
+            if hierarchy is not None:
+                pays, reason = self._judge(Uncompressed(), *link, hierarchy)
+                if not pays:
+                    reducer.close(destroy=True)
+                    reducer = Reducer(self, codec, tensor.device, **settings)
+                    link = reducer.groups, tensor.device, tensor.numel()
+            if not pays:
+                pays, reason = self._judge(codec, *link, None)
         self.explanation = f"backend {NAME}: {reason}"
         if self.rank() == 0:
             environment.logger().info(self.explanation)

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 
 from trimtab.codec import Block
 from trimtab.codec.packing import RAW
-from trimtab.collectives import Piece, Reduction, reduction_for, runner_for
+from trimtab.collectives import Hierarchy, Piece, Reduction, reduction_for, runner_for
 from trimtab.collectives.groups import destroy_groups
 from trimtab.doors.ddp import stage_groups
 
@@ -26,9 +26,18 @@ class Reducer:
     """Reduces buffers in order, several in flight at a time; every rank ends with the same bits."""
 
     def __init__(
-        self, group: dist.ProcessGroup, codec: Block, device: torch.device, *, min_numel: int, seed: int
+        self,
+        group: dist.ProcessGroup,
+        codec: Block,
+        device: torch.device,
+        *,
+        min_numel: int,
+        seed: int,
+        hierarchy: Hierarchy | None = None,
     ) -> None:
+        """With the `hierarchy` of ranks on one host, sums are exact, through shared memory."""
         self.groups = stage_groups(group, device)
+        self.hierarchy = hierarchy
         self._codec, self._device, self._min_numel, self._seed = codec, device, min_numel, seed
         self._runner = runner_for(device)
         self._last: Any = None
@@ -53,6 +62,8 @@ class Reducer:
         `destroy` also destroys the groups of the stages; not needed with the default group: torch destroys them.
         """
         self._runner.close()
+        if self.hierarchy is not None:
+            self.hierarchy.close()
         if destroy:
             destroy_groups(self.groups)
 
@@ -99,7 +110,9 @@ class Reducer:
             piece = Piece(name=str(index), offset=offset, numel=numel, bits=bits, block=self._codec.block)
             pieces.append((piece, torch.Size((numel,))))
             offset += numel
-        return reduction_for(pieces, dtype, self._device, self.groups, self._codec, seed=self._seed)
+        return reduction_for(
+            pieces, dtype, self._device, self.groups, self._codec, seed=self._seed, hierarchy=self.hierarchy
+        )
 
     def _in_use(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing the memory while this stage's stream may still access it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.contract import Kernels
-from trimtab.codec.packing import RAW
 from trimtab.collectives import (
     STAGE_GROUPS,
     Hierarchy,
@@ -33,6 +32,7 @@ from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.collectives.pipeline import StageObserver
 from trimtab.doors.agreement import check_state_version, require_agreement
+from trimtab.doors.changing_bits import ChangingBits
 from trimtab.doors.ddp_resume import SavedBuckets
 from trimtab.doors.loss_scale import observe_loss_scales, running_loss_scale
 from trimtab.doors.parameters import choose_bits
@@ -45,23 +45,7 @@ Observer = Callable[[int, Sequence[Piece], torch.Tensor], None]
 STATE_VERSION = 2
 
 
-class Watcher(Protocol):
-    """Observes every step of a compression, on its communication threads, and may change bits between steps."""
-
-    def begin(self, step: int) -> None:
-        """Called before the first bucket of a step is encoded, when all earlier steps are reduced.
-
-        The last chance to call `set_bits(..., at_step=step)`.
-        """
-
-    def local(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Called with each bucket's values on this rank, before they are encoded; must not change them."""
-
-    def reduced(self, step: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Called with each bucket's average over the ranks, before DDP gets it; must not change it."""
-
-
-class DdpCompression(JobBound):
+class DdpCompression(JobBound, ChangingBits):
     """The compression of one DDP module: which parameters, how, and what must survive a restart."""
 
     def __init__(
@@ -87,6 +71,7 @@ class DdpCompression(JobBound):
         `groups` are those of `stage_groups`, made here when absent.
         `hierarchy` (of the same ranks), `method` and `spared` are those of `trimtab.collectives.reduction_for`.
         """
+        super().__init__()
         self.codec = codec
         self.automatic = False
         """Whether `trimtab run` made it, so that the script's own choice may replace it."""
@@ -97,10 +82,6 @@ class DdpCompression(JobBound):
         self._hold_unused = bool(ddp.find_unused_parameters)
         self.feedback = self._new_feedback() if error_feedback else None
         self._rights: dict[str, torch.Tensor] = {}
-        self.watcher: Watcher | None = None
-        """Set before the first step, on every rank or on none."""
-        self._begun = -1
-        self._changes: dict[int, dict[str, int]] = {}
         self._kernels, self._observe = kernels, observe
         self._hierarchy, self._method, self._spared = hierarchy, method, spared
         self._replacement: tuple[object, Callable[[Any, Any], Any]] | None = None
@@ -108,7 +89,6 @@ class DdpCompression(JobBound):
         sizes = {name: (p.numel(), p.dim()) for name, p in ddp.module.named_parameters()}
         pieces, self.fixed = choose_bits(sizes, codec, overrides or {}, min_numel)
         self.pieces = {name: piece for name, piece in pieces.items() if name not in ddp.parameters_to_ignore}
-        """Per parameter name its numel, bits (0: uncompressed) and block; and the names an override matches."""
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
         self._ddp = weakref.ref(ddp)
         self._own_group = ddp.process_group
@@ -153,37 +133,8 @@ class DdpCompression(JobBound):
             return saved_buckets.take(bucket, lambda p, g, flat: finish(self._steps(p, g, flat, step)))
         return self._runner.submit(self._steps(bucket.parameters(), bucket.gradients(), flat, step), flat)
 
-    def set_bits(self, bits: Mapping[str, int], *, at_step: int) -> None:
-        """From step `at_step` on, send these parameters in so many bits; the others do not change.
-
-        Every rank makes the same call before its step `at_step` begins. Residuals and random streams
-        continue as before.
-        """
-        if not isinstance(self.codec, Block):
-            raise TrimtabError(f"set_bits: {self.codec} has no bits; only Block has")
-        for name, value in bits.items():
-            if name not in self.pieces:
-                raise TrimtabError(f"set_bits: there is no parameter {name!r}")
-            if self.pieces[name][1] == RAW:
-                raise TrimtabError(f"set_bits: {name} travels uncompressed; its bits cannot change")
-            if not 1 <= value <= 8:
-                raise TrimtabError(f"set_bits: {name}: bits must be 1 to 8, got {value}")
-        if at_step <= self._begun:
-            raise TrimtabError(
-                f"set_bits: step {at_step} has begun; at_step must be later than {self._begun}"
-            )
-        self._changes[at_step] = {**self._changes.get(at_step, {}), **bits}
-
     def switch_codec(self, codec: Block, *, error_feedback: bool) -> None:
-        """Change rounding, block and error feedback; every rank calls it between the same two steps.
-
-        Every parameter keeps its bits, and those with an override keep their block.
-        """
-        assert isinstance(self.codec, Block), "only block codecs can be switched"
-        self.codec = codec
-        for name, (numel, bits, _) in self.pieces.items():
-            if bits != RAW and name not in self.fixed:
-                self.pieces[name] = numel, bits, codec.block
+        super().switch_codec(codec, error_feedback=error_feedback)
         if error_feedback != (self.feedback is not None):
             self.feedback = self._new_feedback() if error_feedback else None
         self._reductions.clear()
@@ -220,8 +171,7 @@ class DdpCompression(JobBound):
             "step": self.step,
             "rank": self.groups[0].rank(),
             "world_size": self.groups[0].size(),
-            "bits": {name: bits for name, (_, bits, _) in self.pieces.items() if bits != RAW},
-            "changes": {step: dict(bits) for step, bits in self._changes.items()},
+            **self._saved_bits(),
             "residuals": self.feedback.state_dict() if self.feedback is not None else {},
             "rights": {name: factor.clone() for name, factor in self._rights.items()},
             "buckets": [[piece.name for piece in self._reductions[key][1]] for key in self._in_step],
@@ -236,10 +186,7 @@ class DdpCompression(JobBound):
             )
         self.seed, self.step = state["seed"], state["step"]
         self._begun = self.step - 1
-        self._changes = {step: dict(bits) for step, bits in state["changes"].items()}
-        for name, (numel, bits, block) in self.pieces.items():
-            if bits != RAW:
-                self.pieces[name] = numel, state["bits"].get(name, bits), block
+        self._load_bits(state["bits"], state["changes"])
         if self.feedback is not None:
             own = state.get("rank") in (None, self.groups[0].rank())  # another rank's error would count twice
             residuals = state["residuals"] if own else {}
@@ -283,16 +230,11 @@ class DdpCompression(JobBound):
         which the buffers belong: it has just waited for gradients that were computed after the optimizer
         had waited for all stages of the step before. So freed buffers are safe to reuse here.
         """
-        if self.watcher is not None:
-            self.watcher.begin(step)
-        self._begun = step
+        changed = self._start(step)
         # DDP rebuilds its buckets after the first step: free the buffers of the old ones.
         self._reductions = {key: self._reductions[key] for key in self._in_step if key in self._reductions}
         self._in_step.clear()
-        for at_step in sorted(at for at in list(self._changes) if at <= step):
-            for name, bits in self._changes.pop(at_step).items():
-                numel, _, block = self.pieces[name]
-                self.pieces[name] = numel, bits, block
+        if changed:
             self._reductions.clear()
 
     def _plan(

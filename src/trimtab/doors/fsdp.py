@@ -7,7 +7,7 @@ replaced, so its process group is, by one that compresses. Settings are by param
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,23 @@ from torch import nn
 from trimtab._compat import all_gather_single, reduce_scatter_single
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
-from trimtab.collectives import Piece, Reduction, finish, reduction_for
+from trimtab.collectives import Hierarchy, Piece, Reduction, finish, reduction_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.collectives.reduction import Works
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup
-from trimtab.doors.fsdp_shards import ShardLayout, WeightGather, gradient_key, plan_shards, reduce_scatter
+from trimtab.doors.changing_bits import ChangingBits
+from trimtab.doors.fsdp_shards import (
+    ScatterFeedback,
+    ShardLayout,
+    WeightGather,
+    all_gather_inside,
+    gradient_key,
+    plan_shards,
+    reduce_scatter,
+    reduce_scatter_inside,
+)
+from trimtab.doors.loss_scale import observe_loss_scales
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.random_bits import absorb
@@ -33,7 +44,7 @@ WEIGHT_BLOCK = 256
 """Block of gathered weights: rounding to the nearest is more accurate in small blocks."""
 
 
-class FsdpCompression:
+class FsdpCompression(ChangingBits):
     """The compression of one model of `fully_shard` modules, and what must survive a restart."""
 
     def __init__(
@@ -46,12 +57,29 @@ class FsdpCompression:
         seed: int = 0,
         shard: bool = True,
         replicate: bool = True,
+        hosts: Mapping[str, Hierarchy] | None = None,
+        fixed: Collection[str] = (),
+        error_feedback: bool = False,
     ) -> None:
         """`pieces` gives for every parameter name its numel, bits (0: exact) and block.
 
-        `shard` and `replicate` say on which axes of the mesh gradients travel compressed.
+        `shard` and `replicate` say on which axes of the mesh gradients travel compressed. `hosts` has the shared
+        memory of axes whose ranks are on one host: there gradients are exact, and weights too without `weight_bits`.
+        `fixed` are the parameters whose bits never change. With `error_feedback` what a reduce-scatter rounds away is
+        added to the next one.
         """
-        self.codec, self.seed, self.weight_bits = codec, seed, weight_bits
+        super().__init__()
+        self.step = 0
+        self.fixed = set(fixed)
+        self.residuals = ScatterFeedback() if error_feedback else None
+        if error_feedback:
+            observe_loss_scales()
+        parameters = list(model.parameters())
+        self.device = local_device(parameters[0])
+        self._parameter_ids = frozenset(map(id, parameters))
+        self.hosts = dict(hosts or {})
+        self.codec: Block = codec
+        self.seed, self.weight_bits = seed, weight_bits
         self.pieces = dict(pieces)
         names = {id(module): name for name, module in model.named_modules()}
         self.groups = [
@@ -62,10 +90,40 @@ class FsdpCompression:
         for group in self.groups:
             group.attach(shard=shard, replicate=replicate)
 
+    @property
+    def carries_error(self) -> bool:
+        return self.residuals is not None
+
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        return self._parameter_ids
+
+    def local_numel(self, name: str) -> int:
+        return next(group.shard_numel(name) for group in self.groups if name in group.names)
+
+    def switch_codec(self, codec: Block, *, error_feedback: bool) -> None:
+        assert not error_feedback, "no family with error feedback is offered here"
+        super().switch_codec(codec, error_feedback=False)
+        self._forget()
+
+    def begin(self, step: int) -> None:
+        """Called before a group's gradients are sent; the first of a step may change bits."""
+        if step > self._begun:
+            self.step = step + 1
+            if self._start(step):
+                self._forget()
+
+    def _forget(self) -> None:
+        for group in self.groups:
+            group.forget()
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to continue with the same bits; the same on every rank."""
+        """What a resumed run needs to continue with the same bits; but for error feedback, the same on every rank."""
         steps = {name: group.steps for group in self.groups for name in group.names}
-        return {"version": STATE_VERSION, "seed": self.seed, "steps": steps}
+        state = {"version": STATE_VERSION, "seed": self.seed, "steps": steps, **self._saved_bits()}
+        if self.residuals is not None:
+            state |= {"residuals": self.residuals.state_dict(), "rank": dist.get_rank()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state_version("compression state", state, STATE_VERSION)
@@ -74,13 +132,21 @@ class FsdpCompression:
             other = sorted(own ^ state["steps"].keys())
             raise TrimtabError(f"the compression state belongs to another model: see {', '.join(other[:3])}")
         self.seed = state["seed"]
+        self._load_bits(state.get("bits", {}), state.get("changes", {}))
         for group in self.groups:
             scattered, reduced = state["steps"][group.names[0]]
             group.steps = scattered, reduced
-            group.forget()
+            self._begun = max(self._begun, scattered - 1, reduced - 1)
+        self.step = self._begun + 1
+        if self.residuals is not None:
+            is_own = state.get("rank") == dist.get_rank()  # another rank's error would count twice
+            self.residuals.load_state_dict(state.get("residuals", {}) if is_own else {}, self.device)
+        self._forget()
 
     def close(self) -> None:
-        """Does nothing: FSDP2 runs its collectives itself."""
+        """Release shared memory; FSDP2 runs its collectives itself."""
+        for host in self.hosts.values():
+            host.close()
 
 
 class ShardedGroup:
@@ -96,6 +162,10 @@ class ShardedGroup:
         self._layouts: dict[Any, ShardLayout | None] = {}
         self._reductions: dict[Any, Reduction] = {}
 
+    def shard_numel(self, name: str) -> int:
+        """Values of a parameter in a chunk, padding included."""
+        return int(self._params[name].padded_sharded_param_size.numel())
+
     @property
     def names(self) -> list[str]:
         """Of the parameters, as in the model's `named_parameters`."""
@@ -105,7 +175,7 @@ class ShardedGroup:
         """Replace FSDP2's collectives."""
         if shard:
             self._module.set_custom_reduce_scatter(_Collective(self.reduce_scatter))
-        if self._owner.weight_bits is not None:
+        if self._owner.weight_bits is not None or "shard" in self._owner.hosts:
             self._module.set_custom_all_gather(_Collective(self.all_gather))
         info = self._param_group.mesh_info
         if replicate and getattr(info, "replicate_process_group", None) is not None:
@@ -123,23 +193,46 @@ class ShardedGroup:
     ) -> None:
         """What FSDP2 calls with the gradients of the parameters that have one. It orders this by stream."""
         output, values = output_tensor, input_tensor
+        host = self._owner.hosts.get("shard")
+        if host is not None and values.dtype in DTYPES:
+            reduce_scatter_inside(output, values, host, scale=self._scale(op, group.size()))
+            return
         params = {name: p for name, p in self._params.items() if p.sharded_param.requires_grad}
+        owner, (step, reduced) = self._owner, self.steps
+        owner.begin(step)
         layout = self._layout("gradients", params, values, values.numel() // group.size(), group)
         if layout is None:
             reduce_scatter_single(output, values, group, op)
             return
-        step, reduced = self.steps
         self.steps = step + 1, reduced
-        key, scale = gradient_key(self._owner.seed, step), self._scale(op, group.size())
-        stochastic = self._owner.codec.stochastic
-        reduce_scatter(output, values, layout, group, key=key, scale=scale, stochastic=stochastic)
+        shards = self._shards("gradients", params)
+        own = values[group.rank() * layout.chunk : (group.rank() + 1) * layout.chunk]
+        if owner.watcher is not None:
+            owner.watcher.local(step, shards, own)
+        reduce_scatter(
+            output,
+            values,
+            layout,
+            group,
+            key=gradient_key(owner.seed, step),
+            scale=self._scale(op, group.size()),
+            stochastic=owner.codec.stochastic,
+            feedback=None if owner.residuals is None else (owner.residuals, self.names[0]),
+        )
+        if owner.watcher is not None:
+            owner.watcher.reduced(step, shards, output)
 
     def all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         """What FSDP2 calls with its shards of all parameters."""
         output, values = output_tensor, input_tensor
-        layout = self._layout("weights", self._params, values, values.numel(), group)
+        host, layout = self._owner.hosts.get("shard"), None
+        if self._owner.weight_bits is not None:
+            layout = self._layout("weights", self._params, values, values.numel(), group)
+        elif host is not None and values.dtype in DTYPES and group.size() == host.inside.world:
+            all_gather_inside(output, values, host)
+            return Works(values.device) if async_op else None
         if layout is None:
             return all_gather_single(output, values, group, async_op=async_op)
         work = WeightGather(output, values, layout, group)
@@ -155,9 +248,10 @@ class ShardedGroup:
         if sum(shard.numel for shard in shards) != flat.numel() or flat.dtype not in DTYPES:
             return False
         key = *params, flat.dtype
-        if key not in self._reductions:
-            self._reductions[key] = self._plan_replicas(shards, flat, group)
         scattered, step = self.steps
+        self._owner.begin(step)
+        if key not in self._reductions:
+            self._reductions[key] = self._plan_replicas(self._shards("gradients", params), flat, group)
         self.steps = scattered, step + 1
         scale = self._scale(op, group.size())
         finish(self._reductions[key].steps(flat, step=step, scale=scale))
@@ -175,6 +269,7 @@ class ShardedGroup:
             (group, group),
             self._owner.codec,
             seed=absorb(self._owner.seed, 1),  # apart from the reduce-scatter's numbers
+            hierarchy=self._owner.hosts.get("replicate"),
         )
 
     def _layout(
@@ -200,12 +295,12 @@ class ShardedGroup:
     def _shards(self, what: str, params: Mapping[str, Any]) -> list[Piece]:
         """The parameters' parts of a chunk, padding included."""
         shards, offset = [], 0
-        for name, parameter in params.items():
+        for name in params:
             _, bits, block = self._owner.pieces[name]
             if what == "weights" and bits != RAW:
                 assert self._owner.weight_bits is not None
                 bits, block = self._owner.weight_bits, WEIGHT_BLOCK
-            numel = parameter.padded_sharded_param_size.numel()
+            numel = self.shard_numel(name)
             shards.append(Piece(name=name, offset=offset, numel=numel, bits=bits, block=block))
             offset += numel
         return shards
@@ -250,6 +345,11 @@ class _ReplicaGroup(ForwardingGroup):
         if self._sharded.all_reduce(flat, self._plain, opts.reduceOp):
             return Works(flat.device)
         return self._plain.allreduce(tensors, opts)
+
+
+def local_device(parameter: Any) -> torch.device:
+    """Where this rank's part of a parameter is."""
+    return torch.device(parameter.to_local().device if hasattr(parameter, "to_local") else parameter.device)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

@@ -6,7 +6,7 @@ shard r, padded to the same sizes on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing
-from trimtab.collectives import Piece
+from trimtab.codec.packing import RAW, Packing, Segment
+from trimtab.collectives import Hierarchy, Piece, finish
 from trimtab.collectives.reduction import started
+from trimtab.doors.loss_scale import running_loss_scale
 from trimtab.random_bits import OWN, stream
+
+RESIDUAL_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +63,28 @@ def reduce_scatter(
     key: int,
     scale: float,
     stochastic: bool,
+    feedback: tuple[ScatterFeedback, str] | None = None,
 ) -> None:
     """Leave in `output` this rank's chunk of the sum over ranks of `scale` × `values`.
 
     1. encode every chunk but mine; all-to-all the codes to their owners.
     2. add what arrived, in rank order, to my own exact values.
 
-    Every value is quantized once, except the owner's own, which stay exact.
+    Every value is quantized once, except the owner's own, which stay exact. `feedback` and the key of this buffer in
+    it carry over what is rounded away; `values` are overwritten then.
     """
     world, rank = group.size(), group.rank()
     kernels = kernels_for(values.device)
     size = layout.mine.nbytes
     sent = torch.empty((world - 1) * size, dtype=torch.uint8, device=values.device)
     received = torch.empty_like(sent)
+    if feedback is not None:
+        values.mul_(scale)
+        scale = 1.0
+        feedback[0].restore(feedback[1], values, layout)
     kernels.encode(values, layout.others, sent, stream=key, scale=scale, stochastic=stochastic)
+    if feedback is not None:
+        feedback[0].keep(feedback[1], values, sent, layout)
     sizes = [0 if r == rank else size for r in range(world)]
     work = dist.all_to_all_single(received, sent, sizes, sizes, group=group, async_op=True)
     own = values[rank * layout.chunk : (rank + 1) * layout.chunk]
@@ -81,6 +92,77 @@ def reduce_scatter(
     started(work).wait()
     for payload in received.view(world - 1, -1).unbind():
         kernels.decode(payload, layout.mine, output, add=True)
+
+
+class ScatterFeedback:
+    """What reduce-scatters rounded away, by buffer: in 8 bits, since it has the size of all gradients on every rank.
+
+    What 8 bits round away of it is lost: up to a 500th of a block's range. A residual that is not finite is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By key: the encoded residual, and the loss scale of its values."""
+
+    def restore(self, key: str, values: torch.Tensor, layout: ShardLayout) -> None:
+        """Add, in place, what the last reduce-scatter of this buffer left out."""
+        packing = _in_eight_bits(layout, values.dtype)
+        payload, before = self._residuals.get(key, (None, None))
+        if payload is None or payload.numel() != packing.nbytes:
+            return
+        missing, now = torch.zeros_like(values), running_loss_scale()
+        kernels_for(values.device).decode(payload, packing, missing)
+        if before is not now:
+            missing.mul_((1.0 if now is None else now) / (1.0 if before is None else before))
+        values.add_(missing)
+
+    def keep(self, key: str, values: torch.Tensor, sent: torch.Tensor, layout: ShardLayout) -> None:
+        """Keep what `sent` lacks of `values`."""
+        kernels, packing = kernels_for(values.device), _in_eight_bits(layout, values.dtype)
+        arrives = torch.zeros_like(values)
+        kernels.decode(sent, layout.others, arrives)
+        missing = torch.sub(values, arrives, out=arrives)
+        missing.masked_fill_(~torch.isfinite(missing.sum()), 0.0)
+        payload = torch.empty(packing.nbytes, dtype=torch.uint8, device=values.device)
+        kernels.encode(missing, packing, payload, stream=0, stochastic=False)
+        self._residuals[key] = payload, running_loss_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            key: (payload.cpu().clone(), None if scale is None else float(scale))
+            for key, (payload, scale) in self._residuals.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._residuals = {
+            key: (payload.to(device), None if scale is None else torch.tensor(scale, device=device))
+            for key, (payload, scale) in state.items()
+        }
+
+
+def _in_eight_bits(layout: ShardLayout, dtype: torch.dtype) -> Packing:
+    """How the residuals of a buffer are kept: those of the chunks and parameters that are encoded."""
+    coded = [s for s in layout.others.segments if s.bits != RAW]
+    segments = tuple(Segment(offset=s.offset, numel=s.numel, bits=8, block=RESIDUAL_BLOCK) for s in coded)
+    return Packing(segments=segments, dtype=dtype)
+
+
+def reduce_scatter_inside(
+    output: torch.Tensor, values: torch.Tensor, host: Hierarchy, *, scale: float
+) -> None:
+    """As `reduce_scatter` between the ranks of one host, exactly; this rank's chunk of `values` is overwritten."""
+    cuts = [output.numel() * rank for rank in range(host.inside.world + 1)]
+    finish(host.inside.reduce_scatter(values, cuts, scale))
+    output.copy_(values[cuts[host.index] : cuts[host.index + 1]])
+
+
+def all_gather_inside(output: torch.Tensor, values: torch.Tensor, host: Hierarchy) -> None:
+    """Every rank's `values`, in rank order, in `output`, between the ranks of one host."""
+    cuts = [values.numel() * rank for rank in range(host.inside.world + 1)]
+    own = output[cuts[host.index] : cuts[host.index + 1]]
+    if own.data_ptr() != values.data_ptr():
+        own.copy_(values)
+    finish(host.inside.all_gather(output, cuts))
 
 
 class WeightGather(dist.Work):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from trimtab.codec import Block, Codec
+from trimtab.codec import Block, Codec, Uncompressed
 from trimtab.codec.packing import RAW
 from trimtab.errors import TrimtabError
 
@@ -44,7 +44,7 @@ def choose_bits(
 
 
 def _bits_and_block(codec: Codec, own: Codec | None, name: str) -> tuple[int, int]:
-    if own is None:
+    if own is None or isinstance(codec, Uncompressed):
         return RAW, _DEFAULT_BLOCK
     if isinstance(codec, Block):
         if not isinstance(own, Block) or own.stochastic != codec.stochastic:

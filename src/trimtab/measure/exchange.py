@@ -9,7 +9,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from trimtab.codec import Block, ErrorFeedback
+from trimtab.codec import Block, ErrorFeedback, Uncompressed
+from trimtab.codec.packing import RAW
 from trimtab.collectives import Hierarchy, Method, Piece, finish, reduction_for
 from trimtab.measure.timing import slowest_seconds
 from trimtab.predict.exchange import Exchange
@@ -22,14 +23,19 @@ REPEATS = 5
 
 
 def measure_exchange(
-    codec: Block, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int = LARGEST
+    codec: Block | Uncompressed,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    numel: int = LARGEST,
+    *,
+    hierarchy: Hierarchy | None = None,
 ) -> Exchange:
-    """Time an uncompressed and a compressed exchange of a trial buffer: `measure_exchanges` of one codec."""
-    return measure_exchanges({"": (codec, False)}, groups, device, numel)[""]
+    """Time the backend's exchange of a trial buffer and one by a codec: `measure_exchanges` of one codec."""
+    return measure_exchanges({"": (codec, False)}, groups, device, numel, hierarchy=hierarchy)[""]
 
 
 def measure_exchanges(
-    codecs: Mapping[str, tuple[Block, bool]],
+    codecs: Mapping[str, tuple[Block | Uncompressed, bool]],
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     numel: int = LARGEST,
@@ -51,8 +57,9 @@ def measure_exchanges(
     largest = min(numel, LARGEST)
     numel = min(numel, SMALLEST)
 
-    def compressed(codec: Block, feedback: bool, flat: torch.Tensor) -> Callable[[], None]:
-        piece = Piece(name="", offset=0, numel=flat.numel(), bits=codec.bits, block=codec.block)
+    def compressed(codec: Block | Uncompressed, feedback: bool, flat: torch.Tensor) -> Callable[[], None]:
+        bits, block = (codec.bits, codec.block) if isinstance(codec, Block) else (RAW, 1024)
+        piece = Piece(name="", offset=0, numel=flat.numel(), bits=bits, block=block)
         reduction = reduction_for(
             [(piece, flat.shape)],
             flat.dtype,
@@ -95,7 +102,7 @@ def measure_exchanges(
             nbytes=numel * 4,
             plain_s=median(plain_s for plain_s, _ in times),
             compressed_s=median(each[i] for _, each in times),
-            bits=codecs[name][0].bits,
+            bits=getattr(codecs[name][0], "bits", 32),
             work_s=work[name] / repeats,
         )
         for i, name in enumerate(codecs)

@@ -12,7 +12,6 @@ from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CodecTime, CollectiveTime, Line
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, find_hosts, finish
-from trimtab.collectives.hierarchy import IntraHost
 from trimtab.errors import TrimtabError
 from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
@@ -43,7 +42,9 @@ def measure_host_links(
         return repeated_seconds(run, device, group, repeats=REPEATS)
 
     def between(nbytes: int) -> float:
-        ranks = group if hierarchy is None else hierarchy.between[0]
+        ranks = group if hierarchy is None else next(iter(hierarchy.between), None)
+        if ranks is None:  # a rank that owns no shard
+            return seconds(lambda: None)
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         everyone = torch.zeros(ranks.size() * nbytes, dtype=torch.uint8, device=device)
         return seconds(lambda: all_gather_single(everyone, own, ranks))
@@ -51,8 +52,8 @@ def measure_host_links(
     memory = SHARED_MEMORY
     peers, together = placement, 1
     if hierarchy is not None:
-        together = hierarchy.inside.world
-        memory = inside_rate(hierarchy.inside, group, device)
+        together = hierarchy.hosts.shards
+        memory = inside_rate(hierarchy, group, device)
         peers = placement.leaders()
     points = []
     for nbytes in (64, max(TRIAL_BYTES // peers.world, 1 << 14)):
@@ -71,14 +72,15 @@ def inside_times(group: dist.ProcessGroup, device: torch.device) -> dict[str, Co
         hierarchy = Hierarchy(group, device, hosts=hosts)
     except TrimtabError:  # no shared memory; the same on every rank
         return {}
-    rate = inside_rate(hierarchy.inside, group, device)
+    rate = inside_rate(hierarchy, group, device)
     hierarchy.close()
     time = CollectiveTime(per_message_s=rate.per_message_s, per_byte_s=rate.per_byte_s)
     return {"all_to_all": time, "all_gather": time}
 
 
-def inside_rate(exchange: IntraHost, group: dist.ProcessGroup, device: torch.device) -> Fit:
-    """The rate at which ranks of a host exchange values, while all hosts do. Collective."""
+def inside_rate(hierarchy: Hierarchy, group: dist.ProcessGroup, device: torch.device) -> Fit:
+    """The rate at which ranks of the largest host exchange values, while all hosts do. Collective."""
+    exchange, most = hierarchy.inside, max(len(members) for members in hierarchy.hosts.ranks)
 
     def seconds(numel: int) -> float:
         flat = torch.zeros(numel, device=device)
@@ -91,8 +93,8 @@ def inside_rate(exchange: IntraHost, group: dist.ProcessGroup, device: torch.dev
         # Two exchanges, each of which moves all but a rank's own part.
         return repeated_seconds(run, device, group, repeats=REPEATS) / 2
 
-    moved = 4 * (exchange.world - 1) / exchange.world
-    return fit([(1, n * moved, seconds(n)) for n in (64 * exchange.world, TRIAL_NUMEL)])
+    moved = 4 * (most - 1) / most
+    return fit([(1, n * moved, seconds(n)) for n in (64 * most, TRIAL_NUMEL)])
 
 
 def _slowest_codec(codec: Block, device: torch.device, group: dist.ProcessGroup) -> CodecTime:

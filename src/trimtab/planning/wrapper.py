@@ -35,7 +35,7 @@ def fsdp_job(
     world = placement.world
     if world == 1 or (batch == "fixed" and over_all.total % world):
         raise too_large
-    hybrid = placement.two_levels and placement.hosts > 1
+    hybrid = placement.two_levels and placement.equal and placement.hosts > 1
     jobs = []
     for each in (over_all, *((search(Sharding(hybrid=True)),) if hybrid else ())):
         plain = each.plain()

@@ -20,7 +20,7 @@ Notation: W ranks on H hosts; a host has L ranks, and hosts may differ; n bytes 
 | down (a broadcast)           | log2 W                 |                   | L n log2 H (the root's), or less      |
 | once around a ring           | W - 1                  |                   | n (W - 1) / W                         |
 | halving, or doubling         | log2 W (+ 1)           |                   | L n (1 - L / W) (+ L n), or less      |
-| shared memory, either way    | 1                      |                   | n (L - 1) / L of a rank               |
+| shared memory, either way    | 1                      |                   | n (L - 1) / S of a rank (S shards)    |
 
 Assumptions:
 - Gloo all-reduces and all-gathers around a ring in rank order, which crosses a host's interface once each way. NCCL
@@ -134,9 +134,19 @@ class Placement:
         return max(one.ranks for one in self.classes)
 
     @property
+    def least(self) -> int:
+        """Ranks of the host that has fewest: the shards of a bucket in two levels, each with an owner on every host."""
+        return min(one.ranks for one in self.classes)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return self.least == self.most
+
+    @property
     def two_levels(self) -> bool:
-        """Whether ranks can reduce inside their hosts first: every shard needs a peer on every host."""
-        return self.most > 1 and len({one.ranks for one in self.classes}) == 1
+        """Whether ranks can reduce inside their hosts first."""
+        return self.most > 1
 
     def leaders(self) -> Placement:
         """One rank of each host: those that exchange the same shard."""
@@ -270,21 +280,22 @@ def stages(route: Route, placement: Placement, numel: int, payload: int, *, bloc
     """A bucket of `numel` fp32 values, encoded in `payload` bytes, on a route."""
     if route.inside is None:
         return _exchange(route.method, placement, numel, payload, block)
-    local = placement.most
+    # On the largest host; ranks beyond the number of shards own nothing there.
+    local, shards = placement.most, placement.least
     one_host = Placement.of([local])
+    away = 4 * numel * (1.0 if local > shards else (local - 1) / local)
     if route.inside == "shared_memory":
-        moved = 4 * numel * (local - 1) / local
-        inside = tuple(
-            Traffic(collective=collective, waits=1, nbytes=(moved,))
-            for collective in ("all_to_all", "all_gather")
+        added = 4 * numel * (local - 1) / shards
+        inside = (
+            Traffic(collective="all_to_all", waits=1, nbytes=(added,)),
+            Traffic(collective="all_gather", waits=1, nbytes=(away,)),
         )
     else:
-        away = 4 * numel * (local - 1) / local
-        inside = all_to_all(away, one_host), all_gather(4 * numel / local, one_host)
+        inside = all_to_all(away, one_host), all_gather(4 * numel / shards, one_host)
     if placement.hosts == 1:
         return Stages(traffic=(), work=(Work(),), roundings=0, inside=inside)
     # Each rank exchanges a shard of the bucket; together those of a host send what one rank with all of it would.
-    between = _exchange(route.method, placement.leaders(), -(-numel // local), payload, block)
+    between = _exchange(route.method, placement.leaders(), -(-numel // shards), payload, block)
     return Stages(traffic=between.traffic, work=between.work, roundings=between.roundings, inside=inside)
 
 

@@ -28,7 +28,7 @@ class Sharding:
         Raises:
             TrimtabError: HSDP on hosts of one rank, or of different numbers of ranks.
         """
-        if self.hybrid and not placement.two_levels:
+        if self.hybrid and not (placement.two_levels and placement.equal):
             raise TrimtabError(
                 "HSDP shards inside each host and needs the same number of ranks, at least two, on every host; shard "
                 "over all ranks instead"

@@ -83,8 +83,11 @@ def test_every_rank_switches_at_the_same_step_to_the_same_bits(
     history, parameters, bits, cpu_seconds = results[0]
     assert cpu_seconds > 0
     assert history[0].step == 6  # a look at the end of the warm-up, and two steps for the news to travel
-    assert history[0].reasons[0].startswith("planned")
-    assert len({bits[f"layers.{i}.weight"] for i in range(4)} | {4}) > 1
+    if family is None and history[0].reasons[0].startswith("bits-wide"):  # measured faster: 4 bits stay
+        assert {bits[f"layers.{i}.weight"] for i in range(4)} == {4}
+    else:
+        assert history[0].reasons[0].startswith("planned")
+        assert len({bits[f"layers.{i}.weight"] for i in range(4)} | {4}) > 1
     assert bits["layers.0.bias"] == 0
     for other in results[1:]:
         assert other[0] == history
@@ -252,19 +255,20 @@ def default_under(optimiser: str | None) -> tuple[set[int], int, Any, torch.Tens
     compression, controller = compression_of(ddp), adaptive_of(ddp)
     assert compression is not None
     assert controller is not None
-    blocks = {block for _, bits, block in compression.pieces.values() if bits}
-    return blocks, len(compression.pieces), controller.history, flat(ddp)
+    coded = [(bits, block) for _, bits, block in compression.pieces.values() if bits]
+    return {block for _, block in coded}, min(bits for bits, _ in coded), controller.history, flat(ddp)
 
 
-@pytest.mark.parametrize(
-    ("optimiser", "block"), [("sgd", 1024), ("adamw", 128), ("rmsprop", 128), ("sgd+adamw", 128), (None, 128)]
-)
-def test_the_family_is_one_that_serves_the_optimiser(ranks: Pool, optimiser: str | None, block: int) -> None:
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw", "rmsprop", "sgd+adamw", None])
+def test_the_family_is_one_that_serves_the_optimiser(ranks: Pool, optimiser: str | None) -> None:
     """One that scales every value by its own size cares for small values; one that is not seen may."""
     results = ranks(2, default_under, optimiser, allow_groups=True)
-    for blocks, _, history, weights in results:
-        assert blocks == {block}
-        words = "this optimizer may scale" if block == 128 else "this optimizer takes gradients as they come"
+    for blocks, bits, history, weights in results:
+        # Others than SGD: short blocks, or none below 4 bits, whichever is measured faster.
+        assert blocks == {1024} if optimiser == "sgd" else blocks == {128} or (blocks == {1024} and bits >= 4)
+        words = "this optimizer takes gradients as they come"
+        if optimiser != "sgd":
+            words = "this optimizer may scale"
         assert sum(words in reason for change in history for reason in change.reasons) == 1
         assert torch.equal(weights, results[0][3])
 

@@ -39,9 +39,11 @@ def test_a_slow_link_between_hosts_of_several_ranks_is_found_and_spared(ranks: P
     assert "2 hosts of 2 ranks" in reason
 
 
+def test_unequal_hosts_are_measured_too(ranks: Pool) -> None:
+    answers = ranks(3, chosen, ["0", "0", "1"], allow_groups=True)
+    assert answers == [answers[0]] * 3, "also on the rank that owns no shard"
+    assert "2 hosts of 1 to 2 ranks" in answers[0][2]
+
+
 def test_where_there_is_no_second_level_the_reason_is_given(ranks: Pool) -> None:
-    assert all(
-        not hierarchical and "unequal" not in reason and "2, 1 ranks" in reason
-        for hierarchical, _, reason in ranks(3, chosen, ["0", "0", "1"])
-    )
     assert all("one rank" in reason for _, _, reason in ranks(2, chosen, ["0", "1"]))

@@ -13,6 +13,7 @@ from trimtab.planning.compression.family import (
     BITS,
     BITS_FEEDBACK,
     BITS_SCALED,
+    BITS_WIDE,
     LOSS_BENCH,
     POWERSGD,
     SGD,
@@ -69,13 +70,14 @@ def test_verdicts_say_what_the_committed_results_say() -> None:
     assert passed[SGD, BITS_FEEDBACK] == (not worse[SGD, "uniform 2, feedback"])
     for key in ((SGD, BITS_FEEDBACK), (ADAMW, BITS_FEEDBACK), (ADAMW, BITS_SCALED)):
         assert passed[key] == (not worse[key[0], f"adaptive, {key[1]}"])
+    assert passed[ADAMW, BITS_WIDE] == (not worse[ADAMW, "uniform 4"])
     link = {row["method"]: row for row in _rows("ddp-100mbit-untrained.json")}
     assert not passed[ADAMW, POWERSGD]
     assert link["powersgd4"]["loss"] > link["ddp"]["loss"] + 0.05
     for verdict in LOSS_BENCH:
         assert (ROOT / verdict.evidence).exists()
     assert passed_families() == {BITS, BITS_FEEDBACK}
-    assert passed_families(optimizer=ADAMW) == {BITS_SCALED}
+    assert passed_families(optimizer=ADAMW) == {BITS_SCALED, BITS_WIDE}
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.planning.compression.payoff import MAX_TIME_RATIO, decide, decide_family
+from trimtab.planning.compression.payoff import MAX_TIME_RATIO, decide, decide_family, decide_shared_memory
 from trimtab.predict.exchange import Exchange
 
 
@@ -52,3 +52,13 @@ def test_where_no_family_pays_none_is_named() -> None:
     assert not decision.compress
     assert "would not pay" in decision.reason
     assert "chosen per layer" not in decision.reason
+
+
+def test_ranks_of_one_host_take_the_faster_of_shared_memory_and_sockets() -> None:
+    shared = decide_shared_memory(exchange(0.4, 0.1), gradient_bytes=100_000_000)
+    assert shared.compress
+    assert "summed exactly, through shared memory" in shared.reason
+    assert "10000 ms by plain all-reduce and 2500 ms through shared memory" in shared.reason
+    sockets = decide_shared_memory(exchange(0.1, 0.4), gradient_bytes=100_000_000)
+    assert not sockets.compress
+    assert "summed exactly, over sockets" in sockets.reason

@@ -11,7 +11,14 @@ from tests.planning.planning import behind_a_slow_link, three
 
 from trimtab.cluster.profile import CodecTime, Line
 from trimtab.collectives import Method as ReductionMethod
-from trimtab.planning.compression.route import MOST_ROUNDINGS, RouteChoice, choose_route, sparing_route
+from trimtab.errors import TrimtabError
+from trimtab.planning.compression.route import (
+    MOST_ROUNDINGS,
+    RouteChoice,
+    choose_route,
+    named_route,
+    sparing_route,
+)
 from trimtab.predict.collectives import Method, Placement, Route, stages
 from trimtab.predict.links import Fit, JobLinks
 
@@ -58,10 +65,21 @@ def test_one_rank_a_host_has_no_second_level() -> None:
     assert not any(name.startswith("two levels") for name in choice.others)
 
 
-def test_unequal_hosts_stay_flat_and_say_why() -> None:
-    choice = chosen([4, 3], 100 * MB, 13 * MB)
-    assert not two_levels(choice)
-    assert "unequal: no second level" in choice.reason
+@pytest.mark.parametrize(("hosts", "shape"), [([4, 3], "3 to 4"), ([1, 3], "1 to 3"), ([4, 2, 2], "2 to 4")])
+def test_unequal_hosts_have_two_levels(hosts: list[int], shape: str) -> None:
+    choice = chosen(hosts, 100 * MB, 13 * MB)
+    assert two_levels(choice)
+    assert f"{len(hosts)} hosts of {shape} ranks" in choice.reason
+
+
+def test_a_route_is_requested_by_name() -> None:
+    assert named_route("flat") == Route()
+    assert named_route("two-level") == Route(inside="shared_memory")
+    assert named_route("ring") == Route(method="ring")
+    assert named_route("two_level scatter-reduce") == Route(method="scatter_reduce", inside="shared_memory")
+    for wrong in ("star", "two-level star", "ring flat", ""):
+        with pytest.raises(TrimtabError, match="there is no such route; give flat or two-level"):
+            named_route(wrong)
 
 
 def test_one_host_sums_exactly_when_its_memory_is_fast() -> None:
@@ -87,10 +105,12 @@ def test_a_thousand_hosts_exchange_halves_and_never_pass_around_a_ring() -> None
         assert sum(traffic.waits for traffic in way.traffic) == 2 * (hosts.bit_length() - 1)
 
 
-def test_a_ring_is_taken_where_hosts_share_one_interface_and_no_second_level_can_be() -> None:
+def test_of_flat_routes_a_ring_is_fastest_where_hosts_share_one_interface() -> None:
     # Scatter-reduce sends 8 x 7/15 payloads through the larger host's interface, the ring 14/15.
     uneven = chosen([8, 7], 100 * MB, 13 * MB, gbit=0.1)
-    assert uneven.route.method == "ring"
+    assert two_levels(uneven)
+    flat = {name: seconds for name, seconds in uneven.others.items() if name.startswith("flat")}
+    assert min(flat, key=lambda name: flat[name]) == "flat ring"
 
 
 def test_the_methods_are_those_of_the_reductions() -> None:

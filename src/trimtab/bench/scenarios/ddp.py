@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.bench.harness import AA, Progress, Result, interleave
-from trimtab.bench.ranks import run_on_cluster, slices, two_hosts
+from trimtab.bench.ranks import one_host, run_on_cluster, slices, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, PowerSGD
 from trimtab.codec.contract import Kernels
@@ -39,25 +39,32 @@ METHODS = (
     "ddp" + SGD,
     "trimtab" + SGD,
     "ideal",
+    "ideal" + SGD,
 )
 
 
-def ddp(link: str, device: str, model: str, repeats: int, progress: Progress) -> Result:
-    """All methods in one job, interleaved: on two emulated hosts, or on four slices of one GPU."""
+def ddp(link: str, hosts: int, device: str, model: str, repeats: int, progress: Progress) -> Result:
+    """All methods in one job, interleaved: two ranks on one or two emulated hosts, or four slices of one GPU."""
     if model not in MODELS:
         raise TrimtabError(f"there is no model {model!r}; choose {', '.join(MODELS)}")
-    cluster = slices(4) if device == "cuda" else two_hosts(link)
+    cluster = slices(4) if device == "cuda" else two_hosts(link) if hosts == 2 else one_host()
     spec = {"model": model, "device": device, "repeats": repeats}
     measured = run_on_cluster(cluster, on_rank, spec, progress)
     rows = measured["rows"]
     ms = {row["method"]: row["step_ms"] for row in rows}
+    of_ideal = {row["method"]: row["fraction_of_ideal"] for row in rows}
     summary: dict[str, Any] = {
-        "link": link if device == "cpu" else "nccl sockets",
+        "link": "nccl sockets" if device == "cuda" else link if hosts == 2 else "inside a host",
+        "hosts": len(cluster.hosts),
         "model": model,
         "trimtab4_of_payload4": ms["payload4"] / ms["trimtab4"],
         "trimtab4_of_ideal": ms["ideal"] / ms["trimtab4"],
         "trimtab4_over_ddp": ms["ddp"] / ms["trimtab4"],
         "trimtab_over_ddp": ms["ddp"] / ms["trimtab"],
+        "ddp_of_ideal": of_ideal["ddp"],
+        "trimtab_of_ideal": of_ideal["trimtab"],
+        "trimtab_of_ideal_sgd": of_ideal["trimtab" + SGD],
+        "trimtab_over_trimtab4": ms["trimtab4"] / ms["trimtab"],
         "trimtab_over_ddp_sgd": ms["ddp" + SGD] / ms["trimtab" + SGD],
         "adaptive_cpu_of_step": measured["adaptive_cpu_ms"] / ms["trimtab"],
         "aa_ratio": ms["ddp" + AA] / ms["ddp"],
@@ -82,12 +89,12 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
                 trainer.follow(default)
     cases = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(cases, warmup=4, repeats=spec["repeats"], progress=report)
-    ideal = timings["ideal"]
+    ideals = {suffix: timings["ideal" + suffix] for suffix in ("", SGD)}
     rows = [
         {
             "method": trainers[method].name,
             **timing.step,
-            "fraction_of_ideal": 1 / timing.ratio(ideal),
+            "fraction_of_ideal": 1 / timing.ratio(ideals[SGD if method.endswith(SGD) else ""]),
             "wire_mb_per_step": trainers[method].wire_mb,
             "loss": trainers[method].loss,
         }

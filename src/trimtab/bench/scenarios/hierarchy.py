@@ -1,8 +1,8 @@
-"""`trimtab bench hierarchy`: two hosts of two ranks at a slow link, flat and in two levels."""
+"""`trimtab bench hierarchy`: hosts of several ranks, of unequal numbers too, flat and in two levels at a slow link."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.bench.harness import AA, Progress, Result, interleave
-from trimtab.bench.ranks import hosts, run_on_cluster, two_hosts
+from trimtab.bench.ranks import hosts as equal_hosts
+from trimtab.bench.ranks import one_host, run_on_cluster
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block, Uncompressed
 from trimtab.collectives import Hierarchy, SharedMemory
@@ -25,6 +26,7 @@ METHODS = (
     PLAIN,
     PLAIN + AA,
     "flat compressed",
+    "flat compressed ring",
     "hierarchical plain, gloo",
     "hierarchical plain, shared memory",
     "hierarchical compressed, gloo",
@@ -33,26 +35,31 @@ METHODS = (
 )
 
 
-def hierarchy(link: str, layers: int, inside_mb: int, repeats: int, progress: Progress) -> Result:
-    """Training steps by every way on two emulated hosts of two ranks; then an all-reduce inside one host.
+def hierarchy(
+    link: str, hosts: Sequence[int], layers: int, inside_mb: int, repeats: int, progress: Progress
+) -> Result:
+    """Training steps by every way on emulated hosts of some ranks each; then an all-reduce inside one host.
 
     A flat reduction has no stage inside a host, so it has one row, over Gloo.
     """
     rows = run_on_cluster(
-        two_hosts(link, per_host=2),
+        equal_hosts((1.0,) * len(hosts), link=link, per_host=hosts),
         on_rank,
         {"layers": layers, "repeats": repeats},
         lambda done, total: progress(done, total + 2),
     )
     spec = {"mb": inside_mb, "repeats": 2 * repeats + 1}
-    inside = run_on_cluster(hosts((1.0,), per_host=2), inside_on_rank, spec)
+    inside = run_on_cluster(one_host(), inside_on_rank, spec)
     progress(1, 1)
     best = "hierarchical compressed, shared memory"
     ms = {row["method"]: row["step_ms"] for row in rows}
     wire = {row["method"]: row["wire_mb_between_hosts"] for row in rows}
     gloo, again, shared = (row["step_ms"] for row in inside)
+    shape = "+".join(map(str, hosts))
     summary: dict[str, Any] = {
         "link": link,
+        "hosts": shape,
+        "two_levels_over_best_flat": min(ms[method] for method in ms if method.startswith("flat")) / ms[best],
         "hierarchical_compressed_over_best_other": min(ms[m] for m in ms if m not in (best, IDEAL))
         / ms[best],
         "hierarchical_compressed_over_flat_plain": ms[PLAIN] / ms[best],
@@ -63,7 +70,9 @@ def hierarchy(link: str, layers: int, inside_mb: int, repeats: int, progress: Pr
         "aa_ratio": ms[PLAIN + AA] / ms[PLAIN],
         "aa_ratio_inside": again / gloo,
     }
-    return Result(bench="hierarchy", summary=summary, rows=[*rows, *inside])
+    return Result(
+        bench="hierarchy", summary=summary, rows=[*({"hosts": shape, **row} for row in rows), *inside]
+    )
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
@@ -105,14 +114,18 @@ class Method(Trainer):
         self, method: str, layers: int, groups: tuple[dist.ProcessGroup, ...], levels: Mapping[str, Hierarchy]
     ) -> None:
         task = tasks.gpt(width=512, layers=layers, heads=8, context=16, samples=1)
-        # Views: eight models on each of four ranks must fit in memory.
+        # Views: nine models on each of four ranks must fit in memory.
         ddp = DistributedDataParallel(task.model, gradient_as_bucket_view=True)
         self._compression: DdpCompression | None = None
         kind, _, inside = method.removesuffix(AA).partition(", ")
         if kind not in (PLAIN, IDEAL):
-            codec = Block(bits=4) if kind.endswith("compressed") else Uncompressed()
+            ring = kind.endswith("ring")
             self._compression = DdpCompression(
-                ddp, codec, groups=groups, hierarchy=levels[inside] if inside else None
+                ddp,
+                Uncompressed() if kind.endswith("plain") else Block(bits=4),
+                groups=groups,
+                hierarchy=levels[inside] if inside else None,
+                method="ring" if ring else None,
             )
             ddp.register_comm_hook(None, self._compression.reduce)
         super().__init__(

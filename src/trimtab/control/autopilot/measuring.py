@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster import Cluster
 from trimtab.control.autopilot.observed_step import JobSpec, ObservedStep
-from trimtab.control.compression.ddp import compression_of
+from trimtab.control.compression.ddp import compresses
 from trimtab.measure.device import Task, usual_precisions
 from trimtab.measure.out_of_memory import Agreement
 from trimtab.measure.probe import measure_cluster, measure_damages
@@ -156,7 +156,7 @@ def _task(
         spec=JobSpec(name=type(model).__name__, model=model, batch=step.batch, step=step),
         batches=(max(1, least // 2), max(2, least)),
         precisions=usual_precisions(device, step.autocast) if precise else (),
-        bits=() if compression_of(ddp) is None else TRIED,
+        bits=TRIED if compresses(ddp) else (),
         autocast=step.autocast,
         seconds=min(MOST_S, max(LEAST_S, MOST_STEPS * step_s)),
         quick=True,

@@ -31,7 +31,7 @@ from trimtab.control.autopilot.measuring import Measured, agree_on_step, measure
 from trimtab.control.autopilot.observed_step import ObservedStep
 from trimtab.control.autopilot.plan_cache import PlanCache
 from trimtab.control.background import FAILED, Background
-from trimtab.control.compression.ddp import compression_of
+from trimtab.control.compression.ddp import compresses
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.applying import apply_plan
 from trimtab.control.plans.follower import Follow
@@ -209,7 +209,7 @@ class Autopilot:
         self._measured = measured
         self._background = Background(self._group)
         bits: Bits = None  # what does not pay by itself does not pay beside a computation either
-        if compression_of(ddp) is not None:
+        if compresses(ddp):
             bits = "auto" if measured.codec else "adaptive"
         model, shares = fingerprint(ddp), takeover is not None and takeover.is_cutting
         if self._rank == 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from trimtab.collectives import Piece
 from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.optimizer_kind import OptimizerKind
 from trimtab.control.compression.statistics import Statistics
-from trimtab.doors.ddp import DdpCompression
+from trimtab.doors.changing_bits import ChangingBits
 from trimtab.environment import logger
 from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 from trimtab.planning.compression.family import ADAMW, FAMILIES, Family
@@ -108,7 +108,7 @@ def mean_bits(pieces: Mapping[str, tuple[int, int, int]]) -> float:
 
 
 def emit_bits(
-    compression: DdpCompression,
+    compression: ChangingBits,
     changes: Mapping[str, int] | None = None,
     *,
     family: str | None = None,
@@ -136,7 +136,7 @@ class Controller:
 
     def __init__(
         self,
-        compression: DdpCompression,
+        compression: ChangingBits,
         config: Adaptive,
         settings: PlannerSettings,
         *,
@@ -157,7 +157,7 @@ class Controller:
         self.history: list[Change] = []
         self.planned_at: int | None = None
         """The step at which the last plan took effect, even if it changed nothing."""
-        sizes = {name: (numel, SAMPLED) for name, (numel, _, _) in layers.items()}
+        sizes = {name: (compression.local_numel(name), SAMPLED) for name in layers}
         self._statistics = Statistics(sizes, compression.device) if self._decides else None
         self._family = settings.name
         """The current family; the planner's may be ahead of it by a few steps."""
@@ -214,10 +214,15 @@ class Controller:
         if self._decides:
             self._losses.append(loss if isinstance(loss, int | float) else loss.detach())
 
+    @property
+    def closers(self) -> list[Callable[[], None]]:
+        """What ends it; none of them refers to the compression, which may refer to the model."""
+        watching = [] if self._optimizer_kind is None else [self._optimizer_kind.close]
+        return [self._background.close, *watching]
+
     def close(self) -> None:
-        self._background.close()
-        if self._optimizer_kind is not None:
-            self._optimizer_kind.close()
+        for close in self.closers:
+            close()
 
     def state_dict(self) -> dict[str, Any]:
         """Waits for a pending decision."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -18,8 +17,6 @@ from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.errors import TrimtabError
 from trimtab.sharding.unit_block import find_sharded_model
-
-T = TypeVar("T")
 
 DISABLED = "disabled"
 _READY = "ready"
@@ -48,15 +45,6 @@ def tensor_group(model: nn.Module) -> dist.ProcessGroup | None:
     """
     sharded = find_sharded_model(model)
     return sharded.group.process_group if sharded is not None and sharded.group.size > 1 else None
-
-
-def gather_choices(choice: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The choices of every rank of the group, by rank; only this one's without a group."""
-    if group is None:
-        return [choice]
-    choices: list[Any] = [None] * group.size()
-    dist.all_gather_object(choices, choice, group=group)
-    return choices
 
 
 def agree_to_compress(

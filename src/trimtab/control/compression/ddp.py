@@ -13,22 +13,30 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.codec import Block, Codec, PowerSGD, TopK
+from trimtab.codec import Block, Codec, PowerSGD, TopK, Uncompressed
 from trimtab.collectives.groups import destroy_groups
+from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
-from trimtab.control.compression.agreement import gather_choices, tensor_group
-from trimtab.control.compression.host_route import HostRoute, choose_host_route, planned_host_route
+from trimtab.control.compression.agreement import tensor_group
+from trimtab.control.compression.host_route import HostRoute, choose_host_route, fixed_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
+from trimtab.control.rank_values import gather_choices
 from trimtab.control.tensor.replicas import UnitReplicas
 from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.exchange import REPEATS, measure_exchanges
+from trimtab.measure.exchange import REPEATS, measure_exchange, measure_exchanges
 from trimtab.model_state import attach_state, state_of
 from trimtab.planning.compression.bit_planner import PlannerSettings
-from trimtab.planning.compression.family import AT_FIRST, FAMILIES, passed_families
-from trimtab.planning.compression.payoff import Decision, decide, decide_family, is_close
+from trimtab.planning.compression.family import ADAMW, AT_FIRST, FAMILIES, passed_families
+from trimtab.planning.compression.payoff import (
+    Decision,
+    decide,
+    decide_family,
+    decide_shared_memory,
+    is_close,
+)
 from trimtab.report import events
 from trimtab.sharding.unit_block import find_sharded_model
 from trimtab.wire_format import MIN_NUMEL
@@ -52,12 +60,14 @@ def compress_ddp(
     weight_bits: int | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
+    route: str | None = None,
     planned_route: Route | None = None,
 ) -> str:
     """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective.
 
     Args:
-        planned_route: the route of a plan; by default links are measured and it is chosen here.
+        planned_route: the route of a plan; by default links are measured and it is chosen here, unless it is
+            requested by `route`.
     """
     require_compressible(model, weight_bits)
     parameters = _trained(model)
@@ -69,7 +79,10 @@ def compress_ddp(
         observe = LayerLog(
             log, lambda: state_of(model).compression.codec, every=log_every, seed=seed, rank=rank
         )
-    choice = route = None
+    fixed = planned_route, "as planned"
+    if route is not None:
+        fixed = _requested_route(codec, route), "as requested"
+    choice = host_route = None
     siblings = tensor_group(model.module)
     sharded = find_sharded_model(model)
     replicas = None if sharded is None else sharded.replicas
@@ -81,18 +94,23 @@ def compress_ddp(
     reason = f"compressing with {codec}, as requested"
     if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
         return "no parameter is large enough to be worth compressing"
+    if codec is None and planned_route is None and (fixed[0] is None or fixed[0].inside is not None):
+        hierarchy, why = _through_shared_memory(model, siblings, measured=fixed[0] is None)
+        if hierarchy is not None:
+            codec, error_feedback, reason = Uncompressed(), False, why
+            host_route = HostRoute(hierarchy=hierarchy, method=None, reason=why)
     if codec is None or isinstance(codec, Adaptive):
         first = FAMILIES[AT_FIRST]
-        route = _host_route(model, family_codec(first, first.expected), siblings, planned_route)
-        choice = _choose_family(model, codec or Adaptive(), error_feedback, route)
+        host_route = _host_route(model, family_codec(first, first.expected), siblings, *fixed)
+        choice = _choose_family(model, codec or Adaptive(), error_feedback, host_route)
         settings, decision = gather_choices((choice.settings, choice.decision), siblings)[0]
         choice = replace(choice, settings=settings, decision=decision)
         reason = choice.decision.reason
         if not choice.decision.compress:
             if codec is None:
                 destroy_groups(choice.groups)
-                if route.hierarchy is not None:
-                    route.hierarchy.close()
+                if host_route.hierarchy is not None:
+                    host_route.hierarchy.close()
                 return reason
             reason = f"choosing bits of the family {choice.settings.name}, as requested"
         codec, error_feedback = choice.codec, choice.settings.family.error_feedback
@@ -101,7 +119,7 @@ def compress_ddp(
             for pattern, own in (overrides or {}).items()
         }
     elif isinstance(codec, Block):
-        route = _host_route(model, codec, siblings, planned_route)
+        host_route = _host_route(model, codec, siblings, *fixed)
     compression = DdpCompression(
         model,
         codec,
@@ -111,9 +129,9 @@ def compress_ddp(
         seed=seed,
         observe=observe,
         groups=None if choice is None else choice.groups,
-        hierarchy=None if route is None else route.hierarchy,
-        method=None if route is None else route.method,
-        spared=() if route is None else route.spared,
+        hierarchy=None if host_route is None else host_route.hierarchy,
+        method=None if host_route is None else host_route.method,
+        spared=() if host_route is None else host_route.spared,
     )
     state = attach_state(model)
     state.adaptive = None  # the controller of what `trimtab run` chose
@@ -127,8 +145,10 @@ def compress_ddp(
     state.compression = compression
     # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
     weakref.finalize(model, compression.close).atexit = False
-    emit_bits(compression)
-    explanation = f"{reason}; {_coverage(compression)}"
+    if compresses(model):
+        emit_bits(compression)
+        reason = f"{reason}; {_coverage(compression)}"
+    explanation = reason
     if isinstance(replicas, UnitReplicas) and isinstance(codec, Block):
         feedback = compression.feedback is not None
         replicas.compress(
@@ -141,12 +161,16 @@ def compress_ddp(
             count_steps=lambda: compression.step,
         )
         explanation = f"{explanation}; units are averaged one by one, in {codec.bits} bits"
-    if route is not None and (planned_route or route.hierarchy is not None or route.method is not None):
-        explanation = f"{explanation}; {route.reason}"
+    if host_route is not None and (
+        fixed[0] or host_route.hierarchy is not None or host_route.method is not None
+    ):
+        way = host_route.reason
+        if way != reason:
+            explanation = f"{explanation}; {way}"
         if events.is_first_rank():
-            events.emit("decision", what="route", decided=route.reason, why=route.reason, expected={})
-        if route.hierarchy is not None:
-            weakref.finalize(model, route.hierarchy.close).atexit = False
+            events.emit("decision", what="route", decided=way, why=way, expected={})
+        if host_route.hierarchy is not None:
+            weakref.finalize(model, host_route.hierarchy.close).atexit = False
     return explanation
 
 
@@ -154,6 +178,12 @@ def compression_of(model: torch.nn.Module) -> DdpCompression | None:
     """The compression of a module, if there is one."""
     compression: DdpCompression | None = state_of(model).compression
     return compression
+
+
+def compresses(model: torch.nn.Module) -> bool:
+    """Whether a module's gradients are encoded; those that ranks of one host sum through shared memory are not."""
+    compression = compression_of(model)
+    return compression is not None and not isinstance(compression.codec, Uncompressed)
 
 
 def adaptive_of(model: torch.nn.Module) -> Controller | None:
@@ -187,14 +217,58 @@ def _host_route(
     model: DistributedDataParallel,
     codec: Block,
     siblings: dist.ProcessGroup | None,
-    planned: Route | None,
+    fixed: Route | None,
+    words: str,
 ) -> HostRoute:
-    """The route of the model's buckets between and inside hosts. Collective."""
+    """The route of the model's buckets between and inside hosts: the `fixed` one, or measured. Collective."""
     parameters = _trained(model)
-    if planned is not None:
-        return planned_host_route(model.process_group, parameters[0].device, planned)
+    if fixed is not None:
+        return fixed_host_route(model.process_group, parameters[0].device, fixed, words)
     nbytes = min(sum(p.numel() * p.element_size() for p in parameters), _BUCKET_BYTES)
     return choose_host_route(model.process_group, parameters[0].device, codec, nbytes, siblings)
+
+
+def _requested_route(codec: object, name: str) -> Route:
+    from trimtab.planning.compression.route import named_route
+
+    if codec is not None and not isinstance(codec, Adaptive | Block):
+        raise TrimtabError(
+            f"compress: route={name!r} needs bits to choose from or a Block; {codec} has its own way"
+        )
+    return named_route(name)
+
+
+def _through_shared_memory(
+    model: DistributedDataParallel, siblings: dist.ProcessGroup | None, *, measured: bool
+) -> tuple[Hierarchy | None, str]:
+    """The shared memory of ranks that are all on one host, if it is faster than their backend; and why. Collective.
+
+    Without `measured` it is taken as it is.
+    """
+    parameters = _trained(model)
+    device, group = parameters[0].device, model.process_group
+    hierarchy = one_host(group, device)
+    everywhere = all(gather_choices(hierarchy is not None, siblings))
+    if hierarchy is None:
+        return None, ""
+    reason = "tensor-parallel ranks have different hosts"
+    if everywhere and not measured:
+        return (
+            hierarchy,
+            "all ranks are on one host: gradients are summed exactly, through shared memory, as requested",
+        )
+    if everywhere:
+        numel = sum(p.numel() for p in parameters)
+        exchange = measure_exchange(Uncompressed(), (group, group), device, numel, hierarchy=hierarchy)
+        decision = decide_shared_memory(exchange, sum(p.numel() * p.element_size() for p in parameters))
+        decision = gather_choices(decision, siblings)[0]
+        if decision.compress:
+            return hierarchy, decision.reason
+        reason = decision.reason
+    if group.rank() == 0:
+        logger().debug(reason)
+    hierarchy.close()
+    return None, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +308,7 @@ def _choose_family(
     ways = {
         name: (family_codec(family, family.expected), family.error_feedback)
         for name, family in FAMILIES.items()
-        if name in names or (undecided and name == AT_FIRST)
+        if name in names or (undecided and name in passed_families(optimizer=ADAMW))
     }
     measure = partial(
         measure_exchanges, ways, groups, device, numel, hierarchy=route.hierarchy, method=route.method
@@ -247,8 +321,10 @@ def _choose_family(
     memory = PastDecision(gradient_bytes, groups[0], device)
     before = memory.recall()
     name, decision = decide_family({name: exchanges[name] for name in names}, gradient_bytes, before)
+    first = name
     if undecided:  # whatever the optimizer turns out to be, compressing must pay
-        decision = decide(exchanges[AT_FIRST], gradient_bytes, before)
+        first = min(passed_families(optimizer=ADAMW), key=lambda each: (exchanges[each].compressed_s, each))
+        decision = decide(exchanges[first], gradient_bytes, before)
     memory.remember(decision.compress)
     if dist.get_rank(groups[0]) == 0:
         for family, exchange in exchanges.items():
@@ -258,10 +334,10 @@ def _choose_family(
             )
         remembered = {None: "nothing is remembered", True: "compressed", False: "did not compress"}[before]
         logger().debug(f"family {name}; the last run of this job: {remembered}; {decision.reason}")
-        _emit_decision(decision, exchanges[AT_FIRST if undecided else name].of(gradient_bytes))
+        _emit_decision(decision, exchanges[first].of(gradient_bytes))
     settings = PlannerSettings(name=name, gbit_per_s=exchanges[name].gbit_per_s)
     if undecided:
-        settings = replace(settings, name=AT_FIRST, fastest=name)
+        settings = replace(settings, name=first, fastest=name)
         if decision.compress:
             reason = (
                 f"{decision.reason}; bits are chosen per layer while training runs, to suit the optimizer"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trimtab.codec import Block
 from trimtab.collectives import Hierarchy, Method, find_hosts
-from trimtab.control.compression.agreement import gather_choices
+from trimtab.control.rank_values import gather_choices
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.wire_format import encoded_bytes
@@ -85,21 +85,23 @@ def choose_host_route(
     )
 
 
-def planned_host_route(group: dist.ProcessGroup, device: torch.device, route: Route) -> HostRoute:
-    """The route of a plan, without measuring anything. Collective.
+def fixed_host_route(
+    group: dist.ProcessGroup, device: torch.device, route: Route, words: str = "as planned"
+) -> HostRoute:
+    """The route of a plan, or one that was requested, without measuring anything. Collective.
 
-    Where the hosts do not allow two levels, it falls back to the flat default.
+    Where the hosts do not allow two levels, it falls back to the flat default. `words` say where it comes from.
     """
     if route.inside is None:
         return HostRoute(
-            hierarchy=None, method=route.method, reason=f"{route.name}, as planned", spared=route.spared
+            hierarchy=None, method=route.method, reason=f"{route.name}, {words}", spared=route.spared
         )
     hosts = find_hosts(group, device)
     flat = "all ranks are on one host" if len(hosts.ranks) == 1 else hosts.flat_reason()
     if flat is not None:
-        return HostRoute(hierarchy=None, method=None, reason=f"not {route.name} as planned: {flat}")
+        return HostRoute(hierarchy=None, method=None, reason=f"not {route.name} {words}: {flat}")
     hierarchy, reason = _hierarchy(group, device, hosts, shared_memory=route.inside == "shared_memory")
-    words = f"{route.name}, as planned"
+    words = f"{route.name}, {words}"
     return HostRoute(
         hierarchy=hierarchy, method=route.method, reason=f"{words}; {reason}" if reason else words
     )

@@ -231,6 +231,8 @@ class Statistics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if any(state["averages"][name].shape != average.shape for name, average in self.averages.items()):
+            return  # shards of another number of ranks: start anew
         for name, average in self.averages.items():
             average.copy_(state["averages"][name])
         self._squares.copy_(state["squares"])

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab import environment
 from trimtab.codec import Block
 from trimtab.control.compression.adaptive import Adaptive
-from trimtab.control.compression.ddp import compress_ddp, compression_of
+from trimtab.control.compression.ddp import compress_ddp, compresses, compression_of
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import is_fsdp
 from trimtab.control.compression.planned_bits import start_from_plan
@@ -204,6 +204,8 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     if state.compression_plan is not None:
         return "gradients are sent as under the previous plan"
     compression = compression_of(ddp)
+    if compression is not None and not compresses(ddp):
+        return "gradients are summed exactly, through the shared memory of the host"
     if compression is not None and compression.automatic:
         return start_from_plan(ddp, plan)
     if compression is not None:

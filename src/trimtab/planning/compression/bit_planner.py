@@ -29,8 +29,8 @@ MIN_SAVING = 0.02
 KEPT_LOSSES, KEPT_NORMS = 50, 5
 """How many mean losses, and how many norms, are remembered."""
 
-LEAST_BITS, MOST_LEAST_BITS = 2, 5
-"""Fewest bits of a layer, and the most that its strain can raise this minimum to."""
+MOST_LEAST_BITS = 5
+"""The most that a layer's strain can raise its fewest bits to."""
 
 SLACK = 1.25
 """The guard acts at this many times the limit that plans keep to, so that the two do not undo each other."""
@@ -137,7 +137,9 @@ class BitPlanner:
                 new[raised.name] = self._floors[raised.name] = raised.bits
                 if "loss" in raised.reason:
                     del self._losses[:-PATIENCE]  # give the new bits time to take effect
-        if due and self._planned_at is None and self.settings.fastest is not None:
+        settles = bool(due) and self._planned_at is None and self.settings.fastest is not None
+        if settles:
+            assert self.settings.fastest is not None
             reasons.append(self._settle(self.settings.fastest, optimizer))
         family_changed = self.settings.name != before
         if due:
@@ -151,7 +153,7 @@ class BitPlanner:
         return {
             "family": self.settings.name,
             "bits": changed,
-            "reasons": reasons if changed or family_changed else [],
+            "reasons": reasons if changed or settles else [],
             "planned": bool(due),
         }
 
@@ -197,8 +199,8 @@ class BitPlanner:
             self.settings = replace(self.settings, name=fastest)
             return f"{fastest}: this optimizer takes gradients as they come"
         return (
-            f"{self.settings.name}, not {fastest}: this optimizer may scale every value by its own size, so blocks "
-            f"are of {self.settings.family.block} values, and errors count against each layer's own gradient"
+            f"{self.settings.name}, not {fastest}: this optimizer may scale every value by its own size, so errors "
+            f"count against each layer's own gradient; blocks are of {self.settings.family.block} values"
         )
 
     def _errors(self, layer: LayerStatistics, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
@@ -251,7 +253,7 @@ class BitPlanner:
         """The bits the layer may have: what its strain and the guard require, with an error within the limit."""
         table = self._relative[layer.name]
         family = self.settings.family
-        least = min(LEAST_BITS + int(layer.strain(family.block)), MOST_LEAST_BITS)
+        least = min(family.least_bits + int(layer.strain(family.block)), MOST_LEAST_BITS)
         floor = max(self._floors.get(layer.name, 0), least)
         allowed = [bits for bits in ALL_BITS if bits >= floor and table[bits] <= family.limit] or [
             ALL_BITS[-1]

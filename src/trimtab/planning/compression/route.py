@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trimtab.cluster import Cluster
 from trimtab.cluster.profile import LOCAL, CodecTime, Profile
+from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import BLOCK, METHODS, Inside, Placement, Route, Stages, stages
 from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.build import payloads
@@ -22,6 +24,8 @@ MOST_ROUNDINGS = 16
 
 SLOW_LINK = 1.5
 """Ranks may be spared where a byte takes this many times as long as on the fastest link."""
+
+LEVELS = ("flat", "two_level")
 
 MANY_RANKS = 16
 """From this world size a flat route is chosen by its costs; with fewer ranks the defaults are about as fast."""
@@ -63,7 +67,7 @@ def choose_route(
 ) -> RouteChoice:
     """The fastest route for a bucket of `numel` values that is encoded in `payload` bytes.
 
-    Hosts with unequal numbers of ranks have no second level. Among routes about as fast
+    Among routes about as fast
     (`EXTRA_ROUNDING_RATIO`) the one that rounds least often wins, then the flat one.
 
     Args:
@@ -88,6 +92,24 @@ def choose_route(
         reason=_reason(best, flat, placement, numel),
         others={one.route.name: one.seconds for one in priced},
     )
+
+
+def named_route(name: str) -> Route:
+    """The route that a user asks for by name: `flat` or `two-level`, a method, or both ("two-level ring").
+
+    Raises:
+        TrimtabError: there is no such route.
+    """
+    words = name.replace("-", "_").split()
+    inside = words.pop(0) if words and words[0] in LEVELS else None
+    method: Any = words.pop(0) if words and words[0] in METHODS else None
+    if words or not (inside or method):
+        methods = ", ".join(one.replace("_", "-") for one in METHODS)
+        raise TrimtabError(
+            f"route={name!r}: there is no such route; give flat or two-level, one of the methods {methods}, or both, "
+            "as in 'two-level ring'"
+        )
+    return Route(method=method, inside="shared_memory" if inside == "two_level" else None)
 
 
 def routes_to_try(
@@ -166,7 +188,7 @@ def _reason(best: _Priced, flat: _Priced, placement: Placement, numel: int) -> s
     shape = f"{placement.hosts} hosts of {placement.most} ranks"
     sizes = {one.ranks for one in placement.classes}
     if len(sizes) > 1:
-        shape = f"{placement.hosts} hosts of {min(sizes)} to {max(sizes)} ranks (unequal: no second level)"
+        shape = f"{placement.hosts} hosts of {min(sizes)} to {max(sizes)} ranks"
     words = f"{shape}, {4 * numel / 1e6:.3g} MB: {best.route.name} takes about {best.seconds * 1e3:.3g} ms"
     if best.route.inside:
         return f"{words}, the best flat route ({flat.route.name}) {flat.seconds * 1e3:.3g} ms"
