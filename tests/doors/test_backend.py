@@ -189,6 +189,11 @@ def in_flight() -> dict[str, Any]:
         dist.all_reduce(small)
     results["coalesced large"] = error(large, exact())
     results["coalesced small"] = small.tolist()
+    matrix, vector = values().view(4, -1), values(1)
+    with dist._coalescing_manager():  # type: ignore[attr-defined]
+        dist.all_reduce(matrix)
+        dist.all_reduce(vector)
+    results["matrix"], results["its bias"] = error(matrix.view(-1), exact()), error(vector, exact(1))
     return results
 
 
@@ -199,6 +204,8 @@ def test_many_at_once_do_not_mix(ranks: Pool) -> None:
         assert results["futures"]
         assert 1e-4 < results["coalesced large"] < 0.02
         assert results["coalesced small"] == [6.0] * 7
+        assert 1e-4 < results["matrix"] < 0.02
+        assert results["its bias"] < 1e-6
 
 
 def dropped_at_once() -> bool:

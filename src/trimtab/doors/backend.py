@@ -22,7 +22,7 @@ from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup, register_view
-from trimtab.doors.backend_reducer import Reducer
+from trimtab.doors.backend_reducer import Reducer, encoded_tensors
 from trimtab.errors import TrimtabError
 
 Judge = Callable[
@@ -116,7 +116,7 @@ class TrimtabGroup(ForwardingGroup):
 
     @_disable_dynamo
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """As `allreduce`, the tensors together: the large ones compressed, the small ones exact."""
+        """As `allreduce`, the tensors together: the large ones compressed, small ones and vectors beside matrices exact."""
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
         if self._large(tensors, opts.reduceOp) and len({(t.dtype, t.device) for t in tensors}) == 1:
             reducer = self._reducer(tensors[0])
@@ -172,7 +172,7 @@ class TrimtabGroup(ForwardingGroup):
             options.compress
             and self.size() > 1
             and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
-            and any(tensor.numel() >= options.min_numel for tensor in tensors)
+            and any(encoded_tensors(tensors, options.min_numel))
             and all(
                 tensor.dtype in DTYPES and not tensor.is_sparse and tensor.is_contiguous()
                 for tensor in tensors

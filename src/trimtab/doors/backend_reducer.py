@@ -16,10 +16,21 @@ from trimtab.collectives import Hierarchy, Piece, Reduction, reduction_for, runn
 from trimtab.collectives.groups import destroy_groups
 from trimtab.doors.ddp import stage_groups
 
-Key = tuple[tuple[int, ...], torch.dtype]
+Key = tuple[tuple[tuple[int, bool], ...], torch.dtype]
+"""Of each tensor its number of values and whether they are encoded; and their type."""
 
 MOST_IDLE = 64
 """Reductions kept for reuse by buffers of the same sizes: more than a large model has buckets."""
+
+
+def encoded_tensors(tensors: Sequence[torch.Tensor], min_numel: int) -> list[bool]:
+    """Which tensors of a call are encoded: those of at least `min_numel` values, beside matrices no vectors.
+
+    Vectors among matrices are biases and norms, as in DDP's filter. Vectors alone may be flat buffers of many
+    parameters, such as DDP's buckets, in which nothing can be told apart.
+    """
+    axes = min(max((tensor.dim() for tensor in tensors), default=0), 2)
+    return [tensor.dim() >= axes and tensor.numel() >= min_numel for tensor in tensors]
 
 
 class Reducer:
@@ -70,7 +81,8 @@ class Reducer:
     def _steps(self, tensors: list[torch.Tensor], step: int, scale: float) -> Iterator[dist.Work]:
         single = len(tensors) == 1
         flat = tensors[0].view(-1) if single else torch.cat([tensor.view(-1) for tensor in tensors])
-        key = tuple(tensor.numel() for tensor in tensors), flat.dtype
+        encoded = encoded_tensors(tensors, self._min_numel)
+        key = tuple(zip((tensor.numel() for tensor in tensors), encoded, strict=True)), flat.dtype
         reduction = self._take(key)
         for work in reduction.steps(flat, step=step, scale=scale):
             self._in_use(flat)
@@ -103,10 +115,10 @@ class Reducer:
             if free is not None:
                 free.synchronize()
 
-    def _plan(self, numels: tuple[int, ...], dtype: torch.dtype) -> Reduction:
+    def _plan(self, sizes: tuple[tuple[int, bool], ...], dtype: torch.dtype) -> Reduction:
         pieces, offset = [], 0
-        for index, numel in enumerate(numels):
-            bits = self._codec.bits if numel >= self._min_numel else RAW
+        for index, (numel, encoded) in enumerate(sizes):
+            bits = self._codec.bits if encoded else RAW
             piece = Piece(name=str(index), offset=offset, numel=numel, bits=bits, block=self._codec.block)
             pieces.append((piece, torch.Size((numel,))))
             offset += numel
