@@ -116,7 +116,7 @@ class TrimtabGroup(ForwardingGroup):
 
     @_disable_dynamo
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """As `allreduce`, the tensors together: the large ones compressed, small ones and vectors beside matrices exact."""
+        """As `allreduce`, the tensors together: large ones compressed, small ones and vectors beside matrices exact."""
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
         if self._large(tensors, opts.reduceOp) and len({(t.dtype, t.device) for t in tensors}) == 1:
             reducer = self._reducer(tensors[0])
