@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "tests" / "report" / "page" / "recorded"
-MACHINE, DIRECTORY, PLATFORM = "vm", "/home/ada", "Linux-x86_64"
+MACHINE, DIRECTORY, PLATFORM = "vm", "/home/user", "Linux-x86_64"
 """What stands for the machine that the run was recorded on."""
 
 

@@ -98,7 +98,7 @@ def register_group(
 def _group(
     parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str
 ) -> dist.ProcessGroup:
-    timeout = timeout_of(parent, device)
+    timeout = timeout_of(parent, device if device.type in _backends(parent) else None)
     kind = backend_kind(parent, device)
     rank, size = members.index(dist.get_rank()), len(members)
     default_store = dist.distributed_c10d._get_default_store()
@@ -126,10 +126,15 @@ def _group(
     return group
 
 
-def backend_kind(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that carries the group's tensors on `device`; under one of ours, the wrapped one's."""
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The names of the group's backends, by type of device."""
     config = str(dist.distributed_c10d._world.pg_backend_config[group])
-    kind = dict(entry.split(":") for entry in config.split(","))[device.type]
+    return dict(entry.split(":") for entry in config.split(","))
+
+
+def backend_kind(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries the group's tensors on `device`: torch's own where there is none, or one of ours."""
+    kind = _backends(group).get(device.type, "trimtab")
     return {"cpu": "gloo", "cuda": "nccl"}[device.type] if kind == "trimtab" else kind
 
 

@@ -11,10 +11,11 @@ from trimtab.codec import Block
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.rank_values import gather_numbers
 from trimtab.doors.ddp import stage_groups
-from trimtab.local.agreement import outer_step
+from trimtab.local.agreement import HOST, outer_step
 from trimtab.measure.exchange import measure_exchanges
 from trimtab.measure.timing import call_seconds
 from trimtab.planning.local_steps import TRIED_BITS, LocalChoice, choose_local_steps, every_step_seconds
+from trimtab.predict.exchange import Exchange
 
 
 def measured_choice(
@@ -35,20 +36,19 @@ def measured_choice(
         step_s: of this rank's own steps.
         balanced: batches will be shared out by speeds, so that all ranks take the same time.
     """
-    groups = stage_groups(group, device)
-    codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
-    measured = measure_exchanges(codecs, groups, device, numel)
-    destroy_groups(groups)
-    whole = {int(bits): exchange.of(numel * 4) for bits, exchange in measured.items()}
-    own = [step_s, whole[4].work_s + _arithmetic_s(device, numel)]
+    whole = _exchanges(group, HOST, numel)
+    on_gpu = device.type == "cuda"
+    gradients = _exchanges(group, device, numel) if on_gpu else whole
+    # A GPU computes on while the host exchanges: only ranks on the CPU lose computing time to it.
+    own = [step_s, 0.0 if on_gpu else whole[4].work_s + _arithmetic_s(numel)]
     steps_s, works_s = zip(*gather_numbers(own, group), strict=True)
     step_s, work_s = harmonic_mean(steps_s) if balanced else max(steps_s), max(works_s)
     return choose_local_steps(
         step_s=step_s,
         exchange_s={bits: exchange.compressed_s for bits, exchange in whole.items()},
         every_step_s=min(
-            every_step_seconds(step_s, whole[4].plain_s, 0.0),
-            *(every_step_seconds(step_s, exchange.compressed_s, work_s) for exchange in whole.values()),
+            every_step_seconds(step_s, gradients[4].plain_s, 0.0),
+            *(every_step_seconds(step_s, exchange.compressed_s, work_s) for exchange in gradients.values()),
         ),
         workers=workers,
         layers=layers,
@@ -57,11 +57,18 @@ def measured_choice(
     )
 
 
-def _arithmetic_s(device: torch.device, numel: int) -> float:
-    """Computing time of the outer gradients and steps of all weights; those of a GPU do not count."""
-    if device.type != "cpu":
-        return 0.0
+def _exchanges(group: dist.ProcessGroup, device: torch.device, numel: int) -> dict[int, Exchange]:
+    """What one exchange of so many values takes, by bits. Collective."""
+    groups = stage_groups(group, device)
+    codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
+    measured = measure_exchanges(codecs, groups, device, numel)
+    destroy_groups(groups)
+    return {int(bits): exchange.of(numel * 4) for bits, exchange in measured.items()}
+
+
+def _arithmetic_s(numel: int) -> float:
+    """Computing time of the outer gradients and steps of all weights."""
     agreed, momentum, change = torch.zeros(3, min(numel, 1 << 20))
-    once = call_seconds(lambda: outer_step(agreed, momentum, change, 1.0, 0.5), device)
+    once = call_seconds(lambda: outer_step(agreed, momentum, change, 1.0, 0.5), HOST)
     # The copies and differences before and after it are about as many passes over the weights.
     return float(2 * once * numel / agreed.numel())

@@ -187,7 +187,7 @@ class LocalSteps(JobBound):
     def numbers_of(self, owner: object) -> LaterNumbers:
         """What exchanges an owner's numbers between steps while nobody waits. The first call is collective."""
         if owner not in self._numbers:
-            self._number_groups += private_groups(self.group, self.device, 1)
+            self._number_groups += private_groups(self.group, torch.device("cpu"), 1)
             self._numbers[owner] = LaterNumbers(self._number_groups[-1])
         return self._numbers[owner]
 

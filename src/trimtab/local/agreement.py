@@ -22,12 +22,15 @@ from trimtab.local.workers import Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.wire_format import MIN_NUMEL
 
+HOST = torch.device("cpu")
+
 
 class AgreedFragment:
     """Some parameters: what all workers agreed on, the outer momentum, and the exchange that is under way.
 
     A worker's own thread only copies its weights when they are sent, and adds one tensor when the average is taken:
-    everything else happens beside the training, with the collectives.
+    everything else happens beside the training, with the collectives, in the host's memory. That holds for a model
+    on a GPU too: an NCCL kernel that waits for a late worker would hold up all that synchronizes the device.
     """
 
     def __init__(
@@ -43,11 +46,12 @@ class AgreedFragment:
         first = next(iter(self.parameters.values()))
         self.device = first.device
         numel = sum(p.numel() for p in self.parameters.values())
-        self.agreed = torch.empty(numel, dtype=torch.float32, device=self.device)
-        self.momentum = torch.zeros_like(self.agreed)
-        self._shift = torch.empty_like(self.agreed)
+        self._on_gpu = self.device.type == "cuda"
+        self.agreed = torch.empty(numel, dtype=torch.float32, pin_memory=self._on_gpu)
+        self.momentum = torch.zeros(numel)
+        self._shift = torch.empty(numel, pin_memory=self._on_gpu)
         """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
-        self._change = torch.empty_like(self.agreed)
+        self._change = torch.empty(numel, pin_memory=self._on_gpu)
         """While an exchange is under way: the outer gradient, then the next agreed weights."""
         self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
@@ -72,9 +76,7 @@ class AgreedFragment:
             pieces.append((piece, p.shape))
             offset += p.numel()
         codec = Block(bits=bits, block=self.settings.block, stochastic=False)
-        return reduction_for(
-            pieces, torch.float32, self.device, stages, codec, seed=seed, feedback=self.feedback
-        )
+        return reduction_for(pieces, torch.float32, HOST, stages, codec, seed=seed, feedback=self.feedback)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a flat buffer that belong to each parameter, in its shape."""
@@ -85,9 +87,9 @@ class AgreedFragment:
         return [p.detach() for p in self.parameters.values()]
 
     @torch.no_grad()
-    def read(self, flat: torch.Tensor) -> None:
-        """Copy the parameters into a flat buffer."""
-        torch._foreach_copy_(self.views(flat), self._weights())
+    def read(self, flat: torch.Tensor, *, wait: bool = True) -> None:
+        """Copy the parameters into a flat buffer; without `wait` it is filled when the device's stream gets there."""
+        torch._foreach_copy_(self.views(flat), self._weights(), non_blocking=not wait)
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
@@ -109,14 +111,20 @@ class AgreedFragment:
         A worker whose weights are not finite counts for nothing, and takes those of the others.
         """
         assert self._future is None, "a fragment is taken before it is sent again"
-        self.read(self._shift)
-        self._future = runner.submit(self._exchange(round_, samples), self._change)
+        self.read(self._shift, wait=not self._on_gpu)
+        copied = None
+        if self._on_gpu:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(torch.cuda.current_stream(self.device))
+        self._future = runner.submit(self._exchange(round_, samples, copied), self._change)
 
-    def _exchange(self, round_: int, samples: int) -> Iterator[dist.Work]:
+    def _exchange(self, round_: int, samples: int, copied: torch.cuda.Event | None) -> Iterator[dist.Work]:
         """1. sum the numbers of samples over all ranks.
         2. average the changes over the workers' leaders, weighted by samples.
         3. each leader hands the average to its worker's other ranks; all take the outer step.
         """
+        if copied is not None:
+            copied.synchronize()
         torch.sub(self.agreed, self._shift, out=self._change)
         self._lost = not bool(torch.isfinite(self._change.sum()))
         if self._lost:
@@ -152,7 +160,9 @@ class AgreedFragment:
             return self._lost
         if self.settings.keep != 1:
             torch._foreach_mul_(self._weights(), self.settings.keep)
-        torch._foreach_add_(self._weights(), self.views(self._shift))
+        # The device reads this buffer before the next copy of the weights fills it: both are in one stream.
+        shift = self._shift.to(self.device, non_blocking=True)
+        torch._foreach_add_(self._weights(), self.views(shift))
         return False
 
     def restore(self) -> None:
@@ -182,7 +192,7 @@ class AgreedFragment:
         self._fill(self.agreed, values)
 
     def _fill(self, flat: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        torch._foreach_copy_(self.views(flat), [values[name].to(self.device) for name in self.parameters])
+        torch._foreach_copy_(self.views(flat), [values[name].cpu() for name in self.parameters])
 
     def load_state_dict(self, agreed: Mapping[str, Any], momentum: Mapping[str, Any]) -> None:
         """Continue from the agreed weights and the momentum of all workers."""
@@ -193,7 +203,7 @@ class AgreedFragment:
     def load_own(self, own: Mapping[str, Any]) -> None:
         """Continue with this worker's own residuals and exchange."""
         if self.feedback is not None:
-            residuals = {name: value.to(self.device) for name, value in own["residuals"].items()}
+            residuals = {name: value.cpu() for name, value in own["residuals"].items()}
             self.feedback.load_state_dict(residuals)
         if "flight" in own:
             self.agreed, self._change = self._change, self.agreed
@@ -217,7 +227,7 @@ class AveragedBuffers:
         return self._future is not None
 
     def send(self, runner: Any) -> None:
-        self._flat = torch.cat([b.reshape(-1).float() for b in self._buffers])
+        self._flat = torch.cat([b.reshape(-1).float() for b in self._buffers]).cpu()
         plain = PlainReduction([self._group])
         self._future = runner.submit(
             plain.steps(self._flat, step=0, scale=1 / self._group.size()), self._flat

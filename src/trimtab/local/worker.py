@@ -15,7 +15,7 @@ from trimtab.collectives import runner_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
-from trimtab.local.agreement import AgreedFragment, AveragedBuffers
+from trimtab.local.agreement import HOST, AgreedFragment, AveragedBuffers
 from trimtab.local.fragments import split, turns
 from trimtab.local.workers import Workers, start_alike
 from trimtab.local_settings import LocalSettings
@@ -58,14 +58,14 @@ class LocalWorker(JobBound):
         sizes = {name: p.numel() for name, p in trained.items()}
         require_agreement(
             fingerprint([], str(settings), *sizes.items(), seed),
-            self.device,
+            HOST,
             everyone,
             what="changes of weights",
             remedy="give trimtab.local_steps the same model and arguments on every rank",
         )
         buffers = [b for b in module.buffers() if b.is_floating_point()]
         weights = [p.detach() for p in trained.values()] if start is None else []
-        start_alike(weights + buffers, everyone, self.device)
+        start_alike(weights + buffers, group, self.device)
         self.fragments = [
             AgreedFragment({name: trained[name] for name in names}, self.workers, settings, seed=seed)
             for names in split(sizes, settings.fragments)
@@ -74,7 +74,7 @@ class LocalWorker(JobBound):
             for fragment in self.fragments:
                 fragment.set_agreed(start)
         self._buffers = AveragedBuffers(buffers, everyone) if buffers else None
-        self._runner = runner_for(self.device)
+        self._runner = runner_for(HOST)
         self._samples = [0] * len(self.fragments)
         self._ages = [0] * len(self.fragments)
         """Steps since each fragment was sent."""

@@ -30,6 +30,7 @@ class Workers:
     """The workers of a job: single ranks, or hosts whose ranks average their gradients in every step.
 
     The first rank of a worker, its leader, exchanges with the other leaders and hands the result to its own ranks.
+    All exchanges are between the hosts' memories, over Gloo; only gradients stay on the device.
     """
 
     def __init__(
@@ -48,20 +49,20 @@ class Workers:
         self.index = next(index for index, own in enumerate(self.members) if rank in own)
         self.own = self.members[self.index]
         self.leads = self.own[0] == rank
-        self._device = device
         self.inside: dist.ProcessGroup | None = None
         """Of this worker's ranks: results of exchanges."""
         self.gradients: dist.ProcessGroup | None = None
         """Of this worker's ranks: the averages of every step. Another thread uses it, so it is another group."""
+        host = torch.device("cpu")
         if max(map(len, self.members)) == 1:
-            self.everyone, *stages = private_groups(group, device, 1 + STAGE_GROUPS)
+            self.everyone, *stages = private_groups(group, host, 1 + STAGE_GROUPS)
             self.stages = tuple(stages)
         else:
-            (self.everyone,) = private_groups(group, device, 1)
+            (self.everyone,) = private_groups(group, host, 1)
             leaders = [own[0] for own in self.members]
             others = [each for each in range(self.ranks) if each not in leaders]
-            self.stages = private_groups(group, device, STAGE_GROUPS, ranks=leaders if self.leads else others)
-            (self.inside,) = private_groups(group, device, 1, ranks=self.own)
+            self.stages = private_groups(group, host, STAGE_GROUPS, ranks=leaders if self.leads else others)
+            (self.inside,) = private_groups(group, host, 1, ranks=self.own)
             (self.gradients,) = private_groups(group, device, 1, ranks=self.own)
 
     @property
@@ -72,7 +73,7 @@ class Workers:
         """What this rank adds to the sum over all ranks that begins an exchange: the samples of each worker."""
         row = torch.zeros(self.count, dtype=torch.float64)
         row[self.index] = samples
-        return row.to(self._device)
+        return row
 
     def part(self, report: torch.Tensor) -> float:
         """This worker's part of all samples, from the sum of the reports."""

@@ -83,7 +83,7 @@ def write_run(
         "trimtab": "0.1.0",
         "command": ["trimtab", "run", "--nproc-per-node", str(ranks), "train.py"],
         "script": "train.py",
-        "directory": "/home/ada/job",
+        "directory": "/home/user/job",
         "world_size": ranks,
         "started": START,
         "environment": {

@@ -83,7 +83,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     memory = card(document, "resources", "Memory")
     assert [limit["label"] for limit in memory["limits"]] == ["limit of rank 0, 1", "limit of rank 2, 3"]
     command = cards(document, "environment")[0]["text"]
-    assert command == "cd /home/ada/job\nOMP_NUM_THREADS=4 trimtab run --nproc-per-node 4 train.py"
+    assert command == "cd /home/user/job\nOMP_NUM_THREADS=4 trimtab run --nproc-per-node 4 train.py"
 
 
 def test_a_recorded_run() -> None:
