@@ -18,6 +18,7 @@ import trimtab
 from trimtab import Adaptive
 from trimtab.codec import Block
 from trimtab.control.compression.ddp import adaptive_of, compression_of
+from trimtab.control.compression.sampled_layers import Layer, SampledLayers
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -345,14 +346,20 @@ def test_the_first_plan_waits_for_a_gradient(ranks: Pool, broken: float) -> None
     assert first == second > 10
 
 
+def sampled(values: dict[str, torch.Tensor]) -> SampledLayers:
+    """Layers of 4096 values, whose own gradients are their averages."""
+    joined = torch.cat(list(values.values()))
+    shapes = dict.fromkeys(values, (4, 1024))
+    return SampledLayers(shapes, average=joined, own=joined, kept=values, current={})
+
+
 def run_away(norm: float) -> dict[str, Any]:
-    from trimtab.control.compression.statistics import Layer, sample_of
     from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 
-    planner = BitPlanner("dynamic", PlannerSettings(name="bits", gbit_per_s=1.0), guard=True, seed=0)
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    planner = BitPlanner("dynamic", PlannerSettings(name="bits", gbit_per_s=1.0), guard=True)
+    values = sampled(dict.fromkeys("ab", torch.randn(4096, generator=torch.Generator().manual_seed(0))))
     layers = [
-        Layer(name=name, sample=sample_of(4096, 1024), average=values, norm=size, latest=size, own=values)
+        Layer(name=name, numel=4096, norm=size, latest=size, values=values)
         for name, size in (("a", 1.0), ("b", norm))
     ]
     for step in (20, 40):
@@ -367,27 +374,18 @@ def test_a_layer_whose_norm_overflows_does_not_stop_plans() -> None:
 
 @pytest.mark.parametrize("family", ["bits", "bits-scaled"])
 def test_with_relative_errors_the_size_of_a_layer_s_gradient_does_not_matter(family: str) -> None:
-    from trimtab.control.compression.statistics import Layer, sample_of
     from trimtab.planning.compression.bit_planner import BitPlanner, PlannerSettings
 
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(4096, generator=generator) for _ in range(3)]
     found = []
     for large in (1.0, 1000.0):
-        planner = BitPlanner("dynamic", PlannerSettings(name=family, gbit_per_s=1.0), guard=False, seed=0)
+        planner = BitPlanner("dynamic", PlannerSettings(name=family, gbit_per_s=1.0), guard=False)
+        of = {name: own * size for name, own, size in zip("abc", values, (1.0, 1.0, large), strict=True)}
         layers = []
-        for name, of, size in zip("abc", values, (1.0, 1.0, large), strict=True):
-            average, norm = of * size, float(of.norm()) * size
-            layers.append(
-                Layer(
-                    name=name,
-                    sample=sample_of(4096, 1024),
-                    average=average,
-                    norm=norm,
-                    latest=norm,
-                    own=average,
-                )
-            )
+        for name, own in of.items():
+            norm = float(own.norm())
+            layers.append(Layer(name=name, numel=4096, norm=norm, latest=norm, values=sampled(of)))
         decision = planner.decide(20, layers, dict.fromkeys("abc", 8), loss=None, may_plan=True, period=20)
         found.append(decision["bits"])
     assert (found[0] == found[1]) == (family == "bits-scaled")

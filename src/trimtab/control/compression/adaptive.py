@@ -161,7 +161,7 @@ class Controller:
         self._statistics = Statistics(sizes, compression.device) if self._decides else None
         self._family = settings.name
         """The current family; the planner's may be ahead of it by a few steps."""
-        self.planner = BitPlanner(config.policy, settings, guard=config.guard, seed=compression.seed)
+        self.planner = BitPlanner(config.policy, settings, guard=config.guard)
         self._losses: list[Any] = []
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
         self._optimizer_kind = OptimizerKind(compression.parameter_ids) if self._decides else None
@@ -187,6 +187,10 @@ class Controller:
 
     def begin(self, step: int) -> None:
         """Called by the compression, in step order, before anything of a step is encoded."""
+        if self._statistics is not None:
+            start = time.thread_time()
+            self._statistics.fold()
+            self._own_cpu += time.thread_time() - start
         if self._pending is not None and self._pending[0] == step:
             self._apply(step)
         if step and step % self._config.look == 0:
@@ -263,9 +267,9 @@ class Controller:
         key = f"look-{step}"
         if self._statistics is None:
             return self._background.fetch(key)
-        snapshot = self._statistics.snapshot(self._compression.feedback)
-        losses, self._losses = self._losses, []
         current = {name: self._compression.pieces[name][1] for name in self.first}
+        snapshot = self._statistics.snapshot(self._compression.feedback, current)
+        losses, self._losses = self._losses, []
         warm = step >= self._config.warmup
         optimizer = self._optimizer_kind.kind if self._optimizer_kind is not None else None
 

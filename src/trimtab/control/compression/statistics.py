@@ -1,25 +1,23 @@
 """Statistics of every layer for adaptive compression: running averages of its reduced gradient, and errors.
 
 Memory is bounded: of a layer with more than `MOST_VALUES` values, whole codec blocks spread evenly over it
-are sampled, and at most `MOST_IN_ALL` values of a model. These are kept twice, for the averages and
-for one step's own gradient, and once more while a look is pending. Everything here is local to a rank.
+are sampled, and at most `MOST_IN_ALL` values of a model. These are kept three times, for the averages, for the newest
+gradient and for one step's own, and twice more while a look is pending. Everything here is local to a rank and stays
+on the gradients' device: the host gets numbers, not values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
 
 from trimtab.codec import ErrorFeedback
-from trimtab.codec.kernels import kernels_for
-from trimtab.codec.packing import Packing, Segment
 from trimtab.collectives import Piece
-from trimtab.random_bits import name_hash, stream
+from trimtab.control.compression.sampled_layers import Layer, SampledLayers
 
 MOST_VALUES = 1 << 14
 """Values kept of one layer: 64 KiB of fp32."""
@@ -29,10 +27,6 @@ MOST_IN_ALL = 1 << 21
 
 MEMORY = 0.1
 """Weight of the newest gradient in the running average; the first few have equal weights."""
-
-_MOST_STRAIN = 8.0
-_MEASURED = 0x7AB1E
-"""Replaces the step in the random streams of measured errors; no gradient's encoding uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,140 +59,91 @@ def sample_of(numel: int, block: int, most: int = MOST_VALUES) -> Sample:
     return Sample(numel=numel, block=block, blocks=blocks, gap=whole // blocks * block)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The statistics of a layer at one moment, on the host."""
-
-    name: str
-    sample: Sample
-    average: torch.Tensor
-    """Running average of the sampled values, 1-D fp32."""
-
-    norm: float
-    """Norm of the whole layer in a typical step: the root of the running mean of squared norms."""
-
-    latest: float
-    """Norm of the whole layer at the last sample, possibly NaN or Inf."""
-
-    own: torch.Tensor
-    """The sampled values of this rank's own gradient in the step before the look, 1-D fp32; may be empty."""
-
-    owed: float = 0.0
-    """Norm of this rank's error feedback for the whole layer."""
-
-    @property
-    def numel(self) -> int:
-        """Values of the whole layer."""
-        return self.sample.numel
-
-    def relative_errors(
-        self,
-        bits: Iterable[int],
-        *,
-        stochastic: bool,
-        seed: int,
-        block: int | None = None,
-        own: bool = False,
-    ) -> dict[int, float]:
-        """‖decoded - value‖ / ‖value‖ of the layer's average at each number of bits, measured with the real codec.
-
-        With `own` it is the error of this rank's own gradient in one step: what compression really does there.
-        It is never that of one step's *reduced* gradient: that was already encoded, and encoding it
-        again with the same bits would lose almost nothing.
-        """
-        values = self.own if own else self.average
-        norm = float(values.norm())
-        if not norm or not math.isfinite(norm):
-            return dict.fromkeys(bits, 0.0)
-        kernels = kernels_for(values.device)
-        key = stream(seed, _MEASURED, 0, 0)
-        block = block or self.sample.block
-        errors = {}
-        for b in bits:
-            segment = Segment(
-                offset=0, numel=values.numel(), bits=b, block=block, name_hash=name_hash(self.name)
-            )
-            packing = Packing(segments=(segment,), dtype=values.dtype)
-            payload = torch.empty(packing.nbytes, dtype=torch.uint8)
-            kernels.encode(values, packing, payload, stream=key, stochastic=stochastic)
-            # The difference in one pass: the decoded values are added to the negated ones.
-            difference = values.neg()
-            kernels.decode(payload, packing, difference, add=True)
-            errors[b] = float(difference.norm()) / norm
-        return errors
-
-    def strain(self, block: int | None = None) -> float:
-        """Bits that the layer needs, beyond those for a normal distribution, to represent its typical values as well.
-
-        A block's range follows its largest values. If most values are far smaller (the rows of an embedding, the
-        parts of a fused projection), they are lost in rounding although the error is small relative to the norm, and
-        an optimizer that scales every value by its own size, as Adam does, turns that into noise. Half of the
-        blocks that are not constant have at least this strain.
-        """
-        blocks = self.average.view(self.sample.shape)
-        if block is not None and blocks.shape[1] % block == 0:  # shorter blocks lie inside the sampled ones
-            blocks = blocks.view(-1, block)
-        span = blocks.amax(1) - blocks.amin(1)
-        typical = blocks.abs().median(1).values
-        normal = NormalDist()
-        expected = 2 * normal.inv_cdf(1 - 1 / (blocks.shape[1] + 1)) / normal.inv_cdf(0.75)
-        uneven = span > 0
-        if not bool(uneven.any()) or not bool(torch.isfinite(span).all()):
-            return 0.0
-        beyond = (span[uneven] / (expected * typical[uneven])).log2().clamp(0.0, _MOST_STRAIN)
-        return float(beyond.median())
-
-
 class Statistics:
-    """Running averages by layer name, on the gradients' own device."""
+    """Running averages by layer name.
+
+    On CUDA the calls of a step are ordered by streams: `add` and `keep` may run on any of the job's, `fold` and
+    `snapshot` before anything of the next step.
+    """
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         """`layers` has the numel and codec block size of each layer."""
         most = min(MOST_VALUES, MOST_IN_ALL // max(len(layers), 1))
         self.samples = {name: sample_of(numel, block, most) for name, (numel, block) in layers.items()}
-        self.averages = {
-            name: torch.zeros(s.shape, dtype=torch.float32, device=device) for name, s in self.samples.items()
-        }
-        self._own: dict[str, torch.Tensor] = {}
+        self._sizes = [math.prod(sample.shape) for sample in self.samples.values()]
+        self._average, self._newest, self._own = (
+            torch.zeros(sum(self._sizes), device=device) for _ in range(3)
+        )
+        self.averages, self._newest_of, self._own_of = map(
+            self._by_name, (self._average, self._newest, self._own)
+        )
         self.counts = dict.fromkeys(layers, 0)
+        self._pending: set[str] = set()
+        """Layers of which the newest gradient is not in the averages yet."""
+        self._kept: set[str] = set()
+        """Layers of which this rank's own gradient is kept."""
         self._names = {name: place for place, name in enumerate(layers)}
         self._known: dict[tuple[str, ...], torch.Tensor] = {}
         self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
         shares = torch.tensor([sample.share for sample in self.samples.values()])
         self._scale = shares.rsqrt().to(device)
+        self._layer_of: torch.Tensor | None = None
+        if device.type == "cuda":
+            sizes = torch.tensor(self._sizes)
+            self._layer_of = torch.arange(len(layers)).repeat_interleave(sizes).to(device)
 
     def add(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Add a reduced bucket to the averages. Layers with non-finite values are skipped."""
-        mine = [piece for piece in pieces if piece.name in self.samples]
-        if not mine:
+        """Take a reduced bucket; `fold` adds it to the averages."""
+        if any(piece.name in self._pending for piece in pieces):
+            self.fold()
+        self._copy(pieces, flat, self._newest_of, self._pending)
+
+    def keep(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Keep this rank's own values of a bucket until the next snapshot."""
+        self._copy(pieces, flat, self._own_of, self._kept)
+
+    def fold(self) -> None:
+        """Add what `add` took to the averages. Layers with non-finite values are skipped."""
+        if not self._pending:
             return
-        values = [self.samples[piece.name].of(flat, piece.offset).float() for piece in mine]
-        places = self._places([piece.name for piece in mine])
-        weight = max(1 / (self.counts[mine[0].name] + 1), MEMORY)  # layers of a bucket always come together
-        norms = torch.stack(torch._foreach_norm(values)) * self._scale[places]
+        names = [name for name in self.samples if name in self._pending]
+        self._pending.clear()
+        places = self._places(names)
+        for name in names:
+            self.counts[name] += 1
+        weights = [max(1 / self.counts[name], MEMORY) for name in names]
+        # On a device one number needs no copy: layers nearly always come together.
+        alike = weights.count(weights[0]) == len(weights)
+        weight = torch.full_like(places, weights[0], dtype=torch.float32)
+        if not alike:
+            weight.copy_(torch.tensor(weights))
+        norms = (
+            torch.stack(torch._foreach_norm([self._newest_of[name] for name in names])) * self._scale[places]
+        )
         finite = torch.isfinite(norms)
         before = self._squares[places]
         self._squares[places] = torch.where(finite, before.lerp(norms.square(), weight), before)
         self._latest[places] = norms
-        on_host = flat.device.type == "cpu"
-        sound = finite.tolist() if on_host else finite.unbind()
-        for piece, new, good in zip(mine, values, sound, strict=True):
-            self.counts[piece.name] += 1
-            average = self.averages[piece.name]
-            if not on_host:  # a branch would make the host wait for the device
-                average.lerp_(torch.where(good, new, average), weight)
-            elif good:
-                average.lerp_(new, weight)
+        if self._layer_of is None:
+            for name, own, good in zip(names, weights, finite.tolist(), strict=True):
+                if good:
+                    self.averages[name].lerp_(self._newest_of[name], own)
+            return
+        # A branch would make the host wait for the device.
+        by_layer = torch.zeros_like(self._squares)
+        by_layer[places] = torch.where(finite, weight, 0.0)
+        by_value = by_layer.index_select(0, self._layer_of)
+        sound = torch.where(by_value > 0, self._newest, self._average)
+        self._average.lerp_(sound, by_value)
 
-    def keep(self, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Keep this rank's own values of a bucket until the next snapshot."""
-        for piece in pieces:
-            if piece.name in self.samples:
-                values = self.samples[piece.name].of(flat, piece.offset)
-                self._own[piece.name] = values.to(torch.float32, copy=True).view(-1)
+    def snapshot(
+        self, memory: ErrorFeedback | None = None, current: Mapping[str, int] | None = None
+    ) -> Snapshot:
+        """A copy of everything, with norms of the error feedback; own values are handed over.
 
-    def snapshot(self, memory: ErrorFeedback | None = None) -> Snapshot:
-        """Start copying everything to the host, with norms of the error feedback; own values are handed over."""
+        `current` has the bits of layers at which the errors of own values will be asked for.
+        """
+        self.fold()
         names = [name for name, count in self.counts.items() if count]
         places = self._places(names)
         owed = torch.zeros(len(names), device=self._latest.device)
@@ -206,27 +151,25 @@ class Statistics:
         if names and all(residual is not None for residual in residuals):
             held = [self.samples[n].of(r, 0) for n, r in zip(names, residuals, strict=True) if r is not None]
             owed = torch.stack(torch._foreach_norm(held)) * self._scale[places]
-        averages = [self.averages[name].view(-1) for name in names]
-        own, self._own = self._own, {}
-        kept = {name: self.samples[name] for name in names}
-        numbers = [self._squares[places], self._latest[places], owed]
-        joined = torch.cat([*averages, *numbers, *(own[name] for name in names if name in own)])
-        return Snapshot(kept, [name in own for name in names], joined)
-
-    def _places(self, names: Sequence[str]) -> torch.Tensor:
-        """The indices of these layers, on the device."""
-        key = tuple(names)
-        if key not in self._known:
-            places = torch.tensor([self._names[name] for name in names], dtype=torch.int64)
-            self._known[key] = places.to(self._latest.device)
-        return self._known[key]
+        kept, self._kept = self._kept, set()
+        numbers = torch.stack([self._squares[places], self._latest[places], owed])
+        values = SampledLayers(
+            {name: self.samples[name].shape for name in names},
+            average=self._joined(self._average, names),
+            own=self._joined(self._own, [name for name in names if name in kept]),
+            kept=kept,
+            current=current or {},
+        )
+        return Snapshot({name: self.samples[name].numel for name in names}, numbers, values)
 
     def state_dict(self) -> dict[str, Any]:
+        self.fold()
+        own = {name: self._own_of[name].reshape(-1) for name in self.samples if name in self._kept}
         return {
             "averages": {name: value.cpu().clone() for name, value in self.averages.items()},
             "squares": self._squares.cpu().clone(),
             "latest": self._latest.cpu().clone(),
-            "own": {name: value.cpu().clone() for name, value in self._own.items()},
+            "own": {name: value.cpu().clone() for name, value in own.items()},
             "counts": dict(self.counts),
         }
 
@@ -237,41 +180,62 @@ class Statistics:
             average.copy_(state["averages"][name])
         self._squares.copy_(state["squares"])
         self._latest.copy_(state["latest"])
-        self._own = {name: value.to(self._latest.device) for name, value in state["own"].items()}
+        self._pending.clear()
+        self._kept = set(state["own"])
+        for name, value in state["own"].items():
+            self._own_of[name].copy_(value.view(self.samples[name].shape))
         self.counts.update(state["counts"])
+
+    def _by_name(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = values.split(self._sizes)
+        return {
+            name: part.view(sample.shape)
+            for (name, sample), part in zip(self.samples.items(), parts, strict=True)
+        }
+
+    def _copy(
+        self, pieces: Sequence[Piece], flat: torch.Tensor, into: Mapping[str, torch.Tensor], names: set[str]
+    ) -> None:
+        """The sampled values of a bucket's layers, whose names are added to `names`."""
+        mine = [piece for piece in pieces if piece.name in self.samples]
+        if mine:
+            values = [self.samples[piece.name].of(flat, piece.offset) for piece in mine]
+            torch._foreach_copy_([into[piece.name] for piece in mine], values)
+            names.update(piece.name for piece in mine)
+
+    def _joined(self, values: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """A copy of the values of these layers."""
+        if len(names) == len(self.samples):
+            return values.clone()
+        parts = dict(zip(self.samples, values.split(self._sizes), strict=True))
+        return torch.cat([parts[name] for name in names]) if names else values.new_empty(0)
+
+    def _places(self, names: Sequence[str]) -> torch.Tensor:
+        """The indices of these layers, on the device."""
+        key = tuple(names)
+        if key not in self._known:
+            places = torch.tensor([self._names[name] for name in names], dtype=torch.int64)
+            self._known[key] = places.to(self._latest.device)
+        return self._known[key]
 
 
 class Snapshot:
     """A copy of the statistics that the training no longer changes."""
 
-    def __init__(self, samples: dict[str, Sample], own: list[bool], values: torch.Tensor) -> None:
-        self._samples, self._own, self._values = samples, own, values
-        self._ready: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
-            self._source = values  # must outlive the copy
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._ready = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
-            self._ready.record(torch.cuda.current_stream(values.device))
+    def __init__(self, numels: Mapping[str, int], numbers: torch.Tensor, values: SampledLayers) -> None:
+        self._numels, self._numbers, self._values = numels, numbers, values
 
     def layers(self) -> list[Layer]:
-        """The statistics of all layers; waits for the copy from a device."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        count = len(self._samples)
-        sizes = [math.prod(sample.shape) for sample in self._samples.values()]
-        own_sizes = [size if there else 0 for size, there in zip(sizes, self._own, strict=True)]
-        parts = self._values.split([*sizes, 3 * count, *own_sizes])
-        squares, latest, owed = parts[count].view(3, count).tolist()
+        """The statistics of all layers; waits for the numbers from a device."""
+        squares, latest, owed = self._values.on_host(self._numbers).tolist()
         return [
             Layer(
                 name=name,
-                sample=sample,
-                average=parts[i],
+                numel=numel,
                 norm=math.sqrt(squares[i]),
                 latest=latest[i],
-                own=parts[count + 1 + i],
                 owed=owed[i],
+                values=self._values,
             )
-            for i, (name, sample) in enumerate(self._samples.items())
+            for i, (name, numel) in enumerate(self._numels.items())
         ]

@@ -61,7 +61,7 @@ class LayerStatistics(Protocol):
         ...
 
     def relative_errors(
-        self, bits: Iterable[int], *, stochastic: bool, seed: int, block: int, own: bool
+        self, bits: Iterable[int], *, stochastic: bool, block: int, own: bool
     ) -> dict[int, float]:
         """The codec's error over the gradient's norm at each number of bits.
 
@@ -95,8 +95,8 @@ class PlannerSettings:
 class BitPlanner:
     """The guard and the planning, with the state they keep between looks."""
 
-    def __init__(self, policy: str, settings: PlannerSettings, *, guard: bool, seed: int) -> None:
-        self._policy, self._guard, self._seed = policy, guard, seed
+    def __init__(self, policy: str, settings: PlannerSettings, *, guard: bool) -> None:
+        self._policy, self._guard = policy, guard
         self.settings = settings
         self._planned_at: int | None = None
         self._relative: dict[str, dict[int, float]] = {}
@@ -205,9 +205,7 @@ class BitPlanner:
 
     def _errors(self, layer: LayerStatistics, bits: Sequence[int], *, own: bool = False) -> dict[int, float]:
         family = self.settings.family
-        return layer.relative_errors(
-            bits, stochastic=family.stochastic, seed=self._seed, block=family.block, own=own
-        )
+        return layer.relative_errors(bits, stochastic=family.stochastic, block=family.block, own=own)
 
     def _health(self, layer: LayerStatistics, bits: int) -> LayerHealth:
         name = layer.name
