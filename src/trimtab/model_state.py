@@ -99,6 +99,12 @@ class ModelState:
     functional_block: Any = None
     """`trimtab.sharding.unit_block` unit block of torch's attention, or of a module of experts."""
 
+    sequence_layer: Any = None
+    """What a layer needs to work on parts of the sequence: `trimtab.sharding.sequence.layers`."""
+
+    sequence_inputs: Any = None
+    """Which inputs of a module are gathered along the sequence: `trimtab.sharding.sequence.layers`."""
+
     tensor_group: Any = None
     """`trimtab.sharding.group.TensorGroup` over which the gradients of this module's parameters are summed."""
 
@@ -111,6 +117,8 @@ class ModelState:
             "aligned_block",
             "functional_block",
             "tensor_group",
+            "sequence_layer",
+            "sequence_inputs",
         )
         return {name: getattr(self, name) for name in kept}
 

@@ -51,6 +51,7 @@ def tensor_parallel(
     kinds: Mapping[type[nn.Module], UnitKind | Sequence[UnitKind]] | None = None,
     replicate: Sequence[str] = (),
     vocabulary: bool | tuple[str, ...] = False,
+    sequence: bool = False,
     seed: int = 0,
     balance: Literal["auto"] | None = None,
     gamma_max: float = 0.0,
@@ -76,6 +77,9 @@ def tensor_parallel(
         vocabulary: divide the embedding and the output head by vocabulary too: True for those that are found, or their
             names. ``cross_entropy`` then computes the loss from each rank's logits; any other use of the logits
             gathers them, and is a collective.
+        sequence: divide the activations between blocks along the sequence: norms, dropout and residuals then work on
+            each rank's places, and a rank keeps only these for the backward pass. Layers in which this would change
+            the result are refused.
         seed: seed of dropout, which is keyed by unit and independent of torch's random state.
         balance: ``"auto"`` times the ranks while the job runs, and when one is slow moves part of its work to
             others where that pays; see `trimtab.control.tensor.balancer`. Training stays exact.
@@ -132,6 +136,7 @@ def tensor_parallel(
         seed=seed,
         replica=replica,
         vocabulary=vocabulary,
+        sequence=sequence,
     )
     attach_state(model).whole_fingerprint = whole
     for each in divided:

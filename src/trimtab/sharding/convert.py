@@ -20,6 +20,8 @@ from trimtab.sharding.find_units import FoundBlock, find_blocks, head_width, pro
 from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.linear import features, is_transposed
 from trimtab.sharding.projection import InProjection, OutProjection
+from trimtab.sharding.sequence.layers import divide_layers
+from trimtab.sharding.sequence.plan import plan_layers
 from trimtab.sharding.structure.adapt import (
     ADAPTATIONS,
     COUNTS,
@@ -51,6 +53,7 @@ def convert(
     seed: int,
     replica: int,
     vocabulary: bool | tuple[str, ...] = False,
+    sequence: bool = False,
 ) -> ShardedModel:
     """Keep only this rank's units of every block. The parameters of rank 0 are broadcast.
 
@@ -60,6 +63,7 @@ def convert(
     Args:
         share: returns the table of every block, given for each its number of units and the bytes of one unit.
         vocabulary: as `find_vocabulary` takes it.
+        sequence: whether layers work on parts of the sequence.
     """
     if find_sharded_model(model) is not None:
         raise TrimtabError("tensor_parallel: this model is already tensor-parallel")
@@ -96,6 +100,7 @@ def convert(
             f"tensor_parallel: no units in this {type(model).__name__}: {listed(replicated) or 'no linear maps'}; "
             "declare its units with kinds={Type: Mlp(...) or Attention(...)}"
         )
+    plans = plan_layers(model, blocks) if sequence else {}
     sizes = {} if words is None else {VOCABULARY: (words.entries, unit_bytes(words))}
     _require_agreement(model, splits, sizes, group)
     sharded = ShardedModel(group=group, seed=seed, replica=replica, headroom=headroom, replicated=replicated)
@@ -113,6 +118,8 @@ def convert(
         sharded.blocks[VOCABULARY] = split_vocabulary(model, words, tables[VOCABULARY], sharded)
     for each in blocks:
         sharded.blocks[each.name] = _shard(each, splits[each.name], tables[each.name], sharded)
+    if plans:
+        divide_layers(model, plans, sharded)
     key_dropout(model, sharded, {each.name: each for each in blocks})
     attach_state(model).tensor_parallel = sharded
     for each in blocks:

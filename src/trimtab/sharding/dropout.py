@@ -44,10 +44,7 @@ class KeyedDropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         self.calls += _new_call()
-        block = self.sharded.inside
-        if block is None:
-            return x * _mask(x.shape, self.p, self.sharded, self.name, self.calls, None, x)
-        return _drop_units(x, self.p, block, self.name, self.calls)
+        return _drop(x, self.p, self.sharded, self.name, self.calls)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -109,10 +106,7 @@ class _DropUnits(TorchFunctionMode):
             return x
         self._drawn += 1
         name, calls = f"{self._counter.name}#{self._drawn}", self._counter.calls
-        block = self._sharded.inside
-        if block is None:
-            return x * _mask(x.shape, p, self._sharded, name, calls, None, x)
-        return _drop_units(x, p, block, name, calls)
+        return _drop(x, p, self._sharded, name, calls)
 
     def _attention(
         self,
@@ -204,6 +198,24 @@ def _numbers(module: nn.Module) -> list[str]:
 def _new_call() -> int:
     """1 in a forward pass; 0 when activation checkpointing recomputes one, which must use the same masks."""
     return 0 if torch._C._current_graph_task_id() != -1 else 1
+
+
+def _drop(x: Tensor, p: float, sharded: ShardedModel, name: str, calls: int) -> Tensor:
+    if sharded.inside is not None:
+        return _drop_units(x, p, sharded.inside, name, calls)
+    sequence = sharded.sequence
+    if sequence is None or not sequence.local:
+        return x * _mask(x.shape, p, sharded, name, calls, None, x)
+    own = sequence.own(sequence.places)
+    if x.ndim != 3 or x.shape[1] != len(own):
+        raise TrimtabError(
+            f"tensor_parallel: sequence=True: dropout {name} on a tensor of shape {tuple(x.shape)}, of which the "
+            "places of the sequence are unknown; leave sequence out"
+        )
+    if not own:
+        return x
+    ids = torch.arange(own.start, own.stop, device=x.device)
+    return x * _mask(x.shape, p, sharded, name, calls, (1, ids, sequence.places), x)
 
 
 def _drop_units(x: Tensor, p: float, block: UnitBlock, name: str, calls: int) -> Tensor:

@@ -147,11 +147,11 @@ class BlockLease:
             counts[loan.borrower] += loan.count
         return counts
 
-    def enter(self, x: Tensor) -> Tensor:
-        """The block's input. From here on `working` holds the rows to compute with."""
+    def enter(self, x: Tensor, *, summed: bool = True) -> Tensor:
+        """The block's input, with the sum of its gradient. From here on `working` holds the rows to compute with."""
         borrowed = self._fetch()
         parameters = [tensor.parameter for tensor in self.block.tensors]
-        entered, *full = _Leased.apply(self, x, borrowed, *parameters)  # type: ignore[no-untyped-call]
+        entered, *full = _Leased.apply(self, x, summed, borrowed, *parameters)  # type: ignore[no-untyped-call]
         self.working = {id(p): rows for p, rows in zip(parameters, full, strict=True)}
         return entered  # type: ignore[no-any-return]
 
@@ -237,9 +237,9 @@ class _Leased(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lease: BlockLease, x: Tensor, borrowed: list[Tensor], *parameters: Tensor
+        ctx: Any, lease: BlockLease, x: Tensor, summed: bool, borrowed: list[Tensor], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.lease = lease
+        ctx.lease, ctx.summed = lease, summed
         ctx.shapes = [parameter.shape for parameter in parameters]
         lease.block.group.compute_starts()
         full = []
@@ -254,7 +254,7 @@ class _Leased(torch.autograd.Function):
         group, tensors = lease.block.group, lease.block.tensors
         group.compute_ends()
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        if ctx.needs_input_grad[1]:
+        if ctx.summed and ctx.needs_input_grad[1]:
             group.all_reduce(total)
         full = [gradient.contiguous() for gradient in gradients[1:]]
         own: list[Tensor | None] = []
@@ -263,7 +263,7 @@ class _Leased(torch.autograd.Function):
             kept = lease.kept * tensor.axis.width
             full_gradient[:kept] = gradient[:kept]
             own.append(full_gradient)
-        if any(ctx.needs_input_grad[3:]):
+        if any(ctx.needs_input_grad[4:]):
             work, received = lease.return_gradients(full)
             leases = lease.block.sharded.leases
             assert leases is not None
@@ -273,7 +273,7 @@ class _Leased(torch.autograd.Function):
                 lease.forget()
             else:
                 leases.expect(lease, work, received)
-        return None, total, None, *own
+        return None, total, None, None, *own
 
 
 @dataclass(kw_only=True, eq=False)

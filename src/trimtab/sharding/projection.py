@@ -25,6 +25,9 @@ class HiddenReached(Exception):  # noqa: N818 - no error: ends a pass of `trimta
 class InProjection(nn.Module):
     """From the replicated input to this rank's units: the rows of each unit, in slot order."""
 
+    divided = False
+    """Whether the input has only this rank's places of the sequence."""
+
     def __init__(
         self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, parts: tuple[int, ...]
     ):
@@ -85,7 +88,9 @@ class OutProjection(nn.Module):
             self.block.activation_norms.add_hidden(x)
         if self.block.running is not None:
             x = self.block.running.hidden(x)
-        y = leave(x @ self.block.stored(self.weight, into=False), self.block.group)
+        y = x @ self.block.stored(self.weight, into=False)
+        sequence = self.block.sequence
+        y = leave(y, self.block.group) if sequence is None else sequence.scatter(y)
         self.block.leave()
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from trimtab.sharding.cut import Cut
     from trimtab.sharding.lease import BlockLease, Leases
+    from trimtab.sharding.sequence.exchange import Sequence
     from trimtab.sharding.slice_scores import ActivationNorms
     from trimtab.sharding.unit_axis import UnitAxis
     from trimtab.sharding.unit_table import UnitTable
@@ -79,6 +80,9 @@ class UnitBlock:
 
     vocabulary: bool = False
     """Whether the units are the entries of a vocabulary, which can move, but not be leased or left out."""
+
+    sequence: Sequence | None = None
+    """How its output is divided along the sequence; None if all of it is on every rank."""
 
     tensors: list[UnitTensor] = field(default_factory=list)
     draws: bool = False
@@ -161,17 +165,19 @@ class UnitBlock:
             self._called.add(key)
             return entered
         if self._entered and key not in self._called:
-            entered = enter(x, self.group)
+            entered = self._on_all_places(x, projection)
+            entered = enter(x, self.group) if entered is None else entered
             if self.running is not None:
                 entered = self.running.input(entered)
         else:
             self.sharded.inside = self
             self._entered, self._called = [], set()
             self._end_pass()
+            gathered = self._on_all_places(x, projection)
             if self.lease is not None and training and torch.is_grad_enabled():
-                entered = self.lease.enter(x)
+                entered = self.lease.enter(x if gathered is None else gathered, summed=gathered is None)
             else:
-                entered = enter(x, self.group)
+                entered = enter(x, self.group) if gathered is None else gathered
             if training:
                 if self.cut is not None and self.cut.places != self.places:
                     self.changed()  # the lease has changed since the cut was made
@@ -184,6 +190,14 @@ class UnitBlock:
         self._entered.append((x, entered))
         self._called.add(key)
         return entered
+
+    def _on_all_places(self, x: Tensor, projection: object) -> Tensor | None:
+        """An input that is divided along the sequence, gathered; its gradient is summed there. None for any other."""
+        if self.sequence is None:
+            return None
+        if any(x is full for full in self.sequence.gathered):
+            return x
+        return self.sequence.gather(x) if getattr(projection, "divided", False) else None
 
     def leave(self) -> None:
         """End the pass: the block's output is complete."""
@@ -252,6 +266,9 @@ class ShardedModel:
     blocks: dict[str, UnitBlock] = field(default_factory=dict)
     inside: UnitBlock | None = None
     """The block that is being computed."""
+
+    sequence: Sequence | None = None
+    """How activations are divided along the sequence; None if they are not."""
 
     leases: Leases | None = None
     """Gradients of leased units in flight; None before the first lease."""

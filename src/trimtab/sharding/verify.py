@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -115,10 +116,11 @@ def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor 
     modes = [(module, module.training) for module in block.parent.modules()]
     block.verifying = "all units" if whole else "own units"
     block.set_widths(block.units if whole else block.count)
+    sequence = block.sharded.sequence
     try:
         block.parent.eval()
         args, kwargs = tree_map(copied, (args, kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if sequence is None else sequence.unchanged():
             block.parent.forward(*args, **kwargs)
     except HiddenReached as reached:
         return reached.values

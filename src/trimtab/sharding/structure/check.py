@@ -60,7 +60,7 @@ def split_problem(
             _agrees(a, b, ids) for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=False)
         ):
             return "with some of its units it returns other values"
-    return "" if _close(summed, total) else "the sum over its units is not its output"
+    return "" if close(summed, total) else "the sum over its units is not its output"
 
 
 def _run(parent: nn.Module, out: str, call: Call, replace: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -102,10 +102,11 @@ def _agrees(value: Any, expected: Any, heads: list[int]) -> bool:
         if value.shape[1] != len(heads):
             return False
         expected = expected[:, heads]
-    return value.shape == expected.shape and _close(value, expected)
+    return value.shape == expected.shape and close(value, expected)
 
 
-def _close(value: Tensor, expected: Tensor) -> bool:
+def close(value: Tensor, expected: Tensor) -> bool:
+    """Whether two results of the same computation are equal up to rounding."""
     if not expected.is_floating_point():
         return torch.equal(value, expected)
     eps = torch.finfo(expected.dtype).eps

@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from trimtab.sharding.divided import DividedTensor
 from trimtab.sharding.vocabulary.slots import Slots
 
-_METADATA = frozenset(
-    ("shape", "device", "dtype", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")
-)  # fmt: skip
-_SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point))
 _SHAPES = frozenset((Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape))
 _BY_VALUE = frozenset(
     (
@@ -25,14 +21,13 @@ _BY_VALUE = frozenset(
 )  # fmt: skip
 
 
-class VocabularyLogits(Tensor):
+class VocabularyLogits(DividedTensor):
     """Represents all logits; only this rank's are here.
 
     `cross_entropy` computes its loss from them without gathering the others. Reshaping and slicing in front of the
     vocabulary and scaling keep them apart. Anything else gathers all logits, on every rank: a collective.
     """
 
-    local: Tensor
     slots: Slots
 
     @staticmethod
@@ -44,29 +39,12 @@ class VocabularyLogits(Tensor):
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = NotImplemented
+    def _function(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.cross_entropy:
-            result = _cross_entropy(*args, **kwargs)
-        elif args and isinstance(args[0], VocabularyLogits):
-            result = args[0]._apart(func, args[1:], kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = tree_map(lambda v: v.whole() if isinstance(v, cls) else v, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func}: logits divided by vocabulary were used inside torch; call .whole() first")
+            return _cross_entropy(*args, **kwargs)
+        return super()._function(func, args, kwargs)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result without gathering; NotImplemented if there is none."""
-        if getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad":
-            return self.local.requires_grad
-        if func in _SIZES or getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(self, *args, **kwargs)
         others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim > 0]
         if func in _BY_VALUE and not others:
             return VocabularyLogits(func(self.local, *args, **kwargs), self.slots)

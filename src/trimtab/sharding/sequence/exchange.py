@@ -1,0 +1,220 @@
+"""Activations divided along the sequence, and the collectives between whole and divided ones.
+
+A rank has some consecutive places of every sequence, more or fewer according to its units. Four functions lead from
+one form to the other, and the backward pass of each is the forward pass of another:
+
+| | forward | backward |
+|---|---|---|
+| `gather` | for this rank's units: all-gather | reduce-scatter |
+| `scatter` | partial sums of every rank: reduce-scatter | all-gather |
+| `cut` | the same on every rank: take the own places | all-gather |
+| `join` | for what every rank does alike: all-gather | take the own places |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trimtab.sharding.group import TensorGroup
+    from trimtab.sharding.unit_block import ShardedModel
+
+AXIS = 1
+"""Axis of the places in activations of (samples, places, width)."""
+
+
+class Sequence:
+    """How the ranks divide sequences: as they divide the units of the model, on average over its blocks."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        self.places = 0
+        """Places of the sequence in the current layer."""
+
+        self.local = False
+        """Whether activations are divided where the forward pass is now."""
+
+        self.gathered: list[Tensor] = []
+        """Inputs of the current block that were gathered in front of it."""
+
+    @property
+    def group(self) -> TensorGroup:
+        return self.sharded.group
+
+    def counts(self, places: int) -> list[int]:
+        """The places of each rank; the same on every rank."""
+        tables = [block.table for block in self.sharded.blocks.values() if not block.vocabulary]
+        shares = (
+            sum(table.counts[rank] / table.units for table in tables) / len(tables)
+            for rank in range(self.group.size)
+        )
+        ends = [*(round(places * part) for part in accumulate(shares))][:-1] + [places]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    def own(self, places: int) -> range:
+        """The places of this rank."""
+        counts = self.counts(places)
+        start = sum(counts[: self.group.rank])
+        return range(start, start + counts[self.group.rank])
+
+    @contextmanager
+    def layer(self, places: int) -> Iterator[None]:
+        """Inside a layer whose activations are divided."""
+        with self.unchanged():
+            self.places, self.local, self.gathered = places, True, []
+            yield
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Afterwards the forward pass is where it was before."""
+        before = self.places, self.local, self.gathered
+        try:
+            yield
+        finally:
+            self.places, self.local, self.gathered = before
+
+    def gather(self, local: Tensor) -> Tensor:
+        """All places of a block's input; its gradient is summed over the ranks."""
+        self.local = False
+        full: Tensor = _Gather.apply(local, self.counts(self.places), self.group)  # type: ignore[no-untyped-call]
+        return full
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """This rank's places of a block's output, summed over the ranks."""
+        self.local, self.gathered = True, []
+        own: Tensor = _Scatter.apply(partial, self.counts(partial.shape[AXIS]), self.group)  # type: ignore[no-untyped-call]
+        return own
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's places of what is the same on every rank."""
+        return _Cut.apply(full, self.counts(full.shape[AXIS]), self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def join(self, local: Tensor, places: int) -> Tensor:
+        """All places, for what every rank computes alike."""
+        return _Join.apply(local, self.counts(places), self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _take(full: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+    return full.narrow(AXIS, sum(counts[: group.rank]), counts[group.rank]).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _all_gather(local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+    """All places, from those of every rank; shorter parts are padded on the wire."""
+    if group.size == 1:
+        return local.view_as(local)
+    longest = max(counts)
+    sent = local.contiguous()
+    if local.shape[AXIS] < longest:
+        shape = (local.shape[0], longest, *local.shape[2:])
+        sent = local.new_zeros(shape)
+        sent[:, : local.shape[AXIS]] = local
+    received = sent.new_empty((group.size, *sent.shape))
+    with group.timed():
+        dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=group.process_group)
+    return torch.cat([received[rank, :, :count] for rank, count in enumerate(counts)], dim=AXIS)
+
+
+def _reduce_scatter(partial: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+    """The sum over the ranks, of this rank's places."""
+    if group.size == 1:
+        return partial.view_as(partial)
+    sent = torch.cat([part.flatten() for part in partial.split(counts, dim=AXIS)])
+    shape = (partial.shape[0], counts[group.rank], *partial.shape[2:])
+    with group.timed():
+        if len(set(counts)) == 1 and dist.get_backend(group.process_group) == "nccl":
+            total = sent.new_empty(shape)
+            dist.reduce_scatter_tensor(total, sent, group=group.process_group)
+            return total
+        place = partial.numel() // max(1, partial.shape[AXIS])
+        received = sent.new_empty((group.size, *shape))
+        own = [counts[group.rank] * place] * group.size
+        dist.all_to_all_single(
+            received.view(-1), sent, own, [count * place for count in counts], group=group.process_group
+        )
+    return received.sum(0)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        full = _all_gather(local, counts, group)
+        group.compute_starts()
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.group.compute_ends()
+        return _reduce_scatter(gradients[0], ctx.counts, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        group.compute_ends()
+        return _reduce_scatter(partial, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        full = _all_gather(gradients[0], ctx.counts, ctx.group)
+        ctx.group.compute_starts()
+        return full, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _take(full, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.counts, ctx.group), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _all_gather(local, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _take(gradients[0], ctx.counts, ctx.group), None, None
+
+
+class _Shared(torch.autograd.Function):
+    """Parameters that all places share: each rank has the gradient of its own places, and one all-reduce sums them."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return None, *gradients
+        total = torch.cat([gradient.flatten() for gradient in present])
+        ctx.group.all_reduce(total)
+        parts = iter(total.split([gradient.numel() for gradient in present]))
+        return None, *(None if g is None else next(parts).view_as(g) for g in gradients)
+
+
+def shared(parameters: list[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
+    """Parameters to compute the own places with; their gradients are summed over the ranks."""
+    if group.size == 1 or not torch.is_grad_enabled():
+        return tuple(parameters)
+    return _Shared.apply(group, *parameters)  # type: ignore[no-any-return,no-untyped-call]
