@@ -207,7 +207,8 @@ def _drop(x: Tensor, p: float, sharded: ShardedModel, name: str, calls: int) -> 
     if sequence is None or not sequence.local:
         return x * _mask(x.shape, p, sharded, name, calls, None, x)
     own = sequence.own(sequence.places)
-    if x.ndim != 3 or x.shape[1] != len(own):
+    samples, shape = sequence.samples, x.shape
+    if shape[:-1] not in ((samples, len(own)), (samples * len(own),)):
         raise TrimtabError(
             f"tensor_parallel: sequence=True: dropout {name} on a tensor of shape {tuple(x.shape)}, of which the "
             "places of the sequence are unknown; leave sequence out"
@@ -215,7 +216,9 @@ def _drop(x: Tensor, p: float, sharded: ShardedModel, name: str, calls: int) -> 
     if not own:
         return x
     ids = torch.arange(own.start, own.stop, device=x.device)
-    return x * _mask(x.shape, p, sharded, name, calls, (1, ids, sequence.places), x)
+    by_sample = (samples, len(own), shape[-1])
+    mask = _mask(torch.Size(by_sample), p, sharded, name, calls, (1, ids, sequence.places), x)
+    return x * mask.reshape(shape)
 
 
 def _drop_units(x: Tensor, p: float, block: UnitBlock, name: str, calls: int) -> Tensor:

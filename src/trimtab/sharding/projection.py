@@ -6,6 +6,8 @@ its parameters keep their names.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +44,9 @@ class InProjection(nn.Module):
         x = self.block.enter(x, self.training, self)
         units = self.block.computing
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
-        y = F.linear(x, self.block.stored(self.weight, into=True), bias)
+        weight, sequence = self.block.stored(self.weight, into=True), self.block.sequence
+        with nullcontext() if sequence is None else sequence.saving():
+            y = F.linear(x, weight, bias)
         if self.block.verifying == "all units":
             return self._of_all_units(y)
         if units == 0:

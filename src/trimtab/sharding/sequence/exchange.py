@@ -14,13 +14,17 @@ one form to the other, and the backward pass of each is the forward pass of anot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from trimtab._compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from trimtab.sharding.group import TensorGroup
@@ -35,14 +39,17 @@ class Sequence:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
-        self.places = 0
-        """Places of the sequence in the current layer."""
+        self.samples = self.places = 0
+        """Shape of the whole activations in the current layer."""
 
         self.local = False
         """Whether activations are divided where the forward pass is now."""
 
         self.gathered: list[Tensor] = []
         """Inputs of the current block that were gathered in front of it."""
+
+        self._kept: dict[int, _Kept] = {}
+        """The own places of the inputs of the current block, by address of the gathered ones."""
 
     @property
     def group(self) -> TensorGroup:
@@ -55,7 +62,8 @@ class Sequence:
             sum(table.counts[rank] / table.units for table in tables) / len(tables)
             for rank in range(self.group.size)
         )
-        ends = [*(round(places * part) for part in accumulate(shares))][:-1] + [places]
+        ends = [round(places * part) for part in accumulate(shares)]
+        ends[-1] = places
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     def own(self, places: int) -> range:
@@ -65,32 +73,58 @@ class Sequence:
         return range(start, start + counts[self.group.rank])
 
     @contextmanager
-    def layer(self, places: int) -> Iterator[None]:
+    def layer(self, samples: int, places: int) -> Iterator[None]:
         """Inside a layer whose activations are divided."""
         with self.unchanged():
-            self.places, self.local, self.gathered = places, True, []
+            self.samples, self.places, self.local, self.gathered = samples, places, True, []
             yield
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Afterwards the forward pass is where it was before."""
-        before = self.places, self.local, self.gathered
+        before = self.samples, self.places, self.local, self.gathered
         try:
             yield
         finally:
-            self.places, self.local, self.gathered = before
+            self.samples, self.places, self.local, self.gathered = before
 
     def gather(self, local: Tensor) -> Tensor:
         """All places of a block's input; its gradient is summed over the ranks."""
         self.local = False
-        full: Tensor = _Gather.apply(local, self.counts(self.places), self.group)  # type: ignore[no-untyped-call]
-        return full
+        counts = self.counts(self.places)
+        by_sample = self.by_sample(local, counts[self.group.rank])
+        kept = _Kept(by_sample.detach(), counts, self.group)
+        full: Tensor = _Gather.apply(by_sample, kept)  # type: ignore[no-untyped-call]
+        self._kept[full.untyped_storage().data_ptr()] = kept
+        return full.flatten(0, 1) if local.ndim == 2 else full
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Of gathered inputs the backward pass keeps only the own places, and gathers them once more."""
+        if self.group.size == 1:
+            return nullcontext()
+
+        def pack(saved: Tensor) -> Any:
+            kept = self._kept.get(saved.untyped_storage().data_ptr())
+            return saved if kept is None else (kept, saved.shape)
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            kept, shape = packed
+            return kept.full().view(shape)  # type: ignore[no-any-return]
+
+        return saved_tensors_hooks(pack, unpack)
 
     def scatter(self, partial: Tensor) -> Tensor:
         """This rank's places of a block's output, summed over the ranks."""
-        self.local, self.gathered = True, []
-        own: Tensor = _Scatter.apply(partial, self.counts(partial.shape[AXIS]), self.group)  # type: ignore[no-untyped-call]
-        return own
+        self.local, self.gathered, self._kept = True, [], {}
+        by_sample = self.by_sample(partial, self.places)
+        own: Tensor = _Scatter.apply(by_sample, self.counts(self.places), self.group)  # type: ignore[no-untyped-call]
+        return own.flatten(0, 1) if partial.ndim == 2 else own
+
+    def by_sample(self, x: Tensor, places: int) -> Tensor:
+        """Activations with an axis for samples; some layers flatten it."""
+        return x.view(self.samples, places, x.shape[-1]) if x.ndim == 2 else x
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's places of what is the same on every rank."""
@@ -99,6 +133,24 @@ class Sequence:
     def join(self, local: Tensor, places: int) -> Tensor:
         """All places, for what every rank computes alike."""
         return _Join.apply(local, self.counts(places), self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A gathered input, of which only the own places are kept."""
+
+    local: Tensor
+    counts: list[int]
+    group: TensorGroup
+    again: Tensor | None = None
+    """All places, while the backward pass of the block needs them."""
+
+    def full(self) -> Tensor:
+        if self.again is None:
+            self.group.compute_ends()
+            self.again = _all_gather(self.local, self.counts, self.group)
+            self.group.compute_starts()
+        return self.again
 
 
 def _take(full: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
@@ -119,20 +171,20 @@ def _all_gather(local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
         sent[:, : local.shape[AXIS]] = local
     received = sent.new_empty((group.size, *sent.shape))
     with group.timed():
-        dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=group.process_group)
+        all_gather_single(received.flatten(0, 1), sent, group.process_group)
     return torch.cat([received[rank, :, :count] for rank, count in enumerate(counts)], dim=AXIS)
 
 
 def _reduce_scatter(partial: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
     """The sum over the ranks, of this rank's places."""
     if group.size == 1:
-        return partial.view_as(partial)
+        return partial.clone()  # a layer may change it in place
     sent = torch.cat([part.flatten() for part in partial.split(counts, dim=AXIS)])
     shape = (partial.shape[0], counts[group.rank], *partial.shape[2:])
     with group.timed():
         if len(set(counts)) == 1 and dist.get_backend(group.process_group) == "nccl":
             total = sent.new_empty(shape)
-            dist.reduce_scatter_tensor(total, sent, group=group.process_group)
+            reduce_scatter_single(total, sent, group.process_group, dist.ReduceOp.SUM)
             return total
         place = partial.numel() // max(1, partial.shape[AXIS])
         received = sent.new_empty((group.size, *shape))
@@ -145,16 +197,18 @@ def _reduce_scatter(partial: Tensor, counts: list[int], group: TensorGroup) -> T
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        full = _all_gather(local, counts, group)
-        group.compute_starts()
+    def forward(ctx: Any, local: Tensor, kept: _Kept) -> Tensor:
+        ctx.kept = kept
+        full = _all_gather(local, kept.counts, kept.group)
+        kept.group.compute_starts()
         return full
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.group.compute_ends()
-        return _reduce_scatter(gradients[0], ctx.counts, ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        kept: _Kept = ctx.kept
+        kept.again = None
+        kept.group.compute_ends()
+        return _reduce_scatter(gradients[0], kept.counts, kept.group), None
 
 
 class _Scatter(torch.autograd.Function):

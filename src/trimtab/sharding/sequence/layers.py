@@ -120,7 +120,9 @@ class _DividedLayer(nn.Module):
         layer: _Layer = state_of(self).sequence_layer
         sequence = layer.sequence
         if torch.compiler.is_compiling():
-            raise TrimtabError("tensor_parallel: sequence=True does not work with torch.compile; use one of them")
+            raise TrimtabError(
+                "tensor_parallel: sequence=True does not work with torch.compile; use one of them"
+            )
         x = args[0] if args else kwargs[layer.first]
         if not isinstance(x, SequenceActivations):
             if x.ndim != 3:
@@ -129,14 +131,14 @@ class _DividedLayer(nn.Module):
                     "(samples, places, width)"
                 )
             x = SequenceActivations(sequence.cut(x), x.shape[AXIS], sequence)
-        args, kwargs = (
-            ((x.local, *args[1:]), kwargs) if args else (args, {**kwargs, layer.first: x.local})
-        )
+        args, kwargs = ((x.local, *args[1:]), kwargs) if args else (args, {**kwargs, layer.first: x.local})
         own = shared([getattr(module, name) for module, name in layer.shared], sequence.group)
         try:
             for (module, name), parameter in zip(layer.shared, own, strict=True):
-                module.__dict__[name] = parameter  # in front of the parameters, where attributes are looked up first
-            with sequence.layer(x.places):
+                module.__dict__[name] = (
+                    parameter  # in front of the parameters, where attributes are looked up first
+                )
+            with sequence.layer(x.local.shape[0], x.places):
                 output = super().forward(*args, **kwargs)
         finally:
             for module, name in layer.shared:

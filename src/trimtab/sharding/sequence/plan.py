@@ -55,7 +55,7 @@ def plan_layers(model: nn.Module, blocks: Sequence[FoundBlock]) -> dict[str, Lay
     trace = trace_model(model)
     plans = {}
     for name, layer in repeated_layers(model).items():
-        inside = [each for each in blocks if name and each.path.startswith(f"{name}.") or each.path == name]
+        inside = [each for each in blocks if (name and each.path.startswith(f"{name}.")) or each.path == name]
         if not inside:
             continue
         problem = "the model has no list of layers" if not name else trace.problem or "it is not called"
@@ -94,6 +94,7 @@ class _Record:
 
     def __init__(self, layer: nn.Module, call: Call) -> None:
         self.inputs: dict[str, tuple[Any, Any]] = {}
+        self.whole: dict[str, tuple[Any, Any]] = {}
         self.outputs: dict[str, Tensor] = {}
         self.call = call
         self.first = next(iter(inspect.signature(layer.forward).parameters), "")
@@ -102,27 +103,38 @@ class _Record:
         for name, module in layer.named_modules():
 
             def before(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                self.inputs.setdefault(name, (args, kwargs))
+                if name not in self.inputs:
+                    self.inputs[name] = args, kwargs
+                    self.whole[name] = tree_map(_cloned, (args, kwargs))  # a layer may change them in place
 
             def after(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
                 value = first_of(output)
                 if isinstance(value, Tensor):
-                    self.outputs.setdefault(name, value)
+                    self.outputs.setdefault(name, value.clone())
 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
         try:
             args, kwargs = tree_map(copied, (call.args, call.kwargs))
-            self.hidden = args[0] if args else kwargs.get(self.first)
+            hidden = args[0] if args else kwargs.get(self.first)
+            self.hidden = _cloned(hidden)
             layer(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        hidden, output = self.hidden, self.outputs.get("")
+        output = self.outputs.get("")
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[AXIS] < 2:
             self.problem = "its first argument is not activations of (samples, places, width)"
         elif output is None or output.shape != hidden.shape:
             self.problem = "its first output is not activations like its first argument"
+
+    def part(self, whole: Tensor, own: slice) -> Tensor:
+        """Some places of activations, also of those without an axis for samples."""
+        samples, places = self.hidden.shape[:2]
+        if whole.ndim == 2 and len(whole) == samples * places:
+            by_sample: Tensor = whole.unflatten(0, (samples, places))
+            return by_sample[:, own].flatten(0, 1).clone()
+        return whole[:, own].clone() if whole.ndim == 3 else whole
 
     def input_is_that_of(self, module: str, outer: str) -> bool:
         """Whether a module gets an argument of the module around it as it is."""
@@ -223,15 +235,17 @@ class _Trial:
 
             def after(_module: nn.Module, _args: Any, output: Any, name: str = name) -> Any:
                 whole = first_of(output)
-                if whole.shape != record.hidden.shape or not close(whole, record.outputs[name]):
-                    raise ValueError(f"{name} has another output when it is computed with parts of the sequence")
+                if not close(whole, record.outputs[name]):
+                    raise ValueError(
+                        f"{name} has another output when it is computed with parts of the sequence"
+                    )
                 self._local = True
-                part = whole[:, own]
+                part = record.part(whole, own)
                 return type(output)([part, *output[1:]]) if isinstance(output, (tuple, list)) else part
 
             handles.append(layer.get_submodule(name).register_forward_hook(after))
         args, kwargs = tree_map(copied, (record.call.args, record.call.kwargs))
-        part = record.hidden[:, own]
+        part = record.part(record.hidden, own)
         args, kwargs = ((part, *args[1:]), kwargs) if args else (args, {**kwargs, record.first: part})
         uses = _Uses(layer, self)
         try:
@@ -240,27 +254,29 @@ class _Trial:
         finally:
             for handle in handles:
                 handle.remove()
-        expected = record.outputs[""][:, own]
+        expected = record.part(record.outputs[""], own)
         if not isinstance(output, Tensor) or output.shape != expected.shape or not close(output, expected):
             raise ValueError("its output for a part of the sequence depends on the rest")
         mixed = (uses.local & uses.whole) - self._units
         if mixed:
-            raise ValueError(f"{', '.join(sorted(mixed))} is used both with parts and with all of the sequence")
+            raise ValueError(
+                f"{', '.join(sorted(mixed))} is used both with parts and with all of the sequence"
+            )
         return uses.whole
 
     def _gathered(self, name: str, own: slice, args: Any, kwargs: Any, projection: bool) -> Any:
         """The arguments with recorded ones for those that are divided."""
-        whole_args, whole_kwargs = self._record.inputs[name]
+        whole_args, whole_kwargs = self._record.whole[name]
         keys: set[int | str] = set()
 
         def whole(key: int | str, value: Any, recorded: Any) -> Any:
             if not isinstance(value, Tensor) or value.shape == recorded.shape:
                 return value
-            part = recorded[:, own] if recorded.ndim > AXIS else recorded
+            part = self._record.part(recorded, own)
             if value.shape != part.shape or not close(value, part):
                 raise ValueError(f"{name} does not get a part of the sequence when the layer does")
             keys.add(key)
-            return recorded
+            return recorded.clone()
 
         args = tuple(whole(i, a, b) for i, (a, b) in enumerate(zip(args, whole_args, strict=True)))
         kwargs = {key: whole(key, value, whole_kwargs[key]) for key, value in kwargs.items()}
@@ -298,6 +314,10 @@ class _Uses(TorchFunctionMode):
 def first_of(output: Any) -> Any:
     """The activations among a module's outputs."""
     return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _common(paths: list[str]) -> str:
