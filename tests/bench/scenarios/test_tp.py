@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.tp import replicas, vocabulary
+from trimtab.bench.scenarios.tp import memory, replicas
 from trimtab.bench.scenarios.tp.tp import on_rank
 
 if TYPE_CHECKING:
@@ -54,13 +54,19 @@ def test_replicas_train_alike_however_their_units_are_divided(ranks: Pool) -> No
         assert [sum(counts) for replica in row["units"] for counts in replica.values()] == [4, 256, 4, 256]
 
 
-def with_vocabulary() -> list[dict[str, Any]]:
-    return vocabulary.on_rank({**SMALL, "entries": 2000}, lambda done, total: None)
+def divided(what: str, entries: int | None) -> list[dict[str, Any]]:
+    return memory.on_rank({**SMALL, "what": what, "entries": entries}, lambda done, total: None)
 
 
-def test_a_divided_vocabulary_needs_less_memory_and_trains_alike(ranks: Pool) -> None:
-    rows = ranks(2, with_vocabulary)[0]
-    assert [row["method"] for row in rows] == [f"vocab {method}" for method in vocabulary.OPTIONS]
-    summary = vocabulary.vocabulary_summary(rows)
-    assert summary["vocab_loss_gap"] < 1e-4
-    assert summary["vocab_memory"] < 0.7
+@pytest.mark.parametrize(
+    ("what", "entries", "figure", "limit"),
+    [("vocab", 2000, "vocab_memory", 0.7), ("sequence", None, "sequence_activations", 0.9)],
+)
+def test_what_is_divided_needs_less_memory_and_trains_alike(
+    ranks: Pool, what: str, entries: int | None, figure: str, limit: float
+) -> None:
+    rows = ranks(2, divided, what, entries)[0]
+    assert [row["method"] for row in rows] == [f"{what} {method}" for method in memory.OPTIONS[what]]
+    summary = memory.memory_summary(rows)
+    assert summary[f"{what}_loss_gap"] < 1e-4
+    assert summary[figure] < limit

@@ -13,6 +13,7 @@ one form to the other, and the backward pass of each is the forward pass of anot
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Sequence:
         self.local = False
         counts = self.counts(self.places)
         by_sample = self.by_sample(local, counts[self.group.rank])
-        kept = _Kept(by_sample.detach(), counts, self.group)
+        kept = _Kept(counts, self.group)
         full: Tensor = _Gather.apply(by_sample, kept)  # type: ignore[no-untyped-call]
         self._kept[full.untyped_storage().data_ptr()] = kept
         return full.flatten(0, 1) if local.ndim == 2 else full
@@ -139,16 +140,23 @@ class Sequence:
 class _Kept:
     """A gathered input, of which only the own places are kept."""
 
-    local: Tensor
     counts: list[int]
     group: TensorGroup
+    node: weakref.ref[Any] | None = None
+    """The node of the graph that has them."""
+
+    local: Tensor | None = None
+    """They themselves, if there is no such node."""
+
     again: Tensor | None = None
     """All places, while the backward pass of the block needs them."""
 
     def full(self) -> Tensor:
         if self.again is None:
             self.group.compute_ends()
-            self.again = _all_gather(self.local, self.counts, self.group)
+            node = None if self.node is None else self.node()
+            local = node.saved_tensors[0] if self.local is None else self.local
+            self.again = _all_gather(local, self.counts, self.group)
             self.group.compute_starts()
         return self.again
 
@@ -199,6 +207,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, kept: _Kept) -> Tensor:
         ctx.kept = kept
+        ctx.save_for_backward(local)  # where activation checkpointing and the like can see it
+        kept.local = None if ctx.needs_input_grad[0] else local
+        kept.node = weakref.ref(ctx)
         full = _all_gather(local, kept.counts, kept.group)
         kept.group.compute_starts()
         return full

@@ -60,6 +60,9 @@ class _Layer:
     shared: list[tuple[nn.Module, str]]
     """The modules with the parameters that all places share."""
 
+    last: bool
+    """Whether what follows is no layer of the same list, and gets all places."""
+
     sequence: Sequence
 
 
@@ -81,13 +84,14 @@ def divide_layers(model: nn.Module, plans: Mapping[str, LayerPlan], sharded: Sha
     sequence = Sequence(sharded)
     sharded.sequence = sequence
     owners = set()
+    last = {name.rpartition(".")[0]: name for name in plans}
     for name, plan in plans.items():
         layer = model.get_submodule(name)
         shared_parameters = []
         for path in plan.shared:
             holder, _, attribute = path.rpartition(".")
             shared_parameters.append((layer.get_submodule(holder), attribute))
-        state = _Layer(name, plan.first, shared_parameters, sequence)
+        state = _Layer(name, plan.first, shared_parameters, last[name.rpartition(".")[0]] == name, sequence)
         attach_state(layer).sequence_layer = state
         _mix(layer, _DividedLayer)
         for path, arguments in plan.gathered.items():
@@ -143,9 +147,10 @@ class _DividedLayer(nn.Module):
         finally:
             for module, name in layer.shared:
                 module.__dict__.pop(name, None)
-        if isinstance(output, (tuple, list)):
-            return type(output)([SequenceActivations(output[0], x.places, sequence), *output[1:]])
-        return SequenceActivations(output, x.places, sequence)
+        several = isinstance(output, (tuple, list))
+        divided = SequenceActivations(output[0] if several else output, x.places, sequence)
+        hidden = divided.whole() if layer.last else divided
+        return type(output)([hidden, *output[1:]]) if several else hidden
 
 
 class _GatheredInputs(nn.Module):

@@ -2,7 +2,8 @@
 
 Rows: `even` shares, `shares` by measured speed, `ideal` (the best split of the times that the ranks of the even run
 needed, plus the time of its collectives when nobody waits); `torch` is `parallelize_module` on equal ranks. Rows `2d`
-are of two tensor groups (`replicas`), rows `vocab` of a divided vocabulary (`vocabulary`).
+are of two tensor groups (`replicas`), rows `vocab` and `sequence` of a divided
+vocabulary and of activations divided along the sequence (`memory`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
 from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.scenarios.tp.families import EXACT, family_gaps
+from trimtab.bench.scenarios.tp.memory import memory_rows, memory_summary
 from trimtab.bench.scenarios.tp.replicas import replica_rows, replica_summary
 from trimtab.bench.scenarios.tp.task import SIZES, task
-from trimtab.bench.scenarios.tp.vocabulary import vocabulary_rows, vocabulary_summary
 from trimtab.bench.trainer import TensorTrainer, Trainer, ideal
 from trimtab.measure.timing import slowest_seconds
 from trimtab.sharding import assignment, assignment_for, move
@@ -34,12 +35,15 @@ def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) ->
     """Two ranks, the second at each speed in turn and at 1."""
     every = [*speed, 1.0]
     rows: list[dict[str, Any]] = []
-    jobs = len(every) + 2
+    jobs = len(every) + 3
     for index, each in enumerate(every):
         rows += run_at(each, device, repeats, part(progress, index, jobs))
     spec = {"speed": max(speed), "device": device, "repeats": repeats, **SIZES[device]}
-    in_replicas = replica_rows(spec, part(progress, jobs - 2, jobs))
-    of_vocabulary = vocabulary_rows(spec, part(progress, jobs - 1, jobs))
+    in_replicas = replica_rows(spec, part(progress, jobs - 3, jobs))
+    divided = {
+        what: memory_rows(spec, what, part(progress, jobs - 2 + index, jobs))
+        for index, what in enumerate(("vocab", "sequence"))
+    }
     by_key = {(row["method"], row["speed"]): row for row in rows}
     summary: dict[str, Any] = {"device": device}
     for each in speed:
@@ -50,8 +54,11 @@ def tp(speed: Sequence[float], device: str, repeats: int, progress: Progress) ->
     summary["even_over_torch"] = by_key["even", 1.0]["over_torch"]
     summary["aa_ratio"] = by_key["torch" + AA, 1.0]["over_torch"]
     summary["move_in_steps"] = by_key["move", 1.0]["step_ms"] / by_key["even", 1.0]["step_ms"]
-    summary |= replica_summary(in_replicas) | vocabulary_summary(of_vocabulary) | families()
-    return Result(bench="tp", summary=summary, rows=[*rows, *in_replicas, *of_vocabulary])
+    summary |= replica_summary(in_replicas) | families()
+    for of_memory in divided.values():
+        summary |= memory_summary(of_memory)
+        rows += of_memory
+    return Result(bench="tp", summary=summary, rows=[*rows, *in_replicas])
 
 
 def families() -> dict[str, Any]:
