@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
-from trimtab.sharding.divided import DividedTensor
+from trimtab.sharding.sequence.divided import DividedTensor
 from trimtab.sharding.sequence.exchange import AXIS, Sequence, shared
 from trimtab.sharding.sequence.plan import LayerPlan
 from trimtab.sharding.unit_block import ShardedModel

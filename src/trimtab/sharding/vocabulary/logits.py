@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.sharding.divided import DividedTensor
+from trimtab.sharding.sequence.divided import DividedTensor
 from trimtab.sharding.vocabulary.slots import Slots
 
 _SHAPES = frozenset((Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape))
