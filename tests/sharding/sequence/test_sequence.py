@@ -57,8 +57,9 @@ def train(folder: Path) -> dict[str, Any]:
     return {"counts": counts, "worst": max(worst, *(float(gap.detach().abs().max()) for gap in gaps))}
 
 
+@pytest.mark.timeout(300)
 def test_training_is_that_of_a_single_device(ranks: Pool, tmp_path: Path) -> None:
-    for result in ranks(3, train, tmp_path, timeout=110):
+    for result in ranks(3, train, tmp_path, timeout=150):
         assert result["worst"] < EXACT
         assert result["counts"] == [[4, 6, 2], [8, 0, 4]]
 
@@ -68,9 +69,10 @@ def gaps(names: tuple[str, ...]) -> dict[str, float]:
     return {family.name: family_gap(family, sequence=True) for family in families}
 
 
+@pytest.mark.timeout(300)
 def test_common_families_train_as_on_a_single_device(ranks: Pool) -> None:
     pytest.importorskip("transformers")
-    for found in ranks(2, gaps, COMMON, timeout=110):
+    for found in ranks(2, gaps, COMMON, timeout=150):
         assert found.keys() == set(COMMON)
         assert max(found.values()) < EXACT, found
 
@@ -120,9 +122,10 @@ def dropout_and_refusals() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.timeout(300)
 def test_dropout_belongs_to_places_and_mixing_layers_are_refused(ranks: Pool) -> None:
     pytest.importorskip("transformers")
-    first, second = ranks(2, dropout_and_refusals, timeout=110)
+    first, second = ranks(2, dropout_and_refusals, timeout=150)
     for name in ("losses", "gradients"):
         assert first[name] == pytest.approx([first[name][0]] * 3, abs=EXACT)
         assert second[name] == pytest.approx(first[name], abs=EXACT)
