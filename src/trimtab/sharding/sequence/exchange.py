@@ -154,7 +154,7 @@ class _Kept:
     def full(self) -> Tensor:
         if self.again is None:
             self.group.compute_ends()
-            node = None if self.node is None else self.node()
+            node: Any = None if self.node is None else self.node()
             local = node.saved_tensors[0] if self.local is None else self.local
             self.again = _all_gather(local, self.counts, self.group)
             self.group.compute_starts()
