@@ -32,7 +32,7 @@ class WaitingRunner:
         torch.cuda.synchronize()
         finish(steps)
         torch.cuda.synchronize()
-        future: Any = torch.futures.Future(devices=[result.device])
+        future: Any = torch.futures.Future(devices=[result.device] if result.is_cuda else [])
         future.set_result(result)
         return future
 
