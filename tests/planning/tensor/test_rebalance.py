@@ -120,6 +120,26 @@ def test_how_long_it_will_last() -> None:
 
 
 @given(
+    st.lists(st.floats(0.5, 8), min_size=2, max_size=6), st.floats(0.01, 1), st.floats(0, 4), st.floats(0, 4)
+)
+def test_no_lease_is_chosen_or_kept_that_is_slower_than_doing_nothing(
+    slow: list[float], kept: float, fixed: float, slope: float
+) -> None:
+    costs = Costs(own=None, lease=MigrationCost(fixed=fixed, slope=slope))
+    before = ranks(*slow)
+    even = 1 / len(slow)
+    lent = even * (1 - kept)
+    shares = [even - lent, even + lent, *[even] * (len(slow) - 2)]
+    leasing = [
+        Rank(blocks=rank.whole * share, rest=0.0, share=share, home=even)
+        for rank, share in zip(before, shares, strict=True)
+    ]
+    for now in (before, leasing):
+        found = decide(now, costs, EXACT, steps=32)
+        assert found.mode != "lease" or found.predicted <= max(slow) * (1 + 1e-9)
+
+
+@given(
     st.lists(st.floats(0.5, 8), min_size=2, max_size=6),
     st.floats(0, 0.5),
     st.floats(0, 0.9),

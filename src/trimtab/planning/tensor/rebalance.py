@@ -176,7 +176,12 @@ def decide(
         worth = _worth(candidate, rules, steps)
         if worth < least:
             best, least = candidate, worth
-    return best or now
+    chosen = best or now
+    if chosen.mode == "lease":  # the margin is no reason to keep one that costs more than it saves
+        owned = [rank.owned for rank in ranks]
+        home = _judged(ranks, owned, [0.0] * len(ranks), "home", costs, returns)
+        return home if home.predicted <= chosen.predicted else chosen
+    return chosen
 
 
 def changes(decision: Decision, ranks: Sequence[Rank]) -> bool:
