@@ -88,6 +88,7 @@ class Sequence:
             yield
         finally:
             self.samples, self.places, self.local, self.gathered = before
+            self._kept = {}  # a pass that ended early leaves addresses behind
 
     def gather(self, local: Tensor) -> Tensor:
         """All places of a block's input; its gradient is summed over the ranks."""
