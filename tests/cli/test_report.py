@@ -99,7 +99,7 @@ def test_the_page_of_a_bench(tmp_path: Path) -> None:
 
 def test_the_page_of_a_plan_and_of_a_simulation() -> None:
     document = plan_document(plan(), title="plan.json", model="gpt")
-    assert document.verdict == "124 ms a step is predicted, 3.2 times as fast as plain DDP."
+    assert document.verdict == "124 ms a step is predicted, 3.15 times as fast as plain DDP."
     assert document.subtitle == "gpt · 4 ranks · global batch 64"
     assert [one["id"] for one in data_of(to_html(document))["sections"]] == ["overview", "why", "precision"]
     outcomes = [

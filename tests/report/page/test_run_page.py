@@ -42,7 +42,7 @@ def said(document: Document) -> str:
 def test_a_whole_run(tmp_path: Path) -> None:
     document = document_of(write_run(tmp_path / "run"))
     assert document.verdict.startswith(
-        "129 ms a step, 3 times as fast as plain DDP (predicted), 83% of the ideal; loss "
+        "129 ms a step, 3.04 times as fast as plain DDP (predicted), 83% of the ideal; loss "
     )
     assert document.notes == []
     by_rank = card(document, "overview", "Where the step went, by rank")

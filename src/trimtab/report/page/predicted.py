@@ -54,7 +54,7 @@ def plan_document(plan: dict[str, Any], *, title: str, model: str, operators: Se
     reasons = [event("", "", text(reason)) for reason in sequence(plan.get("reasons"))]
     verdict = f"{duration(step_s)} a step is predicted"
     if gain is not None:
-        verdict += f", {gain:.2g} times as fast as plain DDP" if gain > 1.005 else ", as fast as plain DDP"
+        verdict += f", {gain:.3g} times as fast as plain DDP" if gain > 1.005 else ", as fast as plain DDP"
     cards: list[Card] = [figures(*items), *predicted_steps(plan), *_roles_bars(plan)]
     cards += [*tradeoff(plan), *adjustments(plan), *role_table(plan)]
     why = [events("Why the plan is as it is", reasons)] if reasons else []

@@ -76,7 +76,7 @@ def verdict(data: RunData) -> str:
         return "No training step was recorded."
     said = f"{duration(data.step_s)} a step"
     if data.plain_s and data.plain_s[0] > 0:
-        said += f", {data.plain_s[0] / data.step_s:.2g} times as fast as plain DDP ({data.plain_s[1].split(' ')[0]})"
+        said += f", {data.plain_s[0] / data.step_s:.3g} times as fast as plain DDP ({data.plain_s[1].split(' ')[0]})"
     if data.ideal_s and data.run.world_size > 1:
         said += f", {data.ideal_s / data.step_s:.0%} of the ideal"
     change = data.loss_change
