@@ -57,7 +57,7 @@ def local_steps(
             exchange. Where exchanging every step is as fast, a DDP module goes back to that, with compressed gradients.
         max_penalty: with "auto", the expected relative increase of the loss that is allowed.
         bits: of what is exchanged; None for uncompressed.
-        outer_lr, outer_momentum: of the outer Nesterov step; by default they follow the number of workers.
+        outer_lr, outer_momentum: of the outer Nesterov step; by default 0.7 and 0.5.
         fragments: groups of parameters that are exchanged one after another.
         delay: steps between sending a fragment and taking its average.
         patience: steps by which a fragment that has not arrived may be taken later; a run in which that happens is not

@@ -158,17 +158,27 @@ def hierarchy(
     return {"hosts": per_host}
 
 
-@_measures("local steps")
+@_measures("local steps", "local.rows")
 def local(
+    device: Device = "cpu",
     links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit,10mbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated.")] = "2",
     full: Annotated[bool, typer.Option("--full", help="100 and 10 Mbit/s, 2 and 4 workers.")] = False,
     only: Annotated[
-        str, typer.Option(help="Parts, comma-separated: speed, uneven, loss; all when absent.")
+        str,
+        typer.Option(
+            help="Parts, comma-separated: speed, uneven, loss; with --device cuda: gpt2, vit. All when absent."
+        ),
+    ] = "",
+    every: Annotated[
+        str, typer.Option(help="Rounds of other lengths whose speed to measure too, comma-separated.")
     ] = "",
     repeats: Repeats = 2,
-    steps: Steps = 400,
+    steps: Steps = 200,
     seeds: Seeds = 3,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Sequences of a worker where losses are compared.")
+    ] = 64,
     json: Json = False,
 ) -> dict[str, Any]:
     """Local steps over slow links, beside gradients in every step: speed, and loss at equal samples."""
@@ -176,9 +186,13 @@ def local(
     if not all(2 <= count <= 4 for count in counts):
         raise TrimtabError(f"{workers!r}: give numbers of workers from 2 to 4")
     parts = [name for name in only.split(",") if name]
-    if wrong := sorted(set(parts) - {"speed", "uneven", "loss"}):
-        raise TrimtabError(f"bench local: there is no part {wrong[0]!r}; choose from speed, uneven, loss")
-    return {"links": links.split(","), "workers": counts, "only": parts}
+    known = ("gpt2", "vit") if device == "cuda" else ("speed", "uneven", "loss")
+    if wrong := sorted(set(parts) - set(known)):
+        raise TrimtabError(f"bench local: there is no part {wrong[0]!r}; choose from {', '.join(known)}")
+    lengths = _numbers(every, int) if every else []
+    if every and min(lengths, default=0) < 2:
+        raise TrimtabError(f"bench local: --every {every!r}: give numbers of steps from 2, such as 8,32")
+    return {"links": links.split(","), "workers": counts, "only": parts, "every": lengths}
 
 
 @_measures("scale")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import harmonic_mean
+from statistics import fmean, harmonic_mean
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,17 @@ from trimtab.doors.ddp import stage_groups
 from trimtab.local.agreement import HOST, outer_step
 from trimtab.measure.exchange import measure_exchanges
 from trimtab.measure.timing import call_seconds
-from trimtab.planning.local_steps import TRIED_BITS, LocalChoice, choose_local_steps, every_step_seconds
+from trimtab.planning.local_steps import (
+    MOST_FRAGMENTS,
+    TRIED_BITS,
+    LocalChoice,
+    choose_local_steps,
+    every_step_seconds,
+)
 from trimtab.predict.exchange import Exchange
+
+SMALL = 1 << 12
+"""Values of the exchange that shows what one costs whatever its size."""
 
 
 def measured_choice(
@@ -23,6 +32,7 @@ def measured_choice(
     device: torch.device,
     numel: int,
     *,
+    largest: int,
     step_s: float,
     balanced: bool,
     workers: int,
@@ -33,22 +43,25 @@ def measured_choice(
 
     Args:
         numel: values of all trained parameters.
+        largest: values of the largest of them.
         step_s: of this rank's own steps.
         balanced: batches will be shared out by speeds, so that all ranks take the same time.
     """
-    whole = _exchanges(group, HOST, numel)
+    whole, work_s = _exchanges(group, HOST, numel)
     on_gpu = device.type == "cuda"
-    gradients = _exchanges(group, device, numel) if on_gpu else whole
+    gradients = _exchanges(group, device, numel)[0] if on_gpu else whole
     # A GPU computes on while the host exchanges: only ranks on the CPU lose computing time to it.
-    own = [step_s, 0.0 if on_gpu else whole[4].work_s + _arithmetic_s(numel)]
+    own = [step_s, 0.0 if on_gpu else work_s + _arithmetic_s(numel)]
     steps_s, works_s = zip(*gather_numbers(own, group), strict=True)
     step_s, work_s = harmonic_mean(steps_s) if balanced else max(steps_s), max(works_s)
+    # `trimtab.compress` sends 3 bits or so.
+    compressed_s = fmean(exchange.compressed_s for exchange in gradients.values())
     return choose_local_steps(
         step_s=step_s,
         exchange_s={bits: exchange.compressed_s for bits, exchange in whole.items()},
         every_step_s=min(
-            every_step_seconds(step_s, gradients[4].plain_s, 0.0),
-            *(every_step_seconds(step_s, exchange.compressed_s, work_s) for exchange in gradients.values()),
+            every_step_seconds(step_s, gradients[4].plain_s, 0.0, largest / numel),
+            every_step_seconds(step_s, compressed_s, work_s, largest / numel),
         ),
         workers=workers,
         layers=layers,
@@ -57,13 +70,29 @@ def measured_choice(
     )
 
 
-def _exchanges(group: dist.ProcessGroup, device: torch.device, numel: int) -> dict[int, Exchange]:
-    """What one exchange of so many values takes, by bits. Collective."""
+def _exchanges(
+    group: dist.ProcessGroup, device: torch.device, numel: int
+) -> tuple[dict[int, Exchange], float]:
+    """What one exchange of so many values takes, by bits, and the CPU time of one in 4 bits. Collective."""
     groups = stage_groups(group, device)
     codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
     measured = measure_exchanges(codecs, groups, device, numel)
+    small = measure_exchanges({"4": codecs["4"]}, groups, device, min(numel, SMALL))["4"]
     destroy_groups(groups)
-    return {int(bits): exchange.of(numel * 4) for bits, exchange in measured.items()}
+    whole = {int(bits): exchange.of(numel * 4) for bits, exchange in measured.items()}
+    return whole, codec_work_s(measured["4"], small, numel)
+
+
+def codec_work_s(measured: Exchange, small: Exchange, numel: int) -> float:
+    """CPU time in which all values are encoded and decoded, fragment by fragment.
+
+    The trial on a slow link is small, so what an exchange costs whatever its size must not be counted once for each
+    trial that fits the model.
+    """
+    if measured.nbytes <= small.nbytes:
+        return measured.of(numel * 4).work_s
+    per_byte = max(0.0, measured.work_s - small.work_s) / (measured.nbytes - small.nbytes)
+    return MOST_FRAGMENTS * small.work_s + per_byte * numel * 4
 
 
 def _arithmetic_s(numel: int) -> float:

@@ -77,6 +77,7 @@ class LocalSteps(JobBound):
         self.device = next(iter(trained.values())).device
         self._parameters = len(trained)
         self._numel = sum(p.numel() for p in trained.values())
+        self._largest = max(p.numel() for p in trained.values())
         self._members = self._find_members(model, who)
         self.worker: LocalWorker | None = None
         self.choice: LocalChoice | None = None
@@ -231,6 +232,7 @@ class LocalSteps(JobBound):
             self.group,
             self.device,
             self._numel,
+            largest=self._largest,
             step_s=median(self._times[WARM_UP:]),
             balanced=self.timer is not None and self.timer.follows_speeds,
             workers=self._count_workers(),

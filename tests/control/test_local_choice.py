@@ -1,0 +1,24 @@
+"""What the choice of local steps is made from."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.control.local_choice import codec_work_s
+from trimtab.planning.local_steps import MOST_FRAGMENTS
+from trimtab.predict.exchange import Exchange
+
+
+def test_work_that_does_not_grow_with_size_counts_once_for_each_fragment() -> None:
+    fixed, per_byte = 2e-3, 1e-9
+
+    def exchange(numel: int) -> Exchange:
+        work_s = fixed + per_byte * 4 * numel
+        return Exchange(nbytes=4 * numel, plain_s=1.0, compressed_s=1.0, bits=4, work_s=work_s)
+
+    numel = 25_000_000
+    expected = pytest.approx(MOST_FRAGMENTS * fixed + per_byte * 4 * numel, rel=0.01)
+    assert codec_work_s(exchange(1 << 18), exchange(1 << 12), numel) == expected
+    assert codec_work_s(exchange(1 << 12), exchange(1 << 12), 1 << 13) == pytest.approx(
+        2 * exchange(1 << 12).work_s
+    )
