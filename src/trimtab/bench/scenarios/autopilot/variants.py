@@ -29,7 +29,7 @@ def alone() -> None:
 
 
 def canary() -> None:
-    """Gradients in one bit, rounded to the nearest: the losses must show it."""
+    """Gradients in one bit of large blocks, rounded to the nearest: the losses must show it, in few steps."""
     from torch.nn.parallel import DistributedDataParallel
 
     from trimtab.api.compress import compress
@@ -40,7 +40,7 @@ def canary() -> None:
     @functools.wraps(construct)
     def construct_damaged(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        compress(self, Block(bits=1, stochastic=False), error_feedback=False)
+        compress(self, Block(bits=1, block=1 << 16, stochastic=False), error_feedback=False)
 
     DistributedDataParallel.__init__ = construct_damaged  # type: ignore[method-assign]
 
