@@ -3,86 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.doors.fsdp_net import Net, full, loss_of, make, same_everywhere
 from tests.doors.trimtab_default import trimtab_default
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import trimtab
 from trimtab.codec import Block, PowerSGD
-from trimtab.collectives.hierarchy import one_host
-from trimtab.control.compression.ddp import adaptive_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
-from trimtab.doors.fsdp import FsdpCompression, process_groups
-from trimtab.doors.parameters import choose_bits
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
-
-WIDTH = 100
-
-
-class Net(nn.Module):
-    """Layers of sizes that no number of ranks divides, and a branch that may stay unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(33, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.down = nn.Linear(WIDTH, 33)
-        self.spare = nn.Linear(33, 70)
-
-    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
-        y: torch.Tensor = self.down(F.gelu(self.norm(self.up(x))))
-        return y + self.spare(x).mean() if spare else y
-
-
-def make(
-    codec: Block | None, *, replicas: int = 1, precision: MixedPrecisionPolicy | None = None, **settings: Any
-) -> Any:
-    torch.manual_seed(0)
-    net = Net()
-    world = dist.get_world_size()
-    mesh = (
-        init_device_mesh("cpu", (world,))
-        if replicas == 1
-        else init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    )
-    for module in (net.up, net.down, net):
-        fully_shard(module, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
-    return trimtab.compress(net, codec, **settings) if codec is not None else net  # type: ignore[arg-type]
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(8, 33, generator=torch.Generator().manual_seed(step * 100 + dist.get_rank()))
-
-
-def loss_of(net: Any, step: int, **arguments: Any) -> torch.Tensor:
-    x = batch(step)
-    return F.mse_loss(net(x, **arguments).float(), x.flip(1))
-
-
-def full(net: Any, gradients: bool = True) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.grad if gradients else p).full_tensor().detach()
-        for name, p in net.named_parameters()
-        if p.grad is not None or not gradients
-    }
-
-
-def same_everywhere(tensors: dict[str, torch.Tensor]) -> bool:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flat)
-    return all(torch.equal(other, flat) for other in everyone)
 
 
 def errors(bits: int, replicas: int, precision: Any = None) -> tuple[dict[str, float], bool]:
@@ -296,164 +233,6 @@ def test_overrides_by_name(ranks: Pool) -> None:
     assert pieces["up.bias"][1:] == (8, 64)
     assert pieces["spare.weight"][1] == 0
     assert pieces["down.weight"][1:] == (4, 1024)
-
-
-def decided() -> tuple[str, bool]:
-    net = make(None, replicas=2)
-    os.environ["GROUP_RANK"] = str(dist.get_rank())  # a host for each rank
-    try:
-        trimtab.compress(net)
-    finally:
-        del os.environ["GROUP_RANK"]
-    loss_of(net, 0).backward()
-    return trimtab.explain(net), same_everywhere(full(net))
-
-
-def test_without_a_codec_each_axis_is_measured(ranks: Pool) -> None:
-    for message, agree in ranks(4, decided, allow_groups=True):
-        assert "shard axis: not compressing: the link is" in message or "shard axis: compressing" in message
-        assert (
-            "replicate axis: not compressing: the link is" in message
-            or "replicate axis: compressing" in message
-        )
-        assert agree
-
-
-def on_one_host(replicas: int) -> tuple[float, float, bool, list[int]]:
-    """How far gradients and trained weights are from plain FSDP2's, and whether all ranks agree."""
-    plain, net = make(None, replicas=replicas), make(None, replicas=replicas)
-    axes = dict(zip(("shard", "replicate"), process_groups(net), strict=True))
-    groups = {axis: group for axis, group in axes.items() if group is not None and group.size() > 1}
-    hosts = {axis: one_host(group, torch.device("cpu")) for axis, group in groups.items()}
-    sizes = {name: (p.numel(), p.dim()) for name, p in net.named_parameters()}
-    pieces, _ = choose_bits(sizes, Block(bits=1), {}, 2048)
-    compression = FsdpCompression(
-        net, Block(bits=1), pieces, hosts={axis: host for axis, host in hosts.items() if host is not None}
-    )
-    for model in (plain, net):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-    errors = [
-        max(float((full(net, g)[n] - e).norm() / e.norm()) for n, e in full(plain, g).items())
-        for g in (True, False)
-    ]
-    agree = same_everywhere(full(net))
-    dist.barrier()
-    compression.close()
-    return *errors, agree, [host is not None for host in hosts.values()]  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)])
-def test_on_one_host_sums_and_weights_are_exact(ranks: Pool, world: int, replicas: int) -> None:
-    for gradients, weights, agree, shared in ranks(world, on_one_host, replicas, allow_groups=True):
-        assert all(shared)
-        assert agree
-        assert gradients < 1e-5, "one bit would be far off"
-        assert weights < 1e-5
-
-
-def one_axis(shard: bool) -> tuple[float, bool, list[int]]:
-    plain, net = make(None, replicas=2), make(None, replicas=2)
-    sizes = {name: (p.numel(), p.dim()) for name, p in net.named_parameters()}
-    pieces, _ = choose_bits(sizes, Block(bits=8), {}, 2048)
-    compression = FsdpCompression(net, Block(bits=8), pieces, shard=shard, replicate=not shard)
-    for model in (plain, net):
-        for step in range(2):
-            loss_of(model, step).backward()
-    exact, got = full(plain)["up.weight"], full(net)["up.weight"]
-    steps = [sum(counts) for counts in zip(*(group.steps for group in compression.groups), strict=True)]
-    return float((got - exact).norm() / exact.norm()), same_everywhere(full(net)), steps
-
-
-@pytest.mark.parametrize("shard", [True, False])
-def test_one_axis_of_hsdp_alone(ranks: Pool, shard: bool) -> None:
-    for wrong, agree, steps in ranks(4, one_axis, shard, allow_groups=True):
-        assert 1e-4 < wrong < 0.03
-        assert agree
-        assert steps == ([6, 0] if shard else [0, 6])
-
-
-def summed(net: Any, steps: range) -> torch.Tensor:
-    """The sum over steps of the gradients of one parameter, each from the same weights and data."""
-    total: Any = 0.0
-    for _ in steps:
-        net.zero_grad()
-        loss_of(net, 0).backward()
-        total = total + full(net)["up.weight"]
-    return torch.as_tensor(total)
-
-
-def carried_over(replicas: int) -> tuple[float, float, bool, bool]:
-    """What is missing after many steps without and with error feedback; whether a resumed run has the same bits."""
-    codec, steps = Block(bits=2, stochastic=False), 12
-    exact = summed(make(None, replicas=replicas), range(1)) * steps
-    without = summed(make(codec, replicas=replicas), range(steps))
-    net = make(codec, replicas=replicas, error_feedback=True)
-    first = summed(net, range(steps // 2))
-    state = trimtab.state_dict(net)
-    with_it = first + summed(net, range(steps // 2))
-    again = make(codec, replicas=replicas, error_feedback=True)
-    trimtab.load_state_dict(again, state)
-    resumed = first + summed(again, range(steps // 2))
-    missing = [float((total - exact).norm() / exact.norm()) for total in (without, with_it)]
-    return *missing, same_everywhere(full(net)), torch.equal(resumed, with_it)  # type: ignore[return-value]
-
-
-def test_error_feedback_of_the_scatter_sends_in_the_end_what_was_meant(ranks: Pool) -> None:
-    for without, with_it, agree, resumed in ranks(3, carried_over, 1, allow_groups=True):
-        assert with_it < 0.4 * without
-        assert agree
-        assert resumed
-
-
-def adapting(replicas: int) -> tuple[list[Any], dict[str, int], bool, bool]:
-    """History and bits, whether replicas agree, and whether a resumed run makes the same decisions."""
-    config = trimtab.Adaptive(family="bits-scaled", warmup=4, period=4, look=4)
-
-    def train(net: Any, steps: range) -> None:
-        for step in steps:
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-
-    net = make(None, replicas=replicas)
-    trimtab.compress(net, config)
-    train(net, range(7))
-    saved = {name: p.full_tensor().detach().clone() for name, p in net.named_parameters()}
-    state = trimtab.state_dict(net)
-    train(net, range(7, 12))
-    again = make(None, replicas=replicas)
-    trimtab.compress(again, trimtab.Adaptive(family="bits", look=6))
-    with torch.no_grad():
-        for name, p in again.named_parameters():
-            local = distribute_tensor(saved[name], p.device_mesh, p.placements).to_local()
-            p.to_local().copy_(local)
-    trimtab.load_state_dict(again, state)
-    train(again, range(7, 12))
-    same = all(torch.equal(full(again, False)[n], v) for n, v in full(net, False).items())
-    compression = fsdp_compression_of(net)
-    assert compression is not None
-    bits = {name: bits for name, (_, bits, _) in compression.pieces.items()}
-    controller = adaptive_of(net)
-    assert controller is not None
-    return controller.history, bits, same_everywhere(full(net)), same
-
-
-@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)])
-def test_bits_adapt_on_all_ranks_alike(ranks: Pool, world: int, replicas: int) -> None:
-    results = ranks(world, adapting, replicas, allow_groups=True)
-    for history, bits, agree, resumed in results:
-        assert history
-        assert history[0].step == 6
-        assert (history, bits) == (results[0][0], results[0][1])
-        assert bits["up.bias"] == 0
-        assert 1 <= bits["up.weight"] < 4
-        assert agree
-        assert resumed
 
 
 def on_the_backend() -> tuple[float, float]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.local.agreement import AgreedFragment
 from trimtab.local.fragments import split, turns
+from trimtab.planning.local_steps import local_settings
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 50))
@@ -32,3 +37,18 @@ def test_turns_are_different_steps_of_a_round(every: int, count: int) -> None:
         assert min(steps) >= 1
         gaps = [after - before for before, after in zip((0, *steps), steps, strict=False)]
         assert min(gaps) >= every // count, "a delay of every // count ends before the next fragment is sent"
+
+
+def test_what_is_exchanged_is_fp32_whatever_the_default_is() -> None:
+    settings = local_settings(4, None, 2, 1)
+    weight = torch.nn.Parameter(torch.randn(3, 5))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fragment = AgreedFragment({"weight": weight}, SimpleNamespace(stages=(None,)), settings, seed=0)  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(fragment.agreed, weight.detach().view(-1))
+    assert {buffer.dtype for buffer in (fragment.momentum, fragment._shift, fragment._change)} == {
+        torch.float32
+    }

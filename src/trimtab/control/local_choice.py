@@ -11,7 +11,8 @@ from trimtab.codec import Block
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.rank_values import gather_numbers
 from trimtab.doors.ddp import stage_groups
-from trimtab.local.agreement import HOST, outer_step
+from trimtab.local.agreement import outer_step
+from trimtab.local.workers import HOST
 from trimtab.measure.exchange import measure_exchanges
 from trimtab.measure.timing import call_seconds
 from trimtab.planning.local_steps import (

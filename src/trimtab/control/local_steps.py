@@ -28,7 +28,7 @@ from trimtab.doors.ddp import has_other_hook
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.local.worker import LocalWorker
-from trimtab.local.workers import Workers, start_alike
+from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound, JobHook, find_state
 from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings
@@ -188,7 +188,7 @@ class LocalSteps(JobBound):
     def numbers_of(self, owner: object) -> LaterNumbers:
         """What exchanges an owner's numbers between steps while nobody waits. The first call is collective."""
         if owner not in self._numbers:
-            self._number_groups += private_groups(self.group, torch.device("cpu"), 1)
+            self._number_groups += private_groups(self.group, HOST, 1)
             self._numbers[owner] = LaterNumbers(self._number_groups[-1])
         return self._numbers[owner]
 

@@ -9,6 +9,7 @@ the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,9 @@ from trimtab.codec import Block, ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, reduction_for
 from trimtab.collectives.reduction import PlainReduction, Reduction, started
-from trimtab.local.workers import Workers
+from trimtab.local.workers import HOST, Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.wire_format import MIN_NUMEL
-
-HOST = torch.device("cpu")
 
 
 class AgreedFragment:
@@ -47,11 +46,12 @@ class AgreedFragment:
         self.device = first.device
         numel = sum(p.numel() for p in self.parameters.values())
         self._on_gpu = self.device.type == "cuda"
-        self.agreed = torch.empty(numel, dtype=torch.float32, pin_memory=self._on_gpu)
-        self.momentum = torch.zeros(numel)
-        self._shift = torch.empty(numel, pin_memory=self._on_gpu)
+        buffer = partial(torch.zeros, numel, dtype=torch.float32, device=HOST)
+        self.agreed = buffer(pin_memory=self._on_gpu)
+        self.momentum = buffer()
+        self._shift = buffer(pin_memory=self._on_gpu)
         """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
-        self._change = torch.empty(numel, pin_memory=self._on_gpu)
+        self._change = buffer(pin_memory=self._on_gpu)
         """While an exchange is under way: the outer gradient, then the next agreed weights."""
         self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()

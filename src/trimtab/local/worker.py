@@ -15,9 +15,9 @@ from trimtab.collectives import runner_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
-from trimtab.local.agreement import HOST, AgreedFragment, AveragedBuffers
+from trimtab.local.agreement import AgreedFragment, AveragedBuffers
 from trimtab.local.fragments import split, turns
-from trimtab.local.workers import Workers, start_alike
+from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
 

@@ -12,6 +12,9 @@ from trimtab._compat import all_gather_single
 from trimtab.collectives import STAGE_GROUPS
 from trimtab.collectives.groups import destroy_groups, private_groups
 
+HOST = torch.device("cpu")
+"""Where changes of weights are exchanged, also those of a model on a GPU."""
+
 
 def start_alike(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Give every rank the first one's values; where all have them already, only a hash travels. Collective."""
@@ -53,16 +56,15 @@ class Workers:
         """Of this worker's ranks: results of exchanges."""
         self.gradients: dist.ProcessGroup | None = None
         """Of this worker's ranks: the averages of every step. Another thread uses it, so it is another group."""
-        host = torch.device("cpu")
         if max(map(len, self.members)) == 1:
-            self.everyone, *stages = private_groups(group, host, 1 + STAGE_GROUPS)
+            self.everyone, *stages = private_groups(group, HOST, 1 + STAGE_GROUPS)
             self.stages = tuple(stages)
         else:
-            (self.everyone,) = private_groups(group, host, 1)
+            (self.everyone,) = private_groups(group, HOST, 1)
             leaders = [own[0] for own in self.members]
             others = [each for each in range(self.ranks) if each not in leaders]
-            self.stages = private_groups(group, host, STAGE_GROUPS, ranks=leaders if self.leads else others)
-            (self.inside,) = private_groups(group, host, 1, ranks=self.own)
+            self.stages = private_groups(group, HOST, STAGE_GROUPS, ranks=leaders if self.leads else others)
+            (self.inside,) = private_groups(group, HOST, 1, ranks=self.own)
             (self.gradients,) = private_groups(group, device, 1, ranks=self.own)
 
     @property
@@ -71,7 +73,7 @@ class Workers:
 
     def report(self, samples: int) -> torch.Tensor:
         """What this rank adds to the sum over all ranks that begins an exchange: the samples of each worker."""
-        row = torch.zeros(self.count, dtype=torch.float64)
+        row = torch.zeros(self.count, dtype=torch.float64, device=HOST)
         row[self.index] = samples
         return row
 
