@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 import trimtab
 from trimtab.codec import Block
 from trimtab.collectives.hierarchy import one_host
+from trimtab.control.compression import fsdp as fsdp_control
 from trimtab.control.compression.ddp import adaptive_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.doors.fsdp import FsdpCompression, process_groups
@@ -42,6 +44,32 @@ def test_without_a_codec_each_axis_is_measured(ranks: Pool) -> None:
             or "replicate axis: compressing" in message
         )
         assert agree
+
+
+def decided_apart() -> bool:
+    """The shard groups of two replicas measure by themselves: here one compresses and the other does not."""
+    judge = fsdp_control._judge
+
+    def judge_by_rank(config: Any, group: Any, model: Any) -> Any:
+        decision, settings = judge(config, group, model)
+        first_replica = dist.get_process_group_ranks(group) == [0, 1]
+        return replace(decision, compress=first_replica), settings
+
+    net = make(None, replicas=2)
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    fsdp_control._judge = judge_by_rank
+    try:
+        trimtab.compress(net)
+    finally:
+        del os.environ["GROUP_RANK"]
+        fsdp_control._judge = judge
+    for step in range(2):
+        loss_of(net, step).backward()
+    return same_everywhere(full(net))
+
+
+def test_axes_that_decide_apart_do_not_wait_for_each_other(ranks: Pool) -> None:
+    assert ranks(4, decided_apart, allow_groups=True) == [True] * 4
 
 
 def on_one_host(replicas: int) -> tuple[float, float, bool, list[int]]:

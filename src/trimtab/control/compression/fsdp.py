@@ -103,10 +103,11 @@ def compress_fsdp(
         chosen[axis], reasons[axis] = decision.compress, decision.reason
         if codec is not None:
             chosen[axis], reasons[axis] = True, "choosing bits, as requested"
-    own, adaptive = Block(), None
+    own, adaptive, active = Block(), None, True
     if isinstance(codec, Block):
         own = codec
     else:
+        active = _anywhere(groups, any(chosen.values()))
         adaptive = _agreed(groups, [settings[axis] for axis in settings if chosen[axis]])
     if adaptive is not None:
         own = family_codec(adaptive.family, config.start_bits)
@@ -117,7 +118,7 @@ def compress_fsdp(
     explanation = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
     if weight_bits is not None and "shard" in groups:
         explanation += f"; weights are gathered in {weight_bits} bits"
-    elif not any(chosen.values()):
+    elif not active:
         return explanation
     pieces, fixed = choose_bits(sizes, own, overrides or {}, min_numel)
     compression = FsdpCompression(
@@ -200,8 +201,16 @@ def _judge(
 def _agreed(
     groups: Mapping[str, dist.ProcessGroup], own: Sequence[PlannerSettings]
 ) -> PlannerSettings | None:
-    """The settings of the slowest axis that is compressed, as the first rank of the mesh has them. Collective."""
-    slowest = min(own, key=lambda each: each.gbit_per_s, default=None)
+    """The settings of the slowest axis that any rank of the mesh compresses. Collective."""
+    known = list(own)
     for group in groups.values():
-        slowest = gather_choices(slowest, group)[0]
-    return slowest
+        slowest = min(known, key=lambda each: (each.gbit_per_s, each.name), default=None)
+        known = [each for each in gather_choices(slowest, group) if each is not None]
+    return min(known, key=lambda each: (each.gbit_per_s, each.name), default=None)
+
+
+def _anywhere(groups: Mapping[str, dist.ProcessGroup], here: bool) -> bool:
+    """Whether it holds on any rank of the mesh: the groups along an axis decide by themselves. Collective."""
+    for group in groups.values():
+        here = any(gather_choices(here, group))
+    return here
