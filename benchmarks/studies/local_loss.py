@@ -1,11 +1,12 @@
 """GPT-2 small on four workers: the loss of plain DDP, of compressed gradients, and of local steps, in resumable pieces.
 
-Trains on four parts of one GPU, over NCCL's sockets, from where the state in FOLDER is, for at most so many seconds,
-and saves the state again; FOLDER/METHOD.json has the losses on held-out text so far. Call it until `done` is true.
+Trains on four parts of one GPU, over NCCL's sockets, from where the state in FOLDER is, for at most so many seconds;
+FOLDER/METHOD.json has the losses on held-out text so far. Call it until `done` is true. Plain DDP is trained by one
+process on the batches of all four workers: the mean of four equal batches' mean gradients is that of the whole batch.
 
-    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss ddp FOLDER --seconds 150
-    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss default FOLDER --seconds 150
-    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss local FOLDER --seconds 150
+    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss ddp FOLDER --seconds 240
+    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss default FOLDER --seconds 240
+    PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss local FOLDER --seconds 240
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     else:  # tries the script where there is no GPU
         task = tasks.gpt(width=32, layers=1, heads=2, context=32, samples=spec["samples"])
     saved = Path(spec["folder"], f"{spec['method']}-{dist.get_rank()}.pt")
+    parts = WORKERS // dist.get_world_size()
     state = torch.load(saved, map_location=device, weights_only=True) if saved.exists() else None
     model = prepared(spec["method"], task.model, spec["every"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, betas=(0.9, 0.95))
@@ -68,7 +70,8 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = LR * rate
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(*task.batch(step=step, rank=dist.get_rank()))
+            batches = (task.batch(step=step, rank=parts * dist.get_rank() + part) for part in range(parts))
+            loss = model(*map(torch.cat, zip(*batches, strict=True)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,18 +88,19 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             late = max(row[0] for row in gather_numbers([time.monotonic() - began], None)) > spec["seconds"]
             if late:
                 break
-    # Before the weights, so that an exchange under way has ended when they are saved.
-    own = {} if spec["method"] == "ddp" else trimtab.state_dict(model)
-    torch.save(
-        {
-            "model": task.model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "trimtab": own,
-            "step": step,
-            "curve": curve,
-        },
-        saved,
-    )
+    if step < spec["steps"]:
+        # Before the weights, so that an exchange under way has ended when they are saved.
+        own = {} if spec["method"] == "ddp" else trimtab.state_dict(model)
+        torch.save(
+            {
+                "model": task.model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "trimtab": own,
+                "step": step,
+                "curve": curve,
+            },
+            saved,
+        )
     return {
         "step": step,
         "curve": curve,
@@ -111,13 +115,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=4, help="of a worker in a step, of 512 bytes each")
+    parser.add_argument("--samples", type=int, default=8, help="of a worker in a step, of 512 bytes each")
     parser.add_argument("--every", type=int, default=30, help="steps of a round")
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     spec = {**vars(args), "folder": str(args.folder.absolute())}
-    cluster = slices(WORKERS) if args.device == "cuda" else hosts((1.0,) * WORKERS)
+    ranks = 1 if args.method == "ddp" else WORKERS
+    cluster = slices(ranks) if args.device == "cuda" else hosts((1.0,) * ranks)
     result = run_on_cluster(cluster, on_rank, spec)
     file = args.folder / f"{args.method}.json"
     before = json.loads(file.read_text())["seconds"] if file.exists() else []

@@ -24,7 +24,8 @@ class LocalSettings:
     """Groups of layers that are exchanged one after another, spread over a round."""
 
     delay: int = 0
-    """Steps between sending a fragment and taking its average; so long nobody waits for the network or a worker."""
+    """Steps between sending a fragment and taking its average; so long nobody waits for the network or a worker. Where
+    the next fragments are sent meanwhile, one is encoded while another is on the wire."""
 
     patience: int = 0
     """Steps by which a fragment may be taken later if it has not arrived. Where that happens, which step it is depends
@@ -34,15 +35,12 @@ class LocalSettings:
     """The part of a worker's own change during the delay that it keeps when it takes the average."""
 
     def __post_init__(self) -> None:
-        spacing = self.every // max(self.fragments, 1)
         wrong = {
             f"every={self.every}: use at least 1": self.every < 1,
             f"fragments={self.fragments}: use 1 to every ({self.every})": not 1
             <= self.fragments
             <= self.every,
-            f"delay={self.delay}: use 0 to {spacing}, so that one fragment travels at a time": not 0
-            <= self.delay
-            <= spacing,
+            f"delay={self.delay}: use 0 to every ({self.every})": not 0 <= self.delay <= self.every,
             f"bits={self.bits}: use 1 to 8, or None": self.bits is not None and not 1 <= self.bits <= 8,
             f"patience={self.patience}: use at least 0": self.patience < 0,
             f"keep={self.keep}: use 0 to 1": not 0 <= self.keep <= 1,

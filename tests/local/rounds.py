@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.local.fragments import split, turns
+from trimtab.local.fragments import Part, split, turns
 
 WIDTH = 24
 
@@ -19,6 +19,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
     )
+
+
+def wide_net() -> nn.Sequential:
+    """Its first weight is large enough to be cut."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 2800), nn.Tanh(), nn.Linear(2800, 3))
 
 
 def batch(step: int, rank: int, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,6 +61,7 @@ def in_one_process(
     samples: Sequence[int],
     settings: dict[str, Any],
     batches: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    make: Callable[[], nn.Module] = net,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Every worker's weights, and the agreed ones, after so many steps and one more look before the next.
 
@@ -63,15 +70,19 @@ def in_one_process(
         batches: each worker's batch of a step.
     """
     of_step = batches or (lambda step, worker: batch(step, worker, samples[worker]))
-    workers = [net() for _ in samples]
+    workers = [make() for _ in samples]
     optimizers = [optimizer_for(worker) for worker in workers]
-    named = dict(net().named_parameters())
-    fragments = split({name: p.numel() for name, p in named.items()}, settings["fragments"])
+    named = dict(make().named_parameters())
+    fragments = split({name: tuple(p.shape) for name, p in named.items()}, settings["fragments"])
     places = turns(settings["every"], len(fragments))
-    agreed = {name: p.detach().clone() for name, p in named.items()}
+    parts = [part for fragment in fragments for part in fragment]
+    agreed = {part: part.of(named[part.name].detach()).clone() for part in parts}
     momentum = {name: torch.zeros_like(p) for name, p in agreed.items()}
-    flight: dict[int, tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]] = {}
-    own = [dict(worker.named_parameters()) for worker in workers]
+    flight: dict[int, tuple[int, dict[Part, torch.Tensor], list[dict[Part, torch.Tensor]]]] = {}
+    own = [
+        {part: part.of(dict(worker.named_parameters())[part.name].detach()) for part in parts}
+        for worker in workers
+    ]
 
     def take(index: int) -> None:
         _, change, sent = flight.pop(index)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.local.rounds import WIDTH, batch, flat, in_one_process, net, one_step, optimizer_for
+from tests.local.rounds import WIDTH, batch, flat, in_one_process, net, one_step, optimizer_for, wide_net
 from tests.support.pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,10 +21,14 @@ from trimtab.errors import TrimtabError
 
 
 def on_ranks(
-    steps: int, samples: Sequence[int], settings: dict[str, Any], wrap: bool
+    steps: int,
+    samples: Sequence[int],
+    settings: dict[str, Any],
+    wrap: bool,
+    make: Callable[[], nn.Module] = net,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rank = dist.get_rank()
-    model: nn.Module = net()
+    model = make()
     if rank:  # all begin with the first rank's weights
         for p in model.parameters():
             p.data.zero_()
@@ -52,15 +55,22 @@ SETTINGS = {
     "delayed": {"every": 4, "fragments": 1, "delay": 3, "outer_lr": 0.7, "outer_momentum": 0.5},
     "fragments": {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2},
     "one each step": {"every": 4, "fragments": 4, "delay": 1, "outer_lr": 1.1, "outer_momentum": 0.2},
+    "two under way, one parameter cut": {
+        "every": 6,
+        "fragments": 3,
+        "delay": 4,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    },
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rounds_are_those_of_one_process(ranks: Pool, name: str) -> None:
-    settings = SETTINGS[name]
+    settings, make = SETTINGS[name], wide_net if "cut" in name else net
     samples = (4, 4, 4)
-    expected, agreed = in_one_process(14, samples, settings)
-    measured = ranks(3, on_ranks, 14, samples, {**settings, "bits": None}, False)
+    expected, agreed = in_one_process(14, samples, settings, make=make)
+    measured = ranks(3, on_ranks, 14, samples, {**settings, "bits": None}, False, make)
     for (own, of_rank), reference in zip(measured, expected, strict=True):
         torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(of_rank, agreed, rtol=1e-5, atol=1e-6)
@@ -118,8 +128,8 @@ def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Train, save and load into a new model in the middle; and without the break."""
     rank, runs = dist.get_rank(), []
     for stop in (None, at):
-        model: nn.Module = net()
-        trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+        model: nn.Module = wide_net()
+        trimtab.local_steps(model, every=6, fragments=3, delay=4, bits=4)
         optimizer = optimizer_for(model)
         for step in range(1, steps + 1):
             one_step(model, optimizer, step, rank)
@@ -132,8 +142,8 @@ def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
                 before.close()
                 file.seek(0)
                 saved = torch.load(file)
-                model = copy.deepcopy(net())
-                trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
+                model = wide_net()
+                trimtab.local_steps(model, every=6, fragments=3, delay=4, bits=4)
                 optimizer = optimizer_for(model)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
@@ -153,7 +163,7 @@ def test_a_resumed_job_continues_to_the_bit(ranks: Pool, at: int) -> None:
 
 
 def grown(steps: int, state: dict[str, Any]) -> torch.Tensor:
-    model = net()
+    model = wide_net()
     trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
     trimtab.load_state_dict(model, state)
     optimizer = optimizer_for(model)
@@ -169,7 +179,7 @@ def grown(steps: int, state: dict[str, Any]) -> torch.Tensor:
 
 
 def saved_state(steps: int) -> dict[str, Any]:
-    model = net()
+    model = wide_net()
     trimtab.local_steps(model, every=6, fragments=3, delay=2, bits=4)
     optimizer = optimizer_for(model)
     for step in range(1, steps + 1):

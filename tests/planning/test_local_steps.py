@@ -37,7 +37,25 @@ def test_fewer_bits_where_the_round_would_be_too_long() -> None:
     )
     assert choice.settings is not None
     assert choice.settings.bits == 2
-    assert choice.settings.every <= longest_round(2, 0.01)
+    assert choice.settings.every <= longest_round(2, 0.01, 2)
+    assert choice.penalty <= 0.01
+
+
+def test_bits_are_those_with_the_lower_expected_penalty() -> None:
+    """Long rounds cost more than coarse changes do."""
+    choices = [
+        choose_local_steps(
+            step_s=0.45,
+            exchange_s={4: wire, 2: wire / 2},
+            every_step_s=wire,
+            workers=2,
+            layers=50,
+            max_penalty=0.02,
+        )
+        for wire in (12.0, 70.0)
+    ]
+    assert [choice.settings and choice.settings.bits for choice in choices] == [4, 2]
+    assert all(choice.step_s == 0.45 for choice in choices), "neither waits for the wire"
 
 
 def test_where_every_step_is_fast_enough_it_stays() -> None:
@@ -68,7 +86,7 @@ def test_the_choice_keeps_its_limits(
     assert step_s + extra > SLOWER * step_s
     exchange = {4: four, 2: four / 2}[choice.settings.bits or 0]
     waits = exchange > WIRE_PART * step_s * choice.settings.every
-    assert not waits or choice.settings.every == longest_round(workers, max_penalty)
+    assert not waits or choice.settings.every == longest_round(workers, max_penalty, choice.settings.bits)
 
 
 @given(st.integers(2, 200), st.integers(2, 100))
@@ -76,6 +94,7 @@ def test_the_penalty_grows_with_workers_and_rounds(workers: int, every: int) -> 
     assert penalty(workers + 1, every) >= penalty(workers, every) > 0
     assert penalty(workers, every + 1) >= penalty(workers, every)
     assert penalty(1, every) == 0
+    assert penalty(workers, every, 2) > penalty(workers, every, 4) == penalty(workers, every, None)
 
 
 def test_published_penalties() -> None:
@@ -88,6 +107,11 @@ def test_settings_of_any_round_are_valid(every: int, workers: int, layers: int) 
     settings = local_settings(every, 4, workers, layers)
     assert settings.fragments <= min(every, layers)
     assert (settings.delay == 0) == (every == 1)
+    spacing = every // settings.fragments
+    assert every == 1 or spacing <= settings.delay <= max(spacing, every // 2)
+    assert settings.fragments < 16 or spacing * settings.fragments > 0.9 * every, (
+        "no time is lost to rounding"
+    )
     lr, momentum = outer_rates(workers)
     assert 1 <= lr / (1 - momentum) <= 1.5, "more is unstable with four workers"
 

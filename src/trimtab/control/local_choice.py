@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean, harmonic_mean
 
 import torch
 import torch.distributed as dist
 
-from trimtab.codec import Block
+from trimtab.codec import Block, ErrorFeedback
+from trimtab.collectives import Piece, reduction_for, runner_for
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.rank_values import gather_numbers
 from trimtab.doors.ddp import stage_groups
 from trimtab.local.agreement import outer_step
 from trimtab.local.workers import HOST
 from trimtab.measure.exchange import measure_exchanges
-from trimtab.measure.timing import call_seconds
+from trimtab.measure.timing import call_seconds, slowest_seconds
 from trimtab.planning.local_steps import (
     MOST_FRAGMENTS,
     TRIED_BITS,
@@ -26,6 +28,9 @@ from trimtab.predict.exchange import Exchange
 
 SMALL = 1 << 12
 """Values of the exchange that shows what one costs whatever its size."""
+
+STREAM = 6
+"""Exchanges that are timed one after another, as fragments travel."""
 
 
 def measured_choice(
@@ -48,18 +53,25 @@ def measured_choice(
         step_s: of this rank's own steps.
         balanced: batches will be shared out by speeds, so that all ranks take the same time.
     """
-    whole, work_s = _exchanges(group, HOST, numel)
     on_gpu = device.type == "cuda"
-    gradients = _exchanges(group, device, numel)[0] if on_gpu else whole
-    # A GPU computes on while the host exchanges: only ranks on the CPU lose computing time to it.
-    own = [step_s, 0.0 if on_gpu else work_s + _arithmetic_s(numel)]
+    groups = stage_groups(group, HOST)
+    whole, work_s, trial = _exchanges(groups, HOST, numel)
+    exchange_s = {bits: _stream_s(bits, groups, trial) * numel / trial for bits in TRIED_BITS}
+    destroy_groups(groups)
+    gradients = whole
+    if on_gpu:
+        groups = stage_groups(group, device)
+        gradients, _, _ = _exchanges(groups, device, numel)
+        destroy_groups(groups)
+    # A GPU computes on while the host exchanges, and only copies: ranks on the CPU lose computing time to all of it.
+    own = [step_s, _copies_s(numel, device) if on_gpu else work_s + _arithmetic_s(numel)]
     steps_s, works_s = zip(*gather_numbers(own, group), strict=True)
     step_s, work_s = harmonic_mean(steps_s) if balanced else max(steps_s), max(works_s)
     # `trimtab.compress` sends 3 bits or so.
     compressed_s = fmean(exchange.compressed_s for exchange in gradients.values())
     return choose_local_steps(
         step_s=step_s,
-        exchange_s={bits: exchange.compressed_s for bits, exchange in whole.items()},
+        exchange_s=exchange_s,
         every_step_s=min(
             every_step_seconds(step_s, gradients[4].plain_s, 0.0, largest / numel),
             every_step_seconds(step_s, compressed_s, work_s, largest / numel),
@@ -72,16 +84,48 @@ def measured_choice(
 
 
 def _exchanges(
-    group: dist.ProcessGroup, device: torch.device, numel: int
-) -> tuple[dict[int, Exchange], float]:
-    """What one exchange of so many values takes, by bits, and the CPU time of one in 4 bits. Collective."""
-    groups = stage_groups(group, device)
-    codecs = {str(bits): (Block(bits=bits, block=128, stochastic=False), True) for bits in TRIED_BITS}
+    groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int
+) -> tuple[dict[int, Exchange], float, int]:
+    """What one exchange of so many values takes, by bits; the CPU time of one in 4 bits; and the values of the trial.
+
+    Collective.
+    """
+    codecs = {str(bits): (_codec(bits), True) for bits in TRIED_BITS}
     measured = measure_exchanges(codecs, groups, device, numel)
     small = measure_exchanges({"4": codecs["4"]}, groups, device, min(numel, SMALL))["4"]
-    destroy_groups(groups)
     whole = {int(bits): exchange.of(numel * 4) for bits, exchange in measured.items()}
-    return whole, codec_work_s(measured["4"], small, numel)
+    return whole, codec_work_s(measured["4"], small, numel), measured["4"].nbytes // 4
+
+
+def _codec(bits: int) -> Block:
+    return Block(bits=bits, block=128, stochastic=False)
+
+
+def _stream_s(bits: int, groups: Sequence[dist.ProcessGroup], numel: int) -> float:
+    """Seconds of one of several exchanges of so many values that follow each other, as fragments do. Collective.
+
+    Timed alone, each would add the latency of the link and the time of the codec, which pass while others travel.
+    """
+    piece = Piece(name="", offset=0, numel=numel, bits=bits, block=128)
+    flats = torch.randn(STREAM, numel, generator=torch.Generator().manual_seed(0))
+    reductions = [
+        reduction_for(
+            [(piece, flat.shape)], flat.dtype, HOST, groups, _codec(bits), seed=0, feedback=ErrorFeedback()
+        )
+        for flat in flats
+    ]
+    scale, runner = 1 / groups[0].size(), runner_for(HOST)
+
+    def exchange_all() -> None:
+        for future in [
+            runner.submit(reduction.steps(flat, step=0, scale=scale), flat)
+            for reduction, flat in zip(reductions, flats, strict=True)
+        ]:
+            future.wait()
+
+    seconds = slowest_seconds(exchange_all, HOST, groups[0]) / STREAM
+    runner.close()
+    return seconds
 
 
 def codec_work_s(measured: Exchange, small: Exchange, numel: int) -> float:
@@ -94,6 +138,19 @@ def codec_work_s(measured: Exchange, small: Exchange, numel: int) -> float:
         return measured.of(numel * 4).work_s
     per_byte = max(0.0, measured.work_s - small.work_s) / (measured.nbytes - small.nbytes)
     return MOST_FRAGMENTS * small.work_s + per_byte * numel * 4
+
+
+def _copies_s(numel: int, device: torch.device) -> float:
+    """Time of a GPU in which all weights are copied to the host and back."""
+    there = torch.zeros(min(numel, 1 << 22), device=device)
+    here = torch.zeros(there.numel(), pin_memory=True)
+
+    def copy() -> None:
+        here.copy_(there, non_blocking=True)
+        there.copy_(here, non_blocking=True)
+
+    copy()
+    return call_seconds(copy, device, gpu_calls=5) * numel / there.numel()
 
 
 def _arithmetic_s(numel: int) -> float:

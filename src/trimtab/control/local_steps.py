@@ -330,7 +330,7 @@ class LocalSteps(JobBound):
         if self.worker.late:
             text += f"; {self.worker.late} fragments came late and were taken later"
         reason = None if self.choice is None else self.choice.reason
-        return f"{text}; {reason or expected_loss(workers.count, own.every)}"
+        return f"{text}; {reason or expected_loss(workers.count, own.every, own.bits)}"
 
     def close(self) -> None:
         self._off = True

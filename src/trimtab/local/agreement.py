@@ -19,6 +19,7 @@ from trimtab.codec import Block, ErrorFeedback
 from trimtab.codec.packing import RAW
 from trimtab.collectives import Piece, reduction_for
 from trimtab.collectives.reduction import PlainReduction, Reduction, started
+from trimtab.local.fragments import Part
 from trimtab.local.workers import HOST, Workers
 from trimtab.local_settings import LocalSettings
 from trimtab.wire_format import MIN_NUMEL
@@ -34,7 +35,7 @@ class AgreedFragment:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[Part, torch.nn.Parameter],
         workers: Workers,
         settings: LocalSettings,
         *,
@@ -42,9 +43,10 @@ class AgreedFragment:
     ) -> None:
         self.parameters = dict(parameters)
         self.settings = settings
-        first = next(iter(self.parameters.values()))
-        self.device = first.device
-        numel = sum(p.numel() for p in self.parameters.values())
+        weights = self._weights()
+        self.device = weights[0].device
+        self._shapes = [weight.shape for weight in weights]
+        numel = sum(weight.numel() for weight in weights)
         self._on_gpu = self.device.type == "cuda"
         buffer = partial(torch.zeros, numel, dtype=torch.float32, device=HOST)
         self.agreed = buffer(pin_memory=self._on_gpu)
@@ -70,21 +72,22 @@ class AgreedFragment:
         if bits is None:
             return PlainReduction(stages)
         pieces, offset = [], 0
-        for name, p in self.parameters.items():
+        for (part, p), shape in zip(self.parameters.items(), self._shapes, strict=True):
             own = bits if p.dim() > 1 and p.numel() >= MIN_NUMEL else RAW
-            piece = Piece(name=name, offset=offset, numel=p.numel(), bits=own, block=self.settings.block)
-            pieces.append((piece, p.shape))
-            offset += p.numel()
+            numel = shape.numel()
+            piece = Piece(name=part.label, offset=offset, numel=numel, bits=own, block=self.settings.block)
+            pieces.append((piece, shape))
+            offset += numel
         codec = Block(bits=bits, block=self.settings.block, stochastic=False)
         return reduction_for(pieces, torch.float32, HOST, stages, codec, seed=seed, feedback=self.feedback)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a flat buffer that belong to each parameter, in its shape."""
-        parts = flat.split([p.numel() for p in self.parameters.values()])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters.values(), strict=True)]
+        """The values of a flat buffer that belong to each part of a parameter, in its shape."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _weights(self) -> list[torch.Tensor]:
-        return [p.detach() for p in self.parameters.values()]
+        return [part.of(p.detach()) for part, p in self.parameters.items()]
 
     @torch.no_grad()
     def read(self, flat: torch.Tensor, *, wait: bool = True) -> None:
@@ -184,7 +187,7 @@ class AgreedFragment:
             }
         return {"agreed": self._named(agreed), "momentum": self._named(self.momentum), "own": own}
 
-    def _named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _named(self, flat: torch.Tensor) -> dict[Part, torch.Tensor]:
         return dict(zip(self.parameters, (view.clone() for view in self.views(flat)), strict=True))
 
     def set_agreed(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -192,7 +195,7 @@ class AgreedFragment:
         self._fill(self.agreed, values)
 
     def _fill(self, flat: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        torch._foreach_copy_(self.views(flat), [values[name].cpu() for name in self.parameters])
+        torch._foreach_copy_(self.views(flat), [part.of(values[part.name]).cpu() for part in self.parameters])
 
     def load_state_dict(self, agreed: Mapping[str, Any], momentum: Mapping[str, Any]) -> None:
         """Continue from the agreed weights and the momentum of all workers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +16,7 @@ from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
 from trimtab.local.agreement import AgreedFragment, AveragedBuffers
-from trimtab.local.fragments import split, turns
+from trimtab.local.fragments import Part, split, turns
 from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
@@ -55,9 +55,9 @@ class LocalWorker(JobBound):
         self.device = next(iter(trained.values())).device
         self.workers = workers or Workers(group, self.device)
         everyone = self.workers.everyone
-        sizes = {name: p.numel() for name, p in trained.items()}
+        shapes = {name: tuple(p.shape) for name, p in trained.items()}
         require_agreement(
-            fingerprint([], str(settings), *sizes.items(), seed),
+            fingerprint([], str(settings), *shapes.items(), seed),
             HOST,
             everyone,
             what="changes of weights",
@@ -67,8 +67,8 @@ class LocalWorker(JobBound):
         weights = [p.detach() for p in trained.values()] if start is None else []
         start_alike(weights + buffers, group, self.device)
         self.fragments = [
-            AgreedFragment({name: trained[name] for name in names}, self.workers, settings, seed=seed)
-            for names in split(sizes, settings.fragments)
+            AgreedFragment({part: trained[part.name] for part in parts}, self.workers, settings, seed=seed)
+            for parts in split(shapes, settings.fragments)
         ]
         if start is not None:
             for fragment in self.fragments:
@@ -173,8 +173,9 @@ class LocalWorker(JobBound):
             "world_size": self.group.size(),
             "workers": self.workers.count,
             "settings": asdict(self.settings),
-            "agreed": {name: value for state in states for name, value in state["agreed"].items()},
-            "momentum": {name: value for state in states for name, value in state["momentum"].items()},
+            "agreed": _joined(state["agreed"] for state in states),
+            "momentum": _joined(state["momentum"] for state in states),
+            "parts": self._parts(),
             "own": [state["own"] for state in states],
             "samples": list(self._samples),
             "ages": list(self._ages),
@@ -183,7 +184,7 @@ class LocalWorker(JobBound):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the ranks stopped, if each loads its own state; else from the last agreement. Collective."""
         check_state_version("local steps", state, STATE_VERSION)
-        names = {name for fragment in self.fragments for name in fragment.parameters}
+        names = {part.name for fragment in self.fragments for part in fragment.parameters}
         if missing := sorted(names ^ state["agreed"].keys()):
             raise TrimtabError(
                 f"the state of local steps belongs to another model: it differs in {missing[0]}"
@@ -191,7 +192,7 @@ class LocalWorker(JobBound):
         every = self.settings.every
         before = state["rank"], state["world_size"], state["workers"], state["settings"]["every"]
         now = self.group.rank(), self.group.size(), self.workers.count, every
-        own = torch.tensor([float(before == now and len(state["own"]) == len(self.fragments))])
+        own = torch.tensor([float(before == now and state.get("parts") == self._parts())])
         own = own.to(self.device)
         dist.all_reduce(own, op=dist.ReduceOp.MIN, group=self.group)
         for fragment in self.fragments:
@@ -209,7 +210,19 @@ class LocalWorker(JobBound):
         for fragment, saved in zip(self.fragments, state["own"], strict=True):
             fragment.load_own(saved)
 
+    def _parts(self) -> list[list[str]]:
+        return [[part.label for part in fragment.parameters] for fragment in self.fragments]
+
     def close(self) -> None:
         """Stop the threads and destroy the groups."""
         self._runner.close()
         self.workers.close()
+
+
+def _joined(fragments: Iterable[Mapping[Part, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole tensors, by the names of parameters."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for fragment in fragments:
+        for part, value in fragment.items():
+            parts.setdefault(part.name, []).append(value)
+    return {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}

@@ -64,7 +64,7 @@ def in_words(rounds: LocalRounds) -> str:
     return (
         f"with local steps (`trimtab run --local-steps auto`) a step would take {shown(rounds.step_s)}: "
         f"{rounds.workers} workers agree every {rounds.every} steps, in {rounds.bits} bits; "
-        f"{expected_loss(rounds.workers, rounds.every)}"
+        f"{expected_loss(rounds.workers, rounds.every, rounds.bits)}"
     )
 
 

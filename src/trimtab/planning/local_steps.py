@@ -17,7 +17,7 @@ from trimtab.local_settings import LocalSettings
 WIRE_PART = 0.85
 """The part of a round that its exchange may take: beyond it, workers would wait for any variation."""
 
-WORK_PART = 0.04
+WORK_PART = 0.03
 """The part of a round's computing time that its exchange may take."""
 
 OVERLAPPED = 0.5
@@ -30,6 +30,9 @@ REFERENCE_EVERY = 30
 GROWTH = 0.5
 """The penalty grows with this power of the length of a round: assumed, between the constant of the published fits and
 what a round of independent steps would do."""
+
+COARSE_PENALTY = 0.002
+"""What fewer than 4 bits add to the penalty; from the losses in docs/local-steps.md."""
 
 OUTER_LR, MOMENTUM = 0.7, 0.5
 """Of the outer step; chosen by measurement (docs/local-steps.md)."""
@@ -71,19 +74,20 @@ def require_penalty(verb: str, max_penalty: float) -> None:
         )
 
 
-def penalty(workers: int, every: int) -> float:
+def penalty(workers: int, every: int, bits: int | None = 4) -> float:
     """Expected relative increase of the loss over training together."""
     if workers < 2 or every < 2:
         return 0.0
     below = 1 << int(log2(workers))
     low, high = _known(below), _known(2 * below)
     at_reference = low + (high - low) * (workers / below - 1)
-    return float(at_reference * (every / REFERENCE_EVERY) ** GROWTH)
+    coarse = 0.0 if bits is None or bits >= 4 else COARSE_PENALTY
+    return float(at_reference * (every / REFERENCE_EVERY) ** GROWTH + coarse)
 
 
-def expected_loss(workers: int, every: int) -> str:
+def expected_loss(workers: int, every: int, bits: int | None = 4) -> str:
     """The penalty in words."""
-    return f"the loss is expected to be {penalty(workers, every):.1%} higher than DDP's"
+    return f"the loss is expected to be {penalty(workers, every, bits):.1%} higher than DDP's"
 
 
 def _known(workers: int) -> float:
@@ -110,11 +114,13 @@ def choose_local_steps(
     max_penalty: float = MAX_PENALTY,
     work_s: float = 0.0,
 ) -> LocalChoice:
-    """The shortest round that wire and worker allow, within the penalty.
+    """The shortest round that wire and worker allow, in the bits with the lowest expected penalty.
+
+    Where no such round is within the limit of the penalty, the bits whose steps are fastest in the longest rounds.
 
     Args:
         step_s: computation of the slowest worker's step.
-        exchange_s: by bits, the time in which all weights' changes are exchanged, nothing else going on.
+        exchange_s: by bits, the time in which all weights' changes are exchanged, fragment after fragment.
         every_step_s: of a step that exchanges its gradients as `trimtab.compress` would.
         work_s: computing time that the exchange of all weights takes from the training.
         layers: groups of parameters that can be sent one after another.
@@ -132,21 +138,19 @@ def choose_local_steps(
             reason=f"exchanging every step takes {_ms(every_step_s)} where computing takes {_ms(step_s)}: local steps "
             "would gain nothing",
         )
-    most = longest_round(workers, max_penalty)
-    best: tuple[int, int, float] | None = None
+    tried: list[tuple[bool, float, int, int, float]] = []
     for bits in TRIED_BITS:
         if bits not in exchange_s:
             continue
+        most = longest_round(workers, max_penalty, bits)
         needed = max(2, ceil(max(exchange_s[bits] / (WIRE_PART * step_s), work_s / (WORK_PART * step_s))))
         every = min(needed, most)
         seconds = max(step_s + work_s / every, exchange_s[bits] / every)
-        if best is None or seconds < best[2] * 0.98:
-            best = every, bits, seconds
-        if needed <= most:
-            break  # more bits are never worse
-    if best is None:
+        waits = needed > most
+        tried.append((waits, seconds if waits else penalty(workers, every, bits), every, bits, seconds))
+    if not tried:
         raise TrimtabError(f"local steps: the exchange was measured in none of {TRIED_BITS} bits")
-    every, bits, seconds = best
+    _, _, every, bits, seconds = min(tried, key=lambda one: one[:2])
     if seconds > every_step_s:
         return LocalChoice(
             settings=None,
@@ -158,10 +162,10 @@ def choose_local_steps(
     settings = local_settings(every, bits, workers, layers)
     return LocalChoice(
         settings=settings,
-        penalty=penalty(workers, every),
+        penalty=penalty(workers, every, bits),
         step_s=seconds,
-        reason=f"workers agree every {every} steps, in {bits} bits and {settings.fragments} fragments: a step takes "
-        f"{_ms(seconds)} where exchanging every step takes {_ms(every_step_s)}; {expected_loss(workers, every)}",
+        reason=f"a step takes {_ms(seconds)} where exchanging every step takes {_ms(every_step_s)} (all weights take "
+        f"{_ms(exchange_s[bits])} on the wire and {_ms(work_s)} of computing); {expected_loss(workers, every, bits)}",
     )
 
 
@@ -177,26 +181,29 @@ def every_step_seconds(step_s: float, exchange_s: float, work_s: float, largest:
     return step_s + work_s + max(exchange_s - OVERLAPPED * step_s, exposed)
 
 
-def longest_round(workers: int, max_penalty: float) -> int:
+def longest_round(workers: int, max_penalty: float, bits: int | None = 4) -> int:
     """The longest round within a penalty, of at least 2 steps."""
     at_reference = penalty(workers, REFERENCE_EVERY)
-    return max(2, min(MOST_EVERY, int(REFERENCE_EVERY * (max_penalty / at_reference) ** (1 / GROWTH))))
+    left = max(0.0, max_penalty - penalty(workers, REFERENCE_EVERY, bits) + at_reference)
+    return max(2, min(MOST_EVERY, int(REFERENCE_EVERY * (left / at_reference) ** (1 / GROWTH))))
 
 
 def local_settings(every: int, bits: int | None, workers: int, layers: int) -> LocalSettings:
     """Settings for rounds of a given length. Many fragments keep the wire busy all the time, and delays short.
 
-    But not below two steps, where the round has them: a worker that is late by less holds nobody up.
+    Turns are at least two steps apart, where the round has them, and about evenly: no time is lost to rounding.
+    A fragment has two turns' time to arrive: a slow exchange or a late worker that takes less holds nobody up.
     """
     lr, momentum = outer_rates(workers)
-    fragments = max(1, min(MOST_FRAGMENTS, layers, every // 2))
+    fragments = max(1, min(layers, every // max(2, ceil(every / MOST_FRAGMENTS))))
+    spacing = every // fragments
     return LocalSettings(
         every=every,
         bits=bits,
         outer_lr=lr,
         outer_momentum=momentum,
         fragments=fragments,
-        delay=every // fragments if every > 1 else 0,
+        delay=max(spacing, min(2 * spacing, every // 2)) if every > 1 else 0,
     )
 
 

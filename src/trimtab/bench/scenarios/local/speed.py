@@ -1,7 +1,7 @@
 """How fast local steps are: hosts with slow links, hosts of unequal speed, and parts of one GPU over sockets.
 
-Each method trains for a block of steps, without a barrier in between, over whole rounds, until its last exchange has
-arrived; blocks take turns.
+Each method trains for a block of steps, without a barrier in between, over whole rounds; blocks take turns. A block of
+local steps is timed from the middle of a round, when fragments are under way, to the same place of a later one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from trimtab.measure.timing import meet, synchronize
 from trimtab.models import tasks
 
 SPEED = ("ddp", "ddp" + AA, "trimtab", "local", "local2bit", "ideal")
-UNEVEN, BATCH, ROUND, FEW = (1.0, 0.4), 14, 16, 2
+UNEVEN, BATCH, ROUND, FEW = (1.0, 0.4), 14, 16, 1
 """Speeds of unequal hosts, their global batch and round, and how many steps of plain DDP are enough."""
 
-LONG_S = 30.0
+LONG_S = 15.0
 """A method whose step takes longer has one step in all: at 10 Mbit/s one of plain DDP takes a minute and a half."""
 
 BLOCK_S = {"cpu": 4.0, "cuda": 2.0}
@@ -64,6 +64,8 @@ class Method(Trainer):
         )
         self.samples = task.samples
         self.seconds_of_steps: list[float] = []
+        self.took_s = 0.0
+        """In all, with what was not timed."""
         self.wire: list[float] = []
 
     @property
@@ -108,15 +110,18 @@ class Method(Trainer):
             steps = 1  # how long it takes is not known yet
         else:
             steps = max(2, self._fill(before or step_s))
+        own = self.local_steps
+        if own is not None and own.worker is not None:
+            self._train(own.worker.settings.delay, 0)
         meet(self.device)
         sent, start = wire_bytes(), time.perf_counter()
         self._train(steps, 0)
-        self._drain()
         meet(self.device)
         # All ranks go on from the same number: they must take the same number of steps.
         seconds = max(row[0] for row in gather_numbers([(time.perf_counter() - start) / steps], None))
         self.wire.append((wire_bytes() - sent) / 1e6 / steps)
         self.seconds_of_steps.append(seconds)
+        self._drain()
         return seconds
 
     def _fill(self, step_s: float) -> int:
@@ -147,17 +152,24 @@ def task_of(spec: Mapping[str, Any]) -> tasks.Task:
 def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Seconds of a step of every method. The second look at a method is at the same model."""
     names = [*SPEED, *(f"local {every}" for every in spec.get("every", ()))]
+    if spec.get("device") == "cuda":
+        names.remove("local2bit")  # its links are fast, and time on them is short
     kinds = [name for name in names if not name.endswith(AA)]
-    methods = {name: Method(name, task_of(spec)) for name in kinds}
+    methods: dict[str, Method] = {}
     again: list[float] = []
     rounds = len(kinds) + spec["repeats"]
-    for done, method in enumerate(methods.values()):
-        method.settle()
+    for done, name in enumerate(kinds):
+        start = time.monotonic()
+        methods[name] = Method(name, task_of(spec))
+        methods[name].settle()
+        methods[name].took_s += time.monotonic() - start
         report(done + 1, rounds)
     step_s = 0.3
     for round_ in range(spec["repeats"]):
         for name in ("ideal", *(name for name in reversed(kinds) if name != "ideal")):
+            start = time.monotonic()
             seconds = methods[name].block(step_s)
+            methods[name].took_s += time.monotonic() - start
             if name == "ideal":
                 step_s = seconds
         ddp = methods["ddp"]
@@ -182,11 +194,12 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
                 "step_s": times[name],
                 "wire_mb_per_step": median(methods[name.removesuffix(AA)].wire),
                 "every": methods[name.removesuffix(AA)].every if name != "ideal" else None,
+                "took_s": methods[name.removesuffix(AA)].took_s,
             }
             for name in names
         ],
         "every": methods["local"].every,
-        "every2": methods["local2bit"].every,
+        "every2": methods["local2bit"].every if "local2bit" in methods else None,
         "bits": None if worker is None else worker.settings.bits,
         "explain": trimtab.explain(methods["local"].model),
     }
