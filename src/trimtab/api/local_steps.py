@@ -16,7 +16,7 @@ from trimtab.control.local_steps import LocalSteps, WhoWorks, local_steps_of
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
-from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
+from trimtab.planning.local_steps import MAX_PENALTY, default_delay, require_penalty
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -104,7 +104,7 @@ def local_steps(
     if changes.get("bits") == "auto":
         del changes["bits"]
     if fragments is not None and delay is None and isinstance(every, int):
-        changes["delay"] = every // max(fragments, 1) if every > 1 else 0
+        changes["delay"] = default_delay(every, fragments)
     attach_state(model).local_steps = LocalSteps(
         model,
         group,

@@ -162,7 +162,9 @@ def hierarchy(
 def local(
     device: Device = "cpu",
     links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit,10mbit",
-    workers: Annotated[str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated.")] = "2",
+    workers: Annotated[
+        str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated; the loss is measured for 4 too.")
+    ] = "2",
     full: Annotated[bool, typer.Option("--full", help="100 and 10 Mbit/s, 2 and 4 workers.")] = False,
     only: Annotated[
         str,
@@ -174,10 +176,10 @@ def local(
         str, typer.Option(help="Rounds of other lengths whose speed to measure too, comma-separated.")
     ] = "",
     repeats: Repeats = 2,
-    steps: Steps = 200,
+    steps: Steps = 180,
     seeds: Seeds = 3,
     samples: Annotated[
-        int, typer.Option(min=1, help="Sequences of a worker where losses are compared.")
+        int, typer.Option(min=1, help="Sequences of each of two workers where losses are compared.")
     ] = 64,
     json: Json = False,
 ) -> dict[str, Any]:

@@ -192,19 +192,24 @@ def local_settings(every: int, bits: int | None, workers: int, layers: int) -> L
     """Settings for rounds of a given length. Many fragments keep the wire busy all the time, and delays short.
 
     Turns are at least two steps apart, where the round has them, and about evenly: no time is lost to rounding.
-    A fragment has two turns' time to arrive: a slow exchange or a late worker that takes less holds nobody up.
+    A slow exchange or a late worker that takes less than the delay holds nobody up.
     """
     lr, momentum = outer_rates(workers)
     fragments = max(1, min(layers, every // max(2, ceil(every / MOST_FRAGMENTS))))
-    spacing = every // fragments
     return LocalSettings(
         every=every,
         bits=bits,
         outer_lr=lr,
         outer_momentum=momentum,
         fragments=fragments,
-        delay=max(spacing, min(2 * spacing, every // 2)) if every > 1 else 0,
+        delay=default_delay(every, fragments),
     )
+
+
+def default_delay(every: int, fragments: int) -> int:
+    """Steps in which a fragment arrives: two turns' time, but not more than half a round where one turn is enough."""
+    spacing = every // max(fragments, 1)
+    return max(spacing, min(2 * spacing, every // 2)) if every > 1 else 0
 
 
 def _ms(seconds: float) -> str:

@@ -28,7 +28,7 @@ def test_rows_of_a_link() -> None:
         "ddp": [[4.0, 2.0], [4.0, 2.1]],
         "ddp" + AA: [[4.0, 2.01], [4.0, 2.09]],
         "trimtab": [[4.0, 2.0]] * 2,
-        **{key: [[4.0, 2.02], [4.0, 2.1]] for key in ("4 bits every 20", "2 bits every 12")},
+        **{key: [[4.0, 2.02], [4.0, 2.1]] for key in ("4 bits every 20", "2 bits every 15")},
         CANARY: [[4.0, 3.5], [4.0, 3.6]],
     }
     timed = [
@@ -43,13 +43,16 @@ def test_rows_of_a_link() -> None:
         for method in SPEED
     ]
     speed = {"rows": timed, "every": 20, "every2": 12, "bits": 4, "explain": ""}
-    rows, figures = joined("100mbit", 2, speed, of_link(curves, rounds(speed)), 100)
+    local_of = rounds(speed, 2)
+    assert rounds(None, 4) == {"local": (4, 15)}, "four workers that were not timed"
+    rows, figures = joined("100mbit", 2, speed, of_link(curves, local_of), 100, local_of)
     by_method = {row["method"]: row for row in rows}
     assert set(by_method) == {*SPEED, CANARY}
     assert set(by_method["local"]) >= KEYS
     assert by_method["local"]["gap"] == pytest.approx(0.01 / 2.05)
     assert by_method["local"]["time_to_loss_s"] < 50
     assert by_method[CANARY]["time_to_loss_s"] is None, "it never gets there"
+    assert (by_method["local2bit"]["trained_every"], by_method["ddp"]["trained_every"]) == (15, None)
     assert figures["100mbit x2 canary_flagged"]
     assert not by_method["local"]["worse"]
 
@@ -71,6 +74,7 @@ def test_the_whole_bench_with_tiny_settings() -> None:
         model={"width": 64, "layers": 2, "heads": 4, "context": 64},
     )
     rows = {(row["speeds"], row["method"]): row for row in result.rows}
+    assert {method for speeds, method in rows if speeds == "1/1/1/1"} == {*SPEED[:2], "local", CANARY}
     assert {method for speeds, method in rows if speeds == "1/1"} == {*SPEED, CANARY}
     assert {method for speeds, method in rows if speeds == "1/0.4"} == {"ddp", "local", "ideal"}
     assert set(rows["1/1", "local"]) >= KEYS

@@ -26,7 +26,7 @@ SMALL_GPT: dict[str, Any] = {
     "width": 64,
     "layers": 2,
     "heads": 4,
-    "context": 64,
+    "context": 48,
     "held_out": 256,
 }
 
@@ -39,7 +39,8 @@ def trained(bits: int, every: int) -> str:
 def loss_on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[list[float]]]:
     """The loss on held-out text at even distances, by method and seed.
 
-    Local methods are named by bits and rounds (`trained`); the canary has the shortest of the rounds.
+    `spec["methods"]` exchange in every step. Local methods are named by bits and rounds (`trained`); the canary has the
+    shortest of the rounds.
     """
     curves: dict[str, list[list[float]]] = {}
     every_seconds = max(1, spec["steps"] // EVALUATIONS)
@@ -82,5 +83,5 @@ def loss_on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[li
         curves.setdefault(method, []).append(curve)
         return curve[-1]
 
-    final_losses((*EVERY_STEP, *rounds), range(spec["seeds"]), train, report)
+    final_losses((*spec["methods"], *rounds), range(spec["seeds"]), train, report)
     return curves

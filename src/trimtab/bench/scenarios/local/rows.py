@@ -4,15 +4,17 @@ Speed: a GPT of 25 million parameters on emulated hosts. `ideal` is every worker
 of unequal speed, whose batches a loader shares out. With `--device cuda`: GPT-2 and ViT-B on four parts of one GPU,
 over NCCL's sockets; only the speed.
 
-Loss: a small GPT with AdamW, warm-up and clipping, on unshaped links, with the bits and rounds that were chosen on each
-link; gaps are relative to DDP at equal samples. The canary, changes of weights in 1 bit without error feedback, must
-come out as worse. `time_to_loss_s` joins the two: the steps that the small GPT needs to a loss 3 % above DDP's last
-one, at the seconds of the 25 M GPT's steps.
+Loss: a small GPT with AdamW, warm-up and clipping, on unshaped links, with the bits that were chosen on each link, and
+rounds at least as long as those; gaps are relative to DDP at equal samples. Four workers are trained too, with the
+same global batch and the longest rounds that the planner allows them; their speed is measured with `--full`. The
+canary, changes of weights in 1 bit without error feedback, must come out as worse. `time_to_loss_s` joins the two: the
+steps that the small GPT needs to a loss 3 % above DDP's last one, at the seconds of the 25 M GPT's steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from statistics import mean
 from typing import Any
 
@@ -21,13 +23,17 @@ from trimtab.bench.losses import judged
 from trimtab.bench.ranks import hosts, run_on_cluster, slices
 from trimtab.bench.scenarios.local.loss import CANARY, EVERY_STEP, loss_on_rank, trained
 from trimtab.bench.scenarios.local.speed import UNEVEN, on_rank, uneven_on_rank
+from trimtab.planning.local_steps import MAX_PENALTY, REFERENCE_EVERY, longest_round
 
 FULL = ("100mbit", "10mbit"), (2, 4)
 PARTS = ("speed", "uneven", "loss")
 MODELS = ("gpt2", "vit")
 SLICES, SOCKETS = 4, "nccl sockets"
-UNTIMED = {"every": 16, "every2": 16, "bits": 4}
-"""What is trained where the speed is not measured."""
+ALSO_TRAINED = 4
+"""Workers whose loss is measured in any case."""
+
+ALIKE = 5
+"""Rounds are trained in multiples of so many steps: links often have the same one then, and it is trained once."""
 
 NEAR = 1.03
 """`time_to_loss_s` is the time to this many times DDP's last loss."""
@@ -64,7 +70,7 @@ def local(
     chosen = only or PARTS
     timed = [(link, count) for link in links for count in workers] if "speed" in chosen else []
     uneven = "uneven" in chosen
-    of_losses = list(workers) if "loss" in chosen else []
+    of_losses = sorted({*workers, ALSO_TRAINED}) if "loss" in chosen else []
     jobs = len(timed) + uneven + len(of_losses)
     speeds: dict[tuple[str, int], dict[str, Any]] = {}
     for link, count in timed:
@@ -81,19 +87,25 @@ def local(
         by_method = {row["method"]: row for row in of_uneven}
         summary["uneven local_fraction_of_ideal"] = by_method["local"]["fraction_of_ideal"]
     for index, count in enumerate(of_losses):
-        local_of = {link: rounds(speeds.get((link, count), UNTIMED)) for link in links}
-        trained_with = sorted({one for own in local_of.values() for one in own.values()})
-        spec = {"steps": steps, "seeds": seeds, "samples": samples, "rounds": trained_with}
+        local_of = {link: rounds(speeds.get((link, count)), count) for link in links}
+        spec = {
+            "steps": steps,
+            "seeds": seeds,
+            "samples": max(1, samples * workers[0] // count),
+            "methods": EVERY_STEP if count in workers else EVERY_STEP[:2],
+            "rounds": sorted({one for own in local_of.values() for one in own.values()}),
+        }
         curves = run_on_cluster(
             hosts((1.0,) * count), loss_on_rank, spec, part(progress, len(timed) + uneven + index, jobs)
         )
-        for link in links:
-            own = of_link(curves, local_of[link])
-            more, figures = joined(link, count, speeds.get((link, count)), own, steps)
+        for link in links if count in workers else ("any",):
+            own = local_of.get(link, local_of[links[0]])
+            speed = speeds.get((link, count))
+            more, figures = joined(link, count, speed, of_link(curves, own), steps, own)
             rows, summary = rows + more, summary | figures
     if not of_losses:
-        for (link, count), speed in speeds.items():
-            more, figures = joined(link, count, speed, None, steps)
+        for (link, count), timed_there in speeds.items():
+            more, figures = joined(link, count, timed_there, None, steps)
             rows, summary = rows + more, summary | figures
     return Result(bench="local", summary=summary, rows=rows)
 
@@ -111,12 +123,15 @@ def on_gpu(models: Sequence[str], spec: Mapping[str, Any], progress: Progress) -
     return Result(bench="local", summary=summary, rows=rows)
 
 
-def rounds(speed: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Bits and rounds of the local methods, as they were chosen; uncompressed ones are trained in 8 bits."""
-    return {
-        "local": (speed["bits"] or 8, max(2, speed["every"])),
-        "local2bit": (2, max(2, speed["every2"])),
-    }
+def rounds(speed: Mapping[str, Any] | None, count: int) -> dict[str, tuple[int, int]]:
+    """Bits and rounds of the local methods, as they were chosen; uncompressed ones are trained in 8 bits.
+
+    Where the speed was not measured: usual rounds, or the longest that the planner allows.
+    """
+    if speed is None:
+        return {"local": (4, min(REFERENCE_EVERY, longest_round(count, MAX_PENALTY)))}
+    every = {key: max(2, ALIKE * ceil(speed[key] / ALIKE)) for key in ("every", "every2")}
+    return {"local": (speed["bits"] or 8, every["every"]), "local2bit": (2, every["every2"])}
 
 
 def of_link(
@@ -124,7 +139,7 @@ def of_link(
 ) -> dict[str, list[list[float]]]:
     """The curves of the methods on a link, with its own bits and rounds."""
     return {
-        **{method: curves[method] for method in (*EVERY_STEP, CANARY)},
+        **{method: curves[method] for method in (*EVERY_STEP, CANARY) if method in curves},
         **{method: curves[trained(*own)] for method, own in local_of.items()},
     }
 
@@ -135,8 +150,13 @@ def joined(
     speed: Mapping[str, Any] | None,
     curves: Mapping[str, list[list[float]]] | None,
     steps: int,
+    local_of: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and figures of a link, from what was timed and what was trained there, as far as either was."""
+    """Rows and figures of a link, from what was timed and what was trained there, as far as either was.
+
+    Args:
+        local_of: bits and rounds with which the local methods were trained.
+    """
     timed = {} if speed is None else {row["method"]: row for row in speed["rows"]}
     losses = (
         {} if curves is None else judged({name: [each[-1] for each in own] for name, own in curves.items()})
@@ -159,6 +179,7 @@ def joined(
                 "loss_at_equal_samples": losses[method]["final_loss"],
                 "gap": losses[method]["gap"] / base,
                 "worse": losses[method]["worse"],
+                "trained_every": (local_of or {}).get(method, (0, None))[1],
                 "time_to_loss_s": None if needed is None or step_s is None else needed * step_s,
             }
         rows.append(row)

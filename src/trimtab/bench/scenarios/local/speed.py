@@ -109,7 +109,7 @@ class Method(Trainer):
         elif before is None and self.device.type == "cpu":
             steps = 1  # how long it takes is not known yet
         else:
-            steps = max(2, self._fill(before or step_s))
+            steps = max(1, self._fill(before or step_s))
         own = self.local_steps
         if own is not None and own.worker is not None:
             self._train(own.worker.settings.delay, 0)
