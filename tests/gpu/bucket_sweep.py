@@ -72,7 +72,11 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
 
 def main() -> None:
     spec = {"model": sys.argv[1], "device": "cuda", "repeats": 12}
-    print(json.dumps(run_on_cluster(slices(4), on_rank, spec)))
+    from tests.gpu import (
+        bucket_sweep,
+    )  # ranks import the function by its module's name, which is __main__ here
+
+    print(json.dumps(run_on_cluster(slices(4), bucket_sweep.on_rank, spec)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from trimtab.cluster.profile import CodecTime, Line
 from trimtab.collectives import Method as ReductionMethod
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import (
+    EXTRA_LEVEL_RATIO,
     MOST_ROUNDINGS,
     RouteChoice,
     choose_route,
@@ -67,9 +68,30 @@ def test_one_rank_a_host_has_no_second_level() -> None:
 
 @pytest.mark.parametrize(("hosts", "shape"), [([4, 3], "3 to 4"), ([1, 3], "1 to 3"), ([4, 2, 2], "2 to 4")])
 def test_unequal_hosts_have_two_levels(hosts: list[int], shape: str) -> None:
-    choice = chosen(hosts, 100 * MB, 13 * MB)
+    choice = chosen(hosts, 100 * MB, 13 * MB, gbit=0.2)
     assert two_levels(choice)
     assert f"{len(hosts)} hosts of {shape} ranks" in choice.reason
+
+
+def test_one_rank_that_does_all_the_work_of_its_host_is_no_gain() -> None:
+    """Measured at 1 Gbit/s: hosts of one and three ranks take 0.85 of the speed of the flat route in two levels."""
+    assert not two_levels(chosen([1, 3], 100 * MB, 13 * MB))
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    st.floats(0.1, 100.0),
+    st.floats(0.5, 10.0),
+    st.floats(0.2, 10.0),
+)
+def test_two_levels_are_never_taken_where_a_flat_route_is_about_as_fast(
+    hosts: list[int], gbit: float, inside_gb: float, codec_gb: float
+) -> None:
+    choice = chosen(hosts, 25 * MB, 3 * MB, gbit=gbit, inside_gb=inside_gb, codec_gb=codec_gb)
+    if two_levels(choice):
+        flat_s = min(seconds for name, seconds in choice.others.items() if name.startswith("flat"))
+        default_s = min(choice.others["flat scatter-reduce"], choice.others["flat all-gather"])
+        assert choice.seconds <= min(flat_s, EXTRA_LEVEL_RATIO * default_s)
 
 
 def test_a_route_is_requested_by_name() -> None:

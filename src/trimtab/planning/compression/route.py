@@ -17,7 +17,14 @@ from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 
 EXTRA_ROUNDING_RATIO = 0.85
-"""A route that rounds values more often, or adds a level, must take at most this fraction of the time."""
+"""A route that rounds values more often must take at most this fraction of the time."""
+
+EXTRA_LEVEL_RATIO = 0.85
+"""Two levels must take at most this fraction of the time of a flat route, unless that one rounds more often than the
+default (`FEW_ROUNDINGS`): a host's ranks wait for one another twice in every bucket."""
+
+FEW_ROUNDINGS = 2
+"""Those of the default, a scatter-reduce."""
 
 MOST_ROUNDINGS = 16
 """Routes that round a value more often are not considered: a ring of many ranks drowns it in noise."""
@@ -67,8 +74,8 @@ def choose_route(
 ) -> RouteChoice:
     """The fastest route for a bucket of `numel` values that is encoded in `payload` bytes.
 
-    Among routes about as fast
-    (`EXTRA_ROUNDING_RATIO`) the one that rounds least often wins, then the flat one.
+    Among routes about as fast (`EXTRA_ROUNDING_RATIO`) the one that rounds least often wins; two levels must gain by
+    themselves (`EXTRA_LEVEL_RATIO`).
 
     Args:
         codecs: of the ranks' device classes; the slowest counts.
@@ -84,8 +91,9 @@ def choose_route(
             seconds = sum(traffic.seconds(links.fits(traffic.collective)) for traffic in way.traffic)
             seconds += max(sum(way.local_s(codec, links.inside)) for codec in codecs)
             priced.append(_Priced(route=route, stages=way, seconds=seconds))
-    best = _pick(priced)
-    flat = _pick([one for one in priced if one.route.inside is None])
+    flats = [one for one in priced if one.route.inside is None]
+    flat = _pick(flats)
+    best = _pick([one for one in priced if one.route.inside is None or _pays(one, flats)])
     return RouteChoice(
         route=best.route,
         seconds=best.seconds,
@@ -176,6 +184,13 @@ def job_route(
     numel, payload = max(zip(numels, payloads(workload, StepSetting(bits=bits, block=block)), strict=True))
     codecs = [codec_time(profile, name, bits, block) for name in rank_counts(cluster)]
     return choose_route(placement, numel, payload, job_links(cluster, profile), codecs).route
+
+
+def _pays(one: _Priced, flats: Sequence[_Priced]) -> bool:
+    """Whether two levels are faster than every flat route, and by far than those that round as seldom."""
+    few = max(one.stages.roundings, FEW_ROUNDINGS)
+    ratios = ((EXTRA_LEVEL_RATIO if flat.stages.roundings <= few else 1.0, flat.seconds) for flat in flats)
+    return all(one.seconds <= ratio * seconds for ratio, seconds in ratios)
 
 
 def _pick(priced: Sequence[_Priced]) -> _Priced:
