@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.control.local_choice import codec_work_s
+from trimtab.control.local_choice import STREAM, codec_work_s, stream_s
 from trimtab.planning.local_steps import MOST_FRAGMENTS
 from trimtab.predict.exchange import Exchange
 
@@ -22,3 +22,12 @@ def test_work_that_does_not_grow_with_size_counts_once_for_each_fragment() -> No
     assert codec_work_s(exchange(1 << 12), exchange(1 << 12), 1 << 13) == pytest.approx(
         2 * exchange(1 << 12).work_s
     )
+
+
+def test_exchanges_that_follow_each_other() -> None:
+    wire, latency, codec = 1.0, 0.2, 0.1
+    alone = latency + codec + wire
+    assert stream_s(alone, latency + codec + STREAM * wire) == pytest.approx(wire), (
+        "the wire is busy all the time"
+    )
+    assert stream_s(4.0, 4.0 + (STREAM - 1) * 1.0) == 2.0, "four stages at once, but two turns to arrive in"

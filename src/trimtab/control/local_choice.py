@@ -20,6 +20,7 @@ from trimtab.measure.timing import call_seconds, slowest_seconds
 from trimtab.planning.local_steps import (
     MOST_FRAGMENTS,
     TRIED_BITS,
+    TURNS,
     LocalChoice,
     choose_local_steps,
     every_step_seconds,
@@ -56,7 +57,10 @@ def measured_choice(
     on_gpu = device.type == "cuda"
     groups = stage_groups(group, HOST)
     whole, work_s, trial = _exchanges(groups, HOST, numel)
-    exchange_s = {bits: _stream_s(bits, groups, trial) * numel / trial for bits in TRIED_BITS}
+    exchange_s = {
+        bits: stream_s(whole[bits].compressed_s, _stream_s(bits, groups, trial) * numel / trial)
+        for bits in TRIED_BITS
+    }
     destroy_groups(groups)
     gradients = whole
     if on_gpu:
@@ -101,11 +105,16 @@ def _codec(bits: int) -> Block:
     return Block(bits=bits, block=128, stochastic=False)
 
 
-def _stream_s(bits: int, groups: Sequence[dist.ProcessGroup], numel: int) -> float:
-    """Seconds of one of several exchanges of so many values that follow each other, as fragments do. Collective.
+def stream_s(alone_s: float, several_s: float) -> float:
+    """Seconds by which each of many exchanges delays the next, from one alone and `STREAM` that follow each other.
 
-    Timed alone, each would add the latency of the link and the time of the codec, which pass while others travel.
+    While one is on the wire the next is encoded. But each must arrive in the time of `TURNS` turns.
     """
+    return max((several_s - alone_s) / (STREAM - 1), alone_s / TURNS)
+
+
+def _stream_s(bits: int, groups: Sequence[dist.ProcessGroup], numel: int) -> float:
+    """Seconds of several exchanges of so many values that follow each other, as fragments do. Collective."""
     piece = Piece(name="", offset=0, numel=numel, bits=bits, block=128)
     flats = torch.randn(STREAM, numel, generator=torch.Generator().manual_seed(0))
     reductions = [
@@ -123,7 +132,7 @@ def _stream_s(bits: int, groups: Sequence[dist.ProcessGroup], numel: int) -> flo
         ]:
             future.wait()
 
-    seconds = slowest_seconds(exchange_all, HOST, groups[0]) / STREAM
+    seconds = slowest_seconds(exchange_all, HOST, groups[0])
     runner.close()
     return seconds
 

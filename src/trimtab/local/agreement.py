@@ -47,13 +47,17 @@ class AgreedFragment:
         self.device = weights[0].device
         self._shapes = [weight.shape for weight in weights]
         numel = sum(weight.numel() for weight in weights)
-        self._on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
+        self._copies = torch.cuda.Stream(self.device) if on_gpu else None
+        """On a GPU: copies to the host and back, which the training does not wait for."""
+        self._moved: torch.Tensor | None = None
+        """On a GPU: what to add to the weights, once it has arrived there."""
         buffer = partial(torch.zeros, numel, dtype=torch.float32, device=HOST)
-        self.agreed = buffer(pin_memory=self._on_gpu)
+        self.agreed = buffer(pin_memory=on_gpu)
         self.momentum = buffer()
-        self._shift = buffer(pin_memory=self._on_gpu)
+        self._shift = buffer(pin_memory=on_gpu)
         """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
-        self._change = buffer(pin_memory=self._on_gpu)
+        self._change = buffer(pin_memory=on_gpu)
         """While an exchange is under way: the outer gradient, then the next agreed weights."""
         self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
@@ -114,11 +118,18 @@ class AgreedFragment:
         A worker whose weights are not finite counts for nothing, and takes those of the others.
         """
         assert self._future is None, "a fragment is taken before it is sent again"
-        self.read(self._shift, wait=not self._on_gpu)
         copied = None
-        if self._on_gpu:
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(torch.cuda.current_stream(self.device))
+        if self._copies is None:
+            self.read(self._shift)
+        else:
+            weights = torch.empty(self._shift.numel(), dtype=torch.float32, device=self.device)
+            self.read(weights, wait=False)
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copies):
+                self._shift.copy_(weights, non_blocking=True)
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
+            weights.record_stream(self._copies)
         self._future = runner.submit(self._exchange(round_, samples, copied), self._change)
 
     def _exchange(self, round_: int, samples: int, copied: torch.cuda.Event | None) -> Iterator[dist.Work]:
@@ -143,6 +154,9 @@ class AgreedFragment:
         settings = self.settings
         outer_step(self.agreed, self.momentum, self._change, settings.outer_lr, settings.outer_momentum)
         torch.sub(self._change, self._shift, alpha=settings.keep, out=self._shift)
+        if self._copies is not None:
+            with torch.cuda.stream(self._copies):
+                self._moved = self._shift.to(self.device, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until the average has arrived."""
@@ -158,13 +172,19 @@ class AgreedFragment:
         self.wait()
         self._future = None
         self.agreed, self._change = self._change, self.agreed
+        shift, self._moved = self._moved, None
         if self._lost or not self.settings.delay:
             self.write(self.agreed)
             return self._lost
         if self.settings.keep != 1:
             torch._foreach_mul_(self._weights(), self.settings.keep)
-        # The device reads this buffer before the next copy of the weights fills it: both are in one stream.
-        shift = self._shift.to(self.device, non_blocking=True)
+        if shift is None or self._copies is None:  # on a CPU, or after a checkpoint was loaded
+            shift = self._shift.to(self.device)
+        else:
+            # The device reads the host's buffer before the next copy of the weights fills it: both are in one stream.
+            training = torch.cuda.current_stream(self.device)
+            training.wait_stream(self._copies)
+            shift.record_stream(training)
         torch._foreach_add_(self._weights(), self.views(shift))
         return False
 

@@ -50,6 +50,8 @@ MAX_PENALTY = 0.01
 
 MOST_EVERY = 500
 MOST_FRAGMENTS = 16
+TURNS = 2
+"""The delay of a fragment, in turns: so many may be under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +209,9 @@ def local_settings(every: int, bits: int | None, workers: int, layers: int) -> L
 
 
 def default_delay(every: int, fragments: int) -> int:
-    """Steps in which a fragment arrives: two turns' time, but not more than half a round where one turn is enough."""
+    """Steps in which a fragment arrives: that of `TURNS` turns, or half a round if that is less, but one turn."""
     spacing = every // max(fragments, 1)
-    return max(spacing, min(2 * spacing, every // 2)) if every > 1 else 0
+    return max(spacing, min(TURNS * spacing, every // 2)) if every > 1 else 0
 
 
 def _ms(seconds: float) -> str:
