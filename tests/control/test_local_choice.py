@@ -31,3 +31,4 @@ def test_exchanges_that_follow_each_other() -> None:
         "the wire is busy all the time"
     )
     assert stream_s(4.0, 4.0 + (STREAM - 1) * 1.0) == 2.0, "four stages at once, but two turns to arrive in"
+    assert stream_s(3.0, 3.0 + (STREAM - 1) * 1.0, on_gpu=True) == 2.0

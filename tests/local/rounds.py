@@ -92,7 +92,8 @@ def in_one_process(
                 change[name] + settings["outer_momentum"] * momentum[name]
             )
             for parameters, before in zip(own, sent, strict=True):
-                parameters[name].data.copy_(agreed[name] + parameters[name].data - before[name])
+                kept = settings.get("keep", 1.0) * (parameters[name].data - before[name])
+                parameters[name].data.copy_(agreed[name] + kept)
 
     seen = [[0] * len(workers) for _ in fragments]
     for step in range(1, steps + 1):

@@ -61,6 +61,7 @@ SETTINGS = {
         "delay": 4,
         "outer_lr": 0.7,
         "outer_momentum": 0.5,
+        "keep": 0.75,
     },
 }
 

@@ -33,6 +33,7 @@ def local_steps(
     fragments: int | None = None,
     delay: int | None = None,
     patience: int | None = None,
+    keep: float | None = None,
     workers: WhoWorks = "auto",
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -62,6 +63,7 @@ def local_steps(
         delay: steps between sending a fragment and taking its average.
         patience: steps by which a fragment that has not arrived may be taken later; a run in which that happens is not
             reproducible.
+        keep: the part of its own change during the delay that a worker keeps when it takes the average; by default all.
         workers: "hosts" lets ranks of one host average their gradients in every step, exactly, and hosts agree every
             `every` steps; "ranks" makes every rank a worker. "auto" takes hosts where there are several with several
             ranks, and the model is in DDP.
@@ -97,6 +99,7 @@ def local_steps(
         "fragments": fragments,
         "delay": delay,
         "patience": patience,
+        "keep": keep,
     }
     changes: dict[str, Any] = {
         key: value for key, value in given.items() if value is not None or (key == "bits" and bits is None)
