@@ -71,11 +71,14 @@ def test_precision_and_the_card_of_a_rank_are_told_together() -> None:
 
 def test_bits_are_worth_what_the_link_would_take_longer() -> None:
     plan = planned(linked(1.0, 0.001), 8, budget=0.0)
-    assert plan.bits is not None
+    assert plan.bits == "adaptive"
     assert plan.predicted.alone["bits"] == pytest.approx(plan.predicted.step_s, rel=1e-3)
     assert plan.predicted.without["bits"] > 4 * plan.predicted.step_s
     words = f"without it the step {compared(plan.predicted.without['bits'], plan.predicted.step_s)}"
-    assert said(plan, f"gradients are sent in {plan.bits} bits").endswith(words)
+    assert said(plan, "bits adapt to the gradients during training; predicted with 3").endswith(words)
+    uniform = planned(linked(1.0, 0.001), 8, budget=0.0, bits=4)
+    assert said(uniform, "gradients are sent in 4 bits")
+    assert plan.predicted.step_s < uniform.predicted.step_s
 
 
 def test_bits_that_were_asked_for_hide_nothing_of_the_others() -> None:
@@ -212,7 +215,8 @@ def _advice_agrees_with_the_table(plan: Plan) -> None:
     assert ("times as fast" in words) == gains
     assert ("nothing makes a step faster" in words) == (not gains)
     assert "give them" not in words, "advice that nobody tried"
-    assert ("gradients are sent in" in words) == (plan.bits is not None)
+    assert ("gradients are sent in" in words) == isinstance(plan.bits, int)
+    assert ("bits adapt to the gradients" in words) == (plan.bits == "adaptive")
     assert ("gradients are sent uncompressed" in words) == (plan.bits is None)
     lowered = any(role.precisions for role in plan.roles.values())
     assert ("nothing is lowered" in words) == (not lowered)

@@ -77,7 +77,7 @@ def weigh(
     return Worth(
         chosen=chosen,
         adjustments=(
-            *_adjustments(search, plain, chosen, alone, adaptive="adaptive" in bits),
+            *_adjustments(search, plain, chosen, alone),
             *_setting_adjustments(search, plain, chosen),
             *(_ranks_adjustments(search, chosen, batch, budget) if few else ()),
         ),
@@ -141,15 +141,13 @@ def _adjustments(
     plain: JobCandidate,
     chosen: JobCandidate,
     alone: Mapping[str, JobCandidate],
-    *,
-    adaptive: bool,
 ) -> list[Adjustment]:
     """Shares, precision and bits, and the precision of each role that is lowered."""
     less = without(search, plain, chosen)
     made = [
         Adjustment(
             name=name,
-            words=_words(search, chosen, name, adaptive) if name in less else "",
+            words=_words(search, chosen, name) if name in less else "",
             without_s=less[name].step_s if name in less and search.fits(less[name]) else None,
             alone_s=alone[name].step_s if name in alone else None,
         )
@@ -171,7 +169,7 @@ def _adjustments(
     return made
 
 
-def _words(search: PlanSearch, chosen: JobCandidate, name: str, adaptive: bool) -> str:
+def _words(search: PlanSearch, chosen: JobCandidate, name: str) -> str:
     """What the plan does, where it is not told by role."""
     job = chosen.job
     if name == "shares":
@@ -181,7 +179,7 @@ def _words(search: PlanSearch, chosen: JobCandidate, name: str, adaptive: bool) 
         ]
         more = f" and {len(shares) - 8} other roles" if len(shares) > 8 else ""
         return f"shares follow speed, which does not change the result: {', '.join(shares[:8])}{more}"
-    if name == "bits" and adaptive:
+    if name == "bits" and chosen.adaptive:
         return f"bits adapt to the gradients during training; predicted with {chosen.bits}"
     return f"gradients are sent in {chosen.bits} bits" if name == "bits" else ""
 

@@ -8,6 +8,7 @@ from trimtab.planning.precision.options import Chosen
 from trimtab.planning.roles import RoleLayout
 from trimtab.predict.replayed_job import ReplayedJob
 from trimtab.predict.step_setting import StepSetting
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class JobCandidate:
     @property
     def bits(self) -> int | None:
         return self.setting.bits
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether bits adapt during training; `bits` is then what they are expected to be."""
+        return self.setting.bits == ADAPTIVE_BITS and self.setting.block == ADAPTIVE_BLOCK
 
     @property
     def step_s(self) -> float:

@@ -53,7 +53,7 @@ def make_plan(
         batch: "fixed" gives every rank the same share and lowers only slow ranks; "free" lets shares follow speed,
             and lowers operators where that gains more.
         budget: damage allowed with "free".
-        bits: of gradients; "auto" takes the fastest of uncompressed and the measured ones of `TRIED`.
+        bits: of gradients; "auto" takes the fastest of uncompressed, the measured ones of `TRIED` and bits that adapt.
         layout: "data" gives every rank a copy of the model, a number makes tensor groups of so many ranks; "auto"
             does that where it is predicted to be faster, or where a copy does not fit.
         max_penalty: of the local steps that the plan mentions where they would be much faster: the expected relative
@@ -72,7 +72,7 @@ def make_plan(
         model=model,
         trimtab=trimtab,
         batch=batch,
-        bits=_bits_to_try(search, bits),
+        bits=[each for each in _bits_to_try(search, bits) if bits == "adaptive" or each != "adaptive"],
     )
 
 
@@ -112,7 +112,7 @@ def _data_parallel(
                 f"{too_large}; a batch size with more divisors could be split into micro-batches"
             )
         bits = None if bits == "adaptive" else bits  # bits that adapt are not offered under FSDP2
-        to_try = _bits_to_try(search, bits)
+        to_try = tuple(each for each in _bits_to_try(search, bits) if each != "adaptive")
         search, plain, chosen = fsdp_job(
             lambda sharding: searching(sharding=sharding), too_large, batch, to_try, budget
         )
@@ -137,7 +137,7 @@ def _data_parallel(
         trimtab=trimtab,
         model=model,
         batch=batch,
-        bits="adaptive" if bits == "adaptive" else chosen.bits,
+        bits="adaptive" if chosen.adaptive else chosen.bits,
         roles=_roles(search, chosen),
         ranks=chosen.job.ranks,
         predicted=Predicted(
@@ -166,7 +166,7 @@ def _bits_to_try(search: PlanSearch, bits: Bits) -> tuple[int | Literal["adaptiv
     if len(search.devices) == 1:
         return (None,)
     if bits == "auto":
-        return (None, *(b for b in TRIED if b in measured))
+        return (None, *(b for b in TRIED if b in measured), *(("adaptive",) if measured else ()))
     if bits == "adaptive":
         if not measured:
             raise TrimtabError(

@@ -38,7 +38,7 @@ class PlanSearch(JobSearch):
         Never slower than plain DDP, unless that does not fit or bits are given.
         """
         best: JobCandidate | None = None
-        for count in sorted(bits, key=lambda b: -(b if isinstance(b, int) else 32)):
+        for count in sorted(bits, key=_expected, reverse=True):
             try:
                 setting = self.setting(count)
                 candidate = self.fixed(setting) if batch == "fixed" else self.free(setting, budget)
@@ -102,6 +102,8 @@ class PlanSearch(JobSearch):
 
     def _with_more_bits(self, candidate: JobCandidate) -> JobCandidate:
         """With more bits for as many of the first buckets as is possible at the same pace: they have time."""
+        if candidate.adaptive:
+            return candidate  # every layer's bits are chosen from its gradients
         bits = candidate.bits
         more = min((b for b in self.bits_measured() if bits is not None and b > bits), default=None)
         if more is None:
@@ -131,6 +133,11 @@ class PlanSearch(JobSearch):
         """The bits at which the codec was measured on every device class."""
         known = [set(self.profile.devices[d].codec) for d in self.counts if d in self.profile.devices]
         return tuple(sorted(int(b) for b in set.intersection(*known))) if known else ()
+
+
+def _expected(bits: Bits) -> int:
+    """Bits of a value, to sort by; those that adapt are expected to be so many."""
+    return 32 if bits is None else ADAPTIVE_BITS if bits == "adaptive" else bits
 
 
 def _last(
