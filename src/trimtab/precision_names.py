@@ -37,7 +37,7 @@ class Precision:
     """The precision of an operator, product by product.
 
     A string stands for all three: ``"int8"`` is ``Precision(forward="int8", grad_input="int8",
-    grad_weight="int8")``. Parameters, their gradients and the operator's output keep their own dtypes.
+    grad_weight="int8")``. Parameters and their gradients keep their own dtypes.
     """
 
     forward: PrecisionName

@@ -22,6 +22,7 @@ from trimtab.measure.operators import (
     without_communication,
 )
 from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.precision_graph import PrecisionGraph
 
 if TYPE_CHECKING:
     from trimtab.measure.operators import Timed
@@ -120,10 +121,22 @@ def test_operators_with_one_key_have_one_time() -> None:
     model, batch = tiny()
     workload = capture_workload(model, batch)
     taken = [StepClock(model, workload, CPU).step(lambda: model(*batch), lambda: None) for _ in range(2)]
-    found = operator_times(workload, taken, {"blocks.0.qkv": "int8"})
+    found = operator_times(PrecisionGraph(workload), taken, {"blocks.0.qkv": "int8"})
     keys = {str(key_of(o)) for o in workload.operators}
     assert keys < found.keys()
     assert len(found) == len(keys) + 1
+
+
+def test_what_follows_a_lowered_operator_is_timed_in_the_type_that_it_hands_on() -> None:
+    model, batch = tiny()
+    workload = capture_workload(model, batch)
+    count = len(workload.operators)
+    taken = [StepTimes(forward=(1.0,) * count, backward=(1.0,) * count, optimizer=1.0)]
+    graph = PrecisionGraph(workload, results="own", kind="cpu")
+    found = operator_times(graph, taken, {"blocks.0.up": "bf16"})
+    gelu, norm = workload.by_name["blocks.0/gelu"], workload.by_name["norm/native_layer_norm"]
+    assert {str(key_of(gelu, dtype="bf16")), str(key_of(norm))} <= found.keys()
+    assert str(key_of(norm, dtype="bf16")) not in found
 
 
 def test_ddp_without_communication_leaves_gradients_as_they_are() -> None:

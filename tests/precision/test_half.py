@@ -46,7 +46,9 @@ def test_attention_is_close_and_its_linear_layer_untouched(name: str, scale: flo
         error = float((actual - true).detach().norm() / true.detach().norm())
         assert error < LARGEST[name]
         assert error > 0 or name == "fp32"
-    assert model[0].seen == [torch.float32] * 3
+    handed_on = torch.bfloat16 if name == "bf16" else torch.float32
+    assert model[0].seen == [torch.float32, handed_on, handed_on]
+    assert y.dtype == torch.float32
 
 
 def test_fp32_attention_withstands_autocast() -> None:

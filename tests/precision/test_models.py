@@ -13,11 +13,13 @@ from torch import nn
 
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
+from trimtab.precision.devices import offers
 from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+LOW = "int8" if "int8" in offers(torch.device("cpu"))["linear"] else "bf16"
 STEPS = 6
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -157,10 +159,11 @@ def losses(name: str, low: str | None) -> tuple[list[float], nn.Module]:
 
 
 @requires(modules=["transformers"])
+@pytest.mark.parametrize("low", list(dict.fromkeys(("bf16", LOW))))
 @pytest.mark.parametrize("name", list(MODELS))
-def test_it_learns_as_in_fp32(name: str) -> None:
+def test_it_learns_as_in_fp32(name: str, low: str) -> None:
     plain, _ = losses(name, None)
-    lowered, model = losses(name, "bf16")
+    lowered, model = losses(name, low)
     assert precisions_of(model)
     fall = plain[0] - plain[-1]
     assert fall > 0.05

@@ -17,7 +17,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def set_precision(model: Model, precisions: Mapping[str, Precision | str], *, seed: int = 0) -> Model:
     """Compute operators of a model in lower precision; in place, and returns the model.
 
-    Parameters, their names, dtypes and gradients, `state_dict`, hooks and classes stay the same. A second
+    Parameters, their names, dtypes and gradients, `state_dict`, hooks, classes and the model's outputs stay the same;
+    inside a model in fp32, operators hand on bf16 where that is safe, as under autocast. A second
     call replaces what the first one set, and ``set_precision(model, {})`` restores the model exactly.
     Call it before `torch.compile`; before or after DDP and FSDP2.
 

@@ -264,7 +264,7 @@ class DeviceProbe:
                 timed[cell.unit] = cell.samples, self._chosen(cell.precision), steps
         profile = self._cache.profile
         if timed:
-            profile = with_steps(profile, self.workload, list(timed.values()))
+            profile = with_steps(profile, self.workload, list(timed.values()), self._device.type)
         if finished:
             for unit in timed:
                 self._cache.add(unit, profile)
@@ -340,6 +340,8 @@ class DeviceProbe:
         plain, precisions = self._task.autocast or "fp32", self._task.precisions
         directions = [f"{source}>{p}" for p in precisions for source in (plain, "fp32")]
         directions += [f"{p}>{plain}" for p in precisions if p != "fp8"]
+        if not self._task.autocast and "bf16" in offers(self._device)["linear"] and precisions:
+            directions += ["fp32>bf16", "bf16>fp32", *(f"bf16>{p}" for p in precisions if p != "bf16")]
         units = {
             f"cast {direction}": partial(self._cast, direction)
             for direction in directions

@@ -30,6 +30,8 @@ from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.low_precision import DeviceKind
+from trimtab.predict.operators.precision_graph import PrecisionGraph, results_of
 from trimtab.workload import Operator, Workload
 
 Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
@@ -283,27 +285,34 @@ class StepTrainer:
 
 
 def operator_times(
-    workload: Workload, steps: Sequence[StepTimes], precisions: Mapping[str, str]
+    graph: PrecisionGraph, steps: Sequence[StepTimes], precisions: Mapping[str, str]
 ) -> dict[str, OperatorTime]:
     """Times by operator key: medians over steps, then means over the operators with this key.
 
     Args:
-        workload: with the timed batch size.
+        graph: of the workload with the timed batch size, in its own precision.
         precisions: those that were set, by operator name.
     """
+    for name, chosen in precisions.items():
+        graph.set(name, chosen)
     gathered: dict[str, list[tuple[float, float]]] = {}
-    for operator in workload.operators:
+    for operator in graph.workload.operators:
         precision = precisions.get(operator.setting) if operator.setting is not None else None
+        # What was not lowered may compute in the type that the operator before it hands on.
+        follows = graph.leaving[operator.index] != graph.captured[operator.index] and precision is None
+        dtype = graph.leaving[operator.index] if follows else None
         forward = median(step.forward[operator.index] for step in steps)
         backward = median(step.backward[operator.index] for step in steps)
-        gathered.setdefault(str(key_of(operator, precision)), []).append((forward, backward))
+        gathered.setdefault(str(key_of(operator, precision, dtype)), []).append((forward, backward))
     return {
         key: OperatorTime(forward_s=mean(f for f, _ in taken), backward_s=mean(b for _, b in taken))
         for key, taken in gathered.items()
     }
 
 
-def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed]) -> DeviceProfile:
+def with_steps(
+    profile: DeviceProfile, workload: Workload, timed: Sequence[Timed], device_type: str = "cpu"
+) -> DeviceProfile:
     """The profile with the times of some steps added: of operators, and the median of the optimizer.
 
     Operators in their own precision take their times from steps without lowered operators, in any order of steps.
@@ -312,7 +321,9 @@ def with_steps(profile: DeviceProfile, workload: Workload, timed: Sequence[Timed
     sizes = set(profile.batches.get(workload.model, ()))
     for samples, precisions, steps in timed:
         at = workload.at_batch(samples)
-        times = operator_times(at, steps, precisions)
+        kind: DeviceKind = "cuda" if device_type == "cuda" else "cpu"
+        graph = PrecisionGraph(at, results=results_of(workload, profile.casts), kind=kind)
+        times = operator_times(graph, steps, precisions)
         lowered = {
             str(key_of(o, precisions[o.setting]))
             for o in at.operators

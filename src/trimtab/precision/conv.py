@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.linear import no_autocast, products_for, result_dtype
+from trimtab.precision.linear import no_autocast, products_for, result_dtype, shares_input
 from trimtab.precision.products import Float, Operands, Sizes, unscaled
 from trimtab.precision_names import Precision, PrecisionName
 
@@ -51,12 +51,20 @@ class Geometry(NamedTuple):
 
 
 def conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, precision: Precision, draw: Draw
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    precision: Precision,
+    draw: Draw,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `torch.nn.functional.conv2d`, its products in the given precision; x is N × C × H × W."""
+    dtype = dtype or result_dtype(x)
     if len(x) == 0:  # nothing to quantize
-        return F.conv2d(x.to(weight.dtype), weight, bias, *geometry[:4]).to(result_dtype(x))
-    arguments = (x, weight, bias, geometry, precision, draw, result_dtype(x))
+        return F.conv2d(x.to(weight.dtype), weight, bias, *geometry[:4]).to(dtype)
+    shared = not torch.compiler.is_compiling() and shares_input(x, precision)
+    arguments = (x, weight, bias, geometry, precision, draw, dtype, shared)
     run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
     result: Tensor = run(*arguments)
     return result
@@ -78,6 +86,7 @@ class _Conv(torch.autograd.Function):
         precision: Precision,
         draw: Draw,
         dtype: torch.dtype,
+        shared: bool,
     ) -> Tensor:
         passes = _passes(precision, x.device.type)
         with no_autocast(x.device.type):
@@ -87,9 +96,10 @@ class _Conv(torch.autograd.Function):
             saved_w: Operands = (weight,) if ctx.needs_input_grad[0] else ()
             saved_x: Operands = ()
             if ctx.needs_input_grad[1]:
-                saved_x = x_operands if passes[2] is passes[0] else passes[2].input(x, draw)
+                same = x_operands if passes[2] is passes[0] else None
+                saved_x = (x,) if shared else same or passes[2].input(x, draw)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.split = len(saved_x)
+        ctx.split, ctx.shared = len(saved_x), shared
         ctx.setting = geometry, precision, draw
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
@@ -107,10 +117,11 @@ class _Conv(torch.autograd.Function):
                 w_operands = passes[1].weight(w[0], draw)
                 gx = passes[1].grad_input(g, w_operands, geometry, draw).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
+                x = passes[2].input(x[0], draw) if ctx.shared else x
                 gw = passes[2].grad_weight(g, x, geometry, draw).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 gb = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.dtypes[2])
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb, None, None, None, None, None
 
 
 class _Direct:
@@ -150,7 +161,7 @@ class _Direct:
                 scaled, x, w, None, stride, padding, dilation, False, (0, 0), groups,
                 (which == 0, which == 1, False),
             )  # fmt: skip
-        return unscaled(grads[which], tuple(scale), torch.float32)
+        return unscaled(grads[which], tuple(scale), torch.float32 if scale else grads[which].dtype)
 
 
 def has_position_on_padding_only(geometry: Geometry) -> bool:

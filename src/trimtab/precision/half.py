@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trimtab.precision.linear import no_autocast, result_dtype
+from trimtab.precision.linear import no_autocast
 from trimtab.precision.products import Float
 
 
@@ -31,7 +31,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class HalfProducts(TorchFunctionMode):
-    """Computes products of activations (attention, matmul, bmm) with half operands; results keep the input's dtype.
+    """Computes products of activations (attention, matmul, bmm) with half operands.
 
     Linear layers are not affected. With fp16, gradients are scaled by a power of two before a product's backward
     and unscaled after it.
@@ -48,9 +48,14 @@ class HalfProducts(TorchFunctionMode):
         }
     )
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, result_dtype: Callable[[Tensor], torch.dtype]) -> None:
+        """
+        Args:
+            dtype: of the operands.
+            result_dtype: of a product's result, from its first operand.
+        """
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.result_dtype = dtype, result_dtype
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -67,7 +72,7 @@ class HalfProducts(TorchFunctionMode):
                 return value.to(self.dtype)
             return _Enter.apply(value, scale)  # type: ignore[no-untyped-call]
 
-        output_dtype = result_dtype(args[0])
+        output_dtype = self.result_dtype(args[0])
         with no_autocast(args[0].device.type):
             y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
         if self.dtype != torch.float16:

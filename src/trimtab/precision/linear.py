@@ -24,18 +24,22 @@ def linear(
     draw: Draw,
     *,
     transposed: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
-    `transposed`: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
+    Args:
+        transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
+        dtype: of the result; by default autocast's if it is enabled, else the input's.
     """
-    dtype = result_dtype(x)
+    dtype = dtype or result_dtype(x)
     flat = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling():
         setting = draw.calls, draw.base, precision.encode(), transposed
         y, *_ = torch.ops.trimtab.linear(flat, weight, bias, *setting, dtype)
     else:
-        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype)  # type: ignore[no-untyped-call]
+        shared = shares_input(x, precision)
+        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype, shared)  # type: ignore[no-untyped-call]
     result: Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
 
@@ -51,12 +55,15 @@ class _Linear(torch.autograd.Function):
         draw: Draw,
         transposed: bool,
         dtype: torch.dtype,
+        shared: bool,
     ) -> Tensor:
         w = weight.t() if transposed else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         y, saved_x, saved_w = forward_pass(x, w, bias, precision, draw, dtype, needs)
+        if shared and saved_x:
+            saved_x = (x,)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.split = len(saved_x)
+        ctx.split, ctx.shared = len(saved_x), shared
         ctx.setting = precision, draw, x.shape[1], transposed, x.dtype
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return y
@@ -65,10 +72,15 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        gx, gw = backward_pass(g, saved[: ctx.split], saved[ctx.split :], *ctx.setting)
+        saved_x = saved[: ctx.split]
+        if ctx.shared and saved_x:
+            precision, draw, *_ = ctx.setting
+            grad_weight = products_of(precision, g.device.type)[2]
+            saved_x = grad_weight.saved(grad_weight.input(saved_x[0], draw))
+        gx, gw = backward_pass(g, saved_x, saved[ctx.split :], *ctx.setting)
         gw = gw if gw is None else gw.to(ctx.dtypes[0])
         gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb, None, None, None, None, None
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())
@@ -263,6 +275,25 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def shares_input(x: Tensor, precision: Precision) -> bool:
+    """Whether backward makes the codes of a half input again, because the function before keeps that input anyway.
+
+    A ReLU and attention keep their results: codes would be kept beside it and not instead of it.
+    """
+    if precision.grad_weight not in ("int8", "fp8") or x.dtype == torch.float32:
+        return False
+    function = x.grad_fn
+    while function is not None and type(function).__name__ in _VIEWS:
+        function = function.next_functions[0][0]
+    # The class is asked: reading the attribute would unpack what was saved.
+    return hasattr(type(function), "_saved_result") or hasattr(type(function), "_saved_output")
+
+
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Transpose", "Permute")
+)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -20,24 +20,8 @@ from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import draw_of, linear
 from trimtab.precision.products import DTYPES
+from trimtab.precision.results import RECURRENT, CallCounter, remove_hooks
 from trimtab.precision_names import ATTENTION, OperatorKind, Precision
-
-
-@dataclass
-class CallCounter:
-    """How often a model was called: the step of every random stream. It is kept on the model's device."""
-
-    count: Tensor
-
-    def on(self, device: torch.device) -> Tensor:
-        """The counter, moved to the device if the model has moved."""
-        if self.count.device != device:
-            self.count = self.count.to(device)
-        return self.count
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Count, as a forward pre-hook of the model. Not in place: backward needs the value of its forward pass."""
-        self.count = self.count + 1
 
 
 @dataclass
@@ -56,11 +40,16 @@ class LowPrecisionForward:
         """The random stream of this operator's rounding."""
         return draw_of(self.precision, self.base, self.calls.on(x.device))
 
+    def result_dtype(self, x: Tensor) -> torch.dtype:
+        """The type of this operator's result."""
+        return self.calls.result_dtype(x, self.precision)
+
 
 class LinearForward(LowPrecisionForward):
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self.module
-        return linear(input, module.weight, module.bias, self.precision, self.draw(input))
+        setting = self.precision, self.draw(input)
+        return linear(input, module.weight, module.bias, *setting, dtype=self.result_dtype(input))
 
 
 class TransposedLinearForward(LowPrecisionForward):
@@ -68,7 +57,9 @@ class TransposedLinearForward(LowPrecisionForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         module: Any = self.module
-        return linear(x, module.weight, module.bias, self.precision, self.draw(x), transposed=True)
+        setting = self.precision, self.draw(x)
+        dtype = self.result_dtype(x)
+        return linear(x, module.weight, module.bias, *setting, transposed=True, dtype=dtype)
 
 
 class ConvForward(LowPrecisionForward):
@@ -87,7 +78,7 @@ class ConvForward(LowPrecisionForward):
             # An even kernel needs one more element of padding after than before, so padding is not symmetric.
             x = F.pad(x, module._reversed_padding_repeated_twice)
         geometry = Geometry(stride, padding, dilation, module.groups, x.shape, weight.shape)
-        y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x))
+        y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x), self.result_dtype(x))
         y = y.squeeze(2) if one_dimensional else y
         return y if batched else y.squeeze(0)
 
@@ -108,7 +99,7 @@ class AttentionForward(LowPrecisionForward):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with HalfProducts(DTYPES[self.precision.forward]):
+        with HalfProducts(DTYPES[self.precision.forward], self.result_dtype):
             return type(self.module).forward(self.module, *args, **kwargs)
 
     @_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
@@ -139,9 +130,6 @@ def operators(model: nn.Module) -> dict[str, OperatorKind]:
         if kind is not None and id(module) not in hidden:
             kinds[name] = kind
     return kinds
-
-
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def refusals(model: nn.Module) -> dict[str, str]:
@@ -190,13 +178,11 @@ def install(
 
 
 def restore(model: nn.Module) -> None:
-    """Restore the forward of every module's class, and stop counting calls."""
+    """Restore the forward of every module's class, and remove all hooks."""
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             del module.__dict__["forward"]
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, CallCounter)]:
-            del hooks[key]
+    remove_hooks(model)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:

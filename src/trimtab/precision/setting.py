@@ -14,14 +14,8 @@ from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import refuse_unsupported
 from trimtab.precision.draw import base_key
-from trimtab.precision.operators import (
-    CallCounter,
-    LowPrecisionForward,
-    install,
-    operators,
-    refusals,
-    restore,
-)
+from trimtab.precision.operators import LowPrecisionForward, install, operators, refusals, restore
+from trimtab.precision.results import LOW, CallCounter, hand_on_low_results
 from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
 from trimtab.random_bits import name_hash
 
@@ -49,10 +43,15 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
         return
     calls = CallCounter(torch.zeros(1, dtype=torch.int64, device=device))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    lowered: set[nn.Module] = set()
     for name, (kind, precision) in chosen.items():
         module = root.get_submodule(name.removesuffix(ATTENTION))
         install(module, kind, precision, base_key(seed, rank, name_hash(name)), calls)
+        if precision.forward in LOW and kind != "embedding":
+            lowered.add(module)
     root.register_forward_pre_hook(calls)
+    if lowered:
+        hand_on_low_results(root, calls, lowered)
 
 
 def precisions_of(model: nn.Module) -> dict[str, Precision]:

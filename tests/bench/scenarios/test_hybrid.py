@@ -50,6 +50,7 @@ def test_every_method_trains_as_it_says_and_on_to_its_loss(ranks: Pool) -> None:
     rows = {row["method"]: row for row in result["rows"]}
     assert tuple(rows) == METHODS
     assert all(row["fits"] for row in rows.values())
+    assert {row["bits"] for row in rows.values()} == {None}
     assert rows["ideal-plan"]["fraction_of_ideal"] == rows["ddp"]["over_ddp"] == 1
     assert rows["uniform-low"]["operators_lowered"] >= rows["trimtab-fixed"]["operators_lowered"]
     for method in ("ddp", "shares"):

@@ -19,7 +19,9 @@ from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
 from trimtab.predict.memory.step_peak import step_memory
+from trimtab.predict.operators.low_precision import _gathered
 from trimtab.predict.precision_patterns import matched
+from trimtab.workload.tensor import BYTES
 
 
 def allocated_at_most(step: Any) -> int:
@@ -88,7 +90,13 @@ def test_peak_is_what_the_allocator_saw(name: str, autocast: str | None, pattern
     set_precision(model, patterns)
     # oneDNN's scratch memory for a convolution depends on the processor, and is not predicted.
     tolerance = 0.10 if name == "conv" else 0.05
-    assert predicted.peak == pytest.approx(measured(model, batch, autocast), rel=tolerance)
+    actual = measured(model, batch, autocast)
+    if name == "resnet" and "bf16" in patterns.values() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # Without instructions for bf16 torch gathers the inputs under a kernel first, which is not predicted either.
+        gathered = max(map(_gathered, workload.operators)) * BYTES["bf16"]
+        assert 0.95 * predicted.peak <= actual <= 1.05 * (predicted.peak + gathered)
+        return
+    assert predicted.peak == pytest.approx(actual, rel=tolerance)
 
 
 def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:

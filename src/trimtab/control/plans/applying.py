@@ -41,7 +41,7 @@ from trimtab.model_state import attach_state
 from trimtab.planning.plan import Plan, parse_plan
 from trimtab.planning.replan import devices_of, plan_for_ranks
 from trimtab.planning.restrict import restricted
-from trimtab.precision.operators import CallCounter
+from trimtab.precision.results import CallCounter
 from trimtab.precision.setting import set_operators
 from trimtab.selector import ALL
 from trimtab.workload.buckets import MIB

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from trimtab.errors import TrimtabError
-from trimtab.precision.operators import CallCounter, LowPrecisionForward
+from trimtab.precision.operators import LowPrecisionForward, restore
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import ATTENTION
 from trimtab.random_bits import stream
@@ -139,16 +139,17 @@ class DryRun:
             for m in self.model.modules()
             if isinstance(m.__dict__.get("forward"), LowPrecisionForward)
         ]
-        self._hooks = dict(self.model._forward_pre_hooks)
-        for module, _ in self._lowered:
-            del module.__dict__["forward"]
-        for key, hook in self._hooks.items():
-            if isinstance(hook, CallCounter):
-                del self.model._forward_pre_hooks[key]
+        self._hooks = [
+            (hooks, dict(hooks))
+            for m in self.model.modules()
+            for hooks in (m._forward_pre_hooks, m._forward_hooks, m._forward_hooks_always_called)
+        ]
+        restore(self.model)
         return self
 
     def __exit__(self, *error: object) -> None:
         for module, forward in self._lowered:
             module.__dict__["forward"] = forward
-        self.model._forward_pre_hooks.clear()
-        self.model._forward_pre_hooks.update(self._hooks)
+        for hooks, before in self._hooks:
+            hooks.clear()
+            hooks.update(before)

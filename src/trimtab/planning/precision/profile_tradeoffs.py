@@ -120,7 +120,9 @@ class ProfileTradeoffs(Tradeoffs):
             choices = offered[name]
             if not choices:
                 continue
-            operator_key = (tuple(key_of(workload.operators[i]) for i in indices), choices)
+            operator_key: object = (tuple(key_of(workload.operators[i]) for i in indices), choices)
+            if mapper.graph.results == "own":
+                operator_key = name  # what it hands on changes what its neighbors take
             if operator_key not in of_key:
                 own = fsum(mapper.forward_s[i] + mapper.backward_s[i] for i in indices)
                 figures = {OWN: own}

@@ -8,7 +8,8 @@ from typing import Literal
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
 from trimtab.predict.operators.low_precision import DeviceKind
-from trimtab.workload import Operator, Saved, Workload
+from trimtab.predict.operators.precision_graph import PrecisionGraph, promoted
+from trimtab.workload import Operator, Saved, Tensor, Workload
 from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
 
@@ -32,11 +33,14 @@ class StepMemory:
         self, workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, rounding: int
     ) -> None:
         self.workload, self.kind, self.rounding = workload, kind, rounding
-        self.precision: list[str | None] = [None] * len(workload.operators)
+        # Autocast has every result in its own type, lowered or not.
+        self.graph = PrecisionGraph(workload, results="input" if workload.autocast else "own", kind=kind)
         for name, precision in precisions.items():
-            for index in workload.settings[name]:
-                if precision != plain_precision(workload.operators[index]):
-                    self.precision[index] = precision
+            self.graph.set(name, precision)
+        self.precision: list[str | None] = [
+            None if self.graph.is_plain(o.index) else self.graph.precision[o.index]
+            for o in workload.operators
+        ]
         self.saved = [self._kept(operator) for operator in workload.operators]
         self.own = [self._own(operator) for operator in workload.operators]
         self.live = 0
@@ -69,7 +73,8 @@ class StepMemory:
             index = operator.index
             for storage, tensor in zip(operator.output_storages, operator.outputs, strict=True):
                 if storage not in sizes:
-                    sizes[storage] = self._rounded(tensor.nbytes)
+                    first = tensor is operator.outputs[0]
+                    sizes[storage] = self._result_bytes(index) if first else self._rounded(tensor.nbytes)
                     self.live += sizes[storage]
             for saved in self.saved[index]:
                 if saved.producer == index and saved.storage not in sizes:
@@ -146,9 +151,10 @@ class StepMemory:
         parts: dict[int, list[int]] = {}
         for producer, tensor in zip(operator.inputs, operator.input_tensors, strict=True):
             if producer != OUTSIDE and operators[producer].differentiable and tensor.floating:
-                parts.setdefault(producer, []).append(self._rounded(tensor.nbytes))
+                nbytes = tensor.nbytes * self._part(producer, tensor)
+                parts.setdefault(producer, []).append(self._rounded(int(nbytes)))
         for producer, pieces in parts.items():
-            whole = self._rounded(operators[producer].outputs[0].nbytes)
+            whole = self._result_bytes(producer)
             old = arrived.get(producer)
             if gradient is not None and operator.target in PASSES_ON and pieces[0] == gradient.nbytes:
                 if old is None:
@@ -180,25 +186,92 @@ class StepMemory:
     def _kept(self, operator: Operator) -> tuple[Saved, ...]:
         """The saved tensors of an operator, except operands in low precision."""
         precision = self.precision[operator.index]
-        if precision is None or operator.kind == "embedding":
+        if precision is None:
+            lifted = self._lifted(operator)
+            return tuple(saved for saved in operator.saved if saved.storage not in lifted)
+        if operator.kind == "embedding":
             return operator.saved
-        shares = backend.shares_input(operator, precision, operator.dtype)
-        gone = ("weight",) if shares else ("weight", "input", "output")
+        if operator.kind in ("attention", "matmul"):
+            copied = self._copied(operator, precision)
+            return tuple(saved for saved in operator.saved if saved.storage not in copied)
+        gone = ("weight",) if self._shares(operator, precision) else ("weight", "input", "output")
         return tuple(saved for saved in operator.saved if saved.role not in gone)
 
     def _own(self, operator: Operator) -> int:
         precision = self.precision[operator.index]
         if precision is None:
-            return 0
-        return self._rounded(backend.saved_bytes(operator, precision, operator.dtype, self.kind))
+            lifted = self._lifted(operator)
+            return sum(self._rounded(s.tensor.nbytes) for s in operator.saved if s.storage in lifted)
+        if operator.kind in ("attention", "matmul"):
+            return sum(map(self._rounded, self._copied(operator, precision).values()))
+        arriving = self._arriving(operator)
+        if self._shares(operator, precision):
+            arriving = backend.memory_type(backend.passes(precision)[2])
+        return self._rounded(backend.saved_bytes(operator, precision, arriving, self.kind))
+
+    def _copied(self, operator: Operator, precision: str) -> dict[int, int]:
+        """Of a product of activations: what it keeps a copy of because it has another type, and the copy's bytes."""
+        name = backend.memory_type(backend.passes(precision)[1])
+        floating = [
+            (storage, tensor)
+            for storage, tensor in zip(operator.input_storages, operator.input_tensors, strict=True)
+            if tensor.floating
+        ]
+        copied = {
+            storage: tensor.numel * BYTES[name]
+            for (storage, tensor), arriving in zip(floating, self.graph.arriving[operator.index], strict=True)
+            if arriving != name
+        }
+        if operator.kind == "attention" and self.graph.leaving[operator.index] != name:
+            copied[operator.output_storages[0]] = operator.outputs[0].numel * BYTES[name]
+        return copied
+
+    def _arriving(self, operator: Operator) -> str:
+        """The type in which values arrive."""
+        return promoted(list(self.graph.arriving[operator.index])) or operator.dtype
+
+    def _shares(self, operator: Operator, precision: str) -> bool:
+        """Whether backward keeps the input itself: it has the right type, or the operator before keeps it anyway."""
+        arriving = self._arriving(operator)
+        if backend.shares_input(operator, precision, arriving):
+            return True
+        if operator.kind not in ("linear", "conv") or arriving == "fp32" or operator.inputs[0] == OUTSIDE:
+            return False
+        before = self.workload.operators[operator.inputs[0]]
+        return any(saved.role == "output" for saved in before.saved)
+
+    def _lifted(self, operator: Operator) -> set[int]:
+        """The inputs that an operator which was not lowered casts to its own type first; it keeps the copy."""
+        if self.graph.follows(operator):
+            return set()
+        floating = [
+            (tensor, storage)
+            for tensor, storage in zip(operator.input_tensors, operator.input_storages, strict=True)
+            if tensor.floating
+        ]
+        return {
+            storage
+            for (tensor, storage), arriving in zip(floating, self.graph.arriving[operator.index], strict=True)
+            if arriving != tensor.dtype
+        }
+
+    def _part(self, producer: int, tensor: Tensor) -> float:
+        """Size of a result of an operator in relation to what was captured."""
+        if tensor.dtype != self.graph.captured[producer]:
+            return 1.0
+        return BYTES[self.graph.leaving[producer]] / BYTES[tensor.dtype]
+
+    def _result_bytes(self, index: int) -> int:
+        result = self.workload.operators[index].outputs[0]
+        return self._rounded(int(result.nbytes * self._part(index, result)))
 
     def _workspace(self, operator: Operator, phase: Literal["forward", "backward"]) -> int:
         precision = self.precision[operator.index]
         if precision is None:
             return backend.plain_workspace(operator, self.kind)
         if phase == "forward":
-            return backend.forward_workspace(operator, precision, operator.dtype, self.kind)
-        return backend.backward_workspace(operator, precision, operator.outputs[0].dtype, self.kind)
+            return backend.forward_workspace(operator, precision, self._arriving(operator), self.kind)
+        return backend.backward_workspace(operator, precision, self.graph.leaving[operator.index], self.kind)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding

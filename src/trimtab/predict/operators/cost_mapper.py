@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
 
+from trimtab.precision_names import ATTENTION
 from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
-from trimtab.predict.operators.low_precision import DeviceKind, backward_casts, forward_casts, values_of
-from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
-from trimtab.predict.precision_patterns import matched
+from trimtab.predict.operators.low_precision import (
+    DeviceKind,
+    backward_casts,
+    forward_casts,
+    passes,
+    values_of,
+)
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted, results_of
+from trimtab.predict.precision_patterns import matched, settable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -58,20 +65,22 @@ class CostMapper:
         *,
         kind: DeviceKind = "cpu",
         precisions: Mapping[str, str] | None = None,
-        results: Results = "input",
+        results: Results | None = None,
         naive: bool = False,
     ) -> None:
         """
         Args:
             precisions: by pattern, as `trimtab.set_precision` takes them.
-            results: type of results; "input" describes `trimtab.precision`.
+            results: type of results; by default what `trimtab.precision` hands on, if the casts for it were measured.
             naive: ignore casts and neighbors, as simpler predictors do; for comparison.
 
         Raises:
             TrimtabError: naming the first operator or cast that was not measured.
         """
         self.workload, self.costs, self.kind, self.naive = workload, costs, kind, naive
-        self.graph = PrecisionGraph(workload, results=results)
+        results = results or results_of(workload, costs.casts)
+        self.graph = PrecisionGraph(workload, results=results, kind=kind)
+        self._probed: dict[str, PrecisionGraph] = {}
         self._known: dict[tuple[int, State], tuple[float, float]] = {}
         self._undoable: list[Change] = []
         if precisions:
@@ -176,17 +185,16 @@ class CostMapper:
         usual = tuple(t.dtype for t in operator.input_tensors if t.floating)
         as_captured = arriving == usual and leaving == self.graph.captured[operator.index]
         if operator.category == "adjustable" and not plain:
-            return self._set(operator, precision, arriving, leaving, as_captured)
+            return self._set(operator, precision, arriving, leaving)
+        times = self._measured(operator, key_of(operator))
         if as_captured or self.naive:
-            times = self._measured(operator, key_of(operator))
             return times.forward_s, times.backward_s
-        if operator.category == "dependent":
+        wanted = usual
+        if self.graph.follows(operator):
             own = promoted(list(arriving)) or operator.dtype
-            times = self._measured(operator, key_of(operator, dtype=own))
-            wanted: tuple[str, ...] = (own,) * len(arriving)
-        else:
-            times = self._measured(operator, key_of(operator))
-            wanted = usual
+            # Where it was not measured in that type, it is assumed to take as long as in its own.
+            times = self.costs.operators.get(str(key_of(operator, dtype=own)), times)
+            wanted = (own,) * len(arriving)
         extra = [
             (source, target, tensor.numel)
             for source, target, tensor in zip(arriving, wanted, values_of(operator), strict=True)
@@ -197,14 +205,14 @@ class CostMapper:
         return times.forward_s + before, times.backward_s + (after if operator.differentiable else 0.0)
 
     def _set(
-        self, operator: Operator, precision: str, arriving: tuple[str, ...], leaving: str, as_captured: bool
+        self, operator: Operator, precision: str, arriving: tuple[str, ...], leaving: str
     ) -> tuple[float, float]:
         """Time in a precision that was set, split into product and casts if other types arrive than were measured."""
         times = self._measured(operator, key_of(operator, precision))
-        if as_captured and not self.naive:
+        probed, index = self._as_probed(precision), operator.index
+        if (arriving, leaving) == (probed.arriving[index], probed.leaving[index]) and not self.naive:
             return times.forward_s, times.backward_s
-        usual = operator.dtype
-        left = self.graph.captured[operator.index]
+        usual, left = promoted(list(probed.arriving[index])) or operator.dtype, probed.leaving[index]
         forward = times.forward_s - self._casts(forward_casts(operator, precision, usual, left))
         backward = times.backward_s - self._casts(backward_casts(operator, precision, usual, left, self.kind))
         # The fitted cast may exceed the whole time of a small operator.
@@ -215,6 +223,18 @@ class CostMapper:
         forward += self._casts(forward_casts(operator, precision, now, leaving))
         backward += self._casts(backward_casts(operator, precision, now, leaving, self.kind))
         return forward, backward
+
+    def _as_probed(self, precision: str) -> PrecisionGraph:
+        """The types in a probed step: all operators that can have the precision have it."""
+        if precision not in self._probed:
+            graph = PrecisionGraph(self.workload, results=self.graph.results, kind=self.kind)
+            if graph.results == "own":
+                for name, (first, *_) in self.workload.settings.items():
+                    offered = settable(self.workload.operators[first].kind)
+                    if not name.endswith(ATTENTION) and set(passes(precision)) <= set(offered):
+                        graph.set(name, precision)
+            self._probed[precision] = graph
+        return self._probed[precision]
 
     def _measured(self, operator: Operator, key: OperatorKey) -> OperatorTime:
         return self.costs.times(key, operator.name)

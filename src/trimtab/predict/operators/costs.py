@@ -1,7 +1,7 @@
 """What operators and casts take on a device class, as measured.
 
-An operator's time is that of the whole call as `trimtab.precision` runs it, alone, on inputs of the type in
-its key: casts of its input, its weight and its gradients are inside. `cost_mapper` separates them again where an
+An operator's time is that of the whole call as `trimtab.precision` runs it in a step whose operators all have that
+precision: casts of its input, its weight and its gradients are inside. `cost_mapper` separates them again where an
 operator meets other types than it was measured with. A missing time is an error, never zero.
 """
 
@@ -145,8 +145,9 @@ class DeviceCosts:
         return found
 
     def cast(self, source: str, target: str) -> Line:
-        """The time of converting one type to another."""
-        found = self.casts.get(f"{source}>{target}")
+        """The time of converting one type to another; fp32 stands for a bf16 that was not measured."""
+        wider = f"{source}>{target}".replace("bf16", "fp32")
+        found = self.casts.get(f"{source}>{target}", self.casts.get(wider))
         if found is None:
             raise TrimtabError(
                 f"the cast {source} to {target} was not measured on device class {self.device!r}; "

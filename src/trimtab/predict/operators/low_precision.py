@@ -2,13 +2,14 @@
 
 Facts about the implementation, as plain arithmetic on shapes; tests compare them with the implementation.
 
-- Results have the type of the inputs (autocast's, if that is on). So `set_precision` never changes the type of
-  a neighbor.
+- Results have autocast's type if that is on. Without it operators in bf16, int8 and fp8 hand on bf16 (see
+  `precision_graph`), except when compiled; others hand on the type of their inputs.
 - The operands of x and w are made inside: int8 and fp8 by a fused quantize, half types by a cast; the
   product of codes is scaled back in its epilogue, that of half types is cast back.
 - Backward converts the gradient to operands (int8 once for each of its two products), makes the weight's
   operand again unless it was saved, and returns the weight's gradient in fp32.
-- x is saved in the low precision. The weight's operand is saved by 8-bit linear layers on a GPU only.
+- x is saved in the low precision, or shared where the operator before keeps it in bf16. The weight's operand is saved
+  by 8-bit linear layers on a GPU only.
 """
 
 from __future__ import annotations

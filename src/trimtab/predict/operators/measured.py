@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.workload import Workload
 
+FOLLOWED = "bf16"
+"""The type in which lowered operators hand on their results; what follows them may have been measured in it."""
+
 
 class Measured:
     """The times of one model's operators; lookups are cached."""
@@ -32,7 +35,7 @@ class Measured:
         self.workload, self.profile = workload, profile
         self._sized: dict[int, Workload] = {workload.batch_size: workload}
         self._bucketed: dict[float | None, Workload] = {None: workload}
-        self._keys: dict[tuple[int, str | None, int], OperatorKey] = {}
+        self._keys: dict[tuple[int, str | None, int, str | None], OperatorKey] = {}
         self._mappers: dict[object, tuple[DeviceProfile, CostMapper]] = {}
 
     def on(self, profile: Profile) -> Measured:
@@ -96,33 +99,47 @@ class Measured:
             key = str(self._key(operator.index, precision, samples))
             if key not in operators:
                 operators[key] = self.time_of(device, operator.index, precision, samples)
+            if precisions and operator.setting is None:
+                times = self._interpolated(device, operator.index, None, samples, FOLLOWED)[0]
+                if times is not None:
+                    operators[str(self._key(operator.index, None, samples, FOLLOWED))] = times
         return DeviceCosts(device=device, operators=operators, casts=profile.casts)
 
     def time_of(self, device: str, index: int, precision: str | None, samples: int) -> OperatorTime:
         """The time of one operator; raises TrimtabError if it was not measured."""
+        times, known = self._interpolated(device, index, precision, samples)
+        if times is None:
+            raise self._missing(device, index, precision, samples, known)
+        return times
+
+    def _interpolated(
+        self, device: str, index: int, precision: str | None, samples: int, dtype: str | None = None
+    ) -> tuple[OperatorTime | None, list[int]]:
+        """The time of one operator, with values in `dtype`, and the batch sizes at which it was measured."""
         profile = self.device(device)
-        exact = profile.operators.get(str(self._key(index, precision, samples)))
+        exact = profile.operators.get(str(self._key(index, precision, samples, dtype)))
         if exact is not None:
-            return exact
+            return exact, [samples]
         known = []
         for size in sorted(profile.batches.get(self.workload.model, ())):
-            found = profile.operators.get(str(self._key(index, precision, size)))
+            found = profile.operators.get(str(self._key(index, precision, size, dtype)))
             if found is not None:
                 known.append((size, found))
         if len(known) < 2:
-            raise self._missing(device, index, precision, samples, [size for size, _ in known])
+            return None, [size for size, _ in known]
         place = min(max(1, bisect_left([size for size, _ in known], samples)), len(known) - 1)
         (low, a), (high, b) = known[place - 1], known[place]
         part = (samples - low) / (high - low)
-        return OperatorTime(
+        times = OperatorTime(
             forward_s=max(0.0, a.forward_s + part * (b.forward_s - a.forward_s)),
             backward_s=max(0.0, a.backward_s + part * (b.backward_s - a.backward_s)),
         )
+        return times, [size for size, _ in known]
 
-    def _key(self, index: int, precision: str | None, samples: int) -> OperatorKey:
-        key = (index, precision, samples)
+    def _key(self, index: int, precision: str | None, samples: int, dtype: str | None = None) -> OperatorKey:
+        key = (index, precision, samples, dtype)
         if key not in self._keys:
-            self._keys[key] = key_of(self.at(samples).operators[index], precision)
+            self._keys[key] = key_of(self.at(samples).operators[index], precision, dtype)
         return self._keys[key]
 
     def _missing(

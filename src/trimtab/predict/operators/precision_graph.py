@@ -11,17 +11,30 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.precision_names import HALVES
 from trimtab.predict.operators.costs import plain_precision
-from trimtab.predict.operators.low_precision import memory_type, passes
+from trimtab.predict.operators.low_precision import passes
 from trimtab.workload.operator import OUTSIDE
 
 if TYPE_CHECKING:
-    from trimtab.workload import Operator, Workload
+    from collections.abc import Container
+
+    from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.workload import Operator, Tensor, Workload
 
 Results = Literal["input", "own"]
-"""The type of an operator's result: that of its input, as with `trimtab.precision`, or the half type it computed
-in, as with operators that autocast lowers."""
+"""The type of a lowered operator's result: that of its input, as under `torch.compile` and as autocast has it, or bf16,
+as `trimtab.precision` hands it on in a model in fp32 without autocast."""
+
+HANDED_ON = ("bf16", "int8", "fp8")
+"""Precisions whose results are then bf16. fp16 is not handed on, and neither are embeddings."""
+
+# fmt: off
+_FULL_ON_GPU = frozenset({
+    "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt", "softplus", "sum", "prod", "cumsum",
+    "cumprod", "linalg_vector_norm", "tan", "sinh", "cosh", "acos", "asin",
+})
+# fmt: on
+"""What autocast computes in fp32 on a GPU, beside norms, softmax and losses, and on a CPU in the type that arrives."""
 
 _RANK = {"fp8": 0, "fp16": 1, "bf16": 1, "fp32": 2, "fp64": 3}
 
@@ -37,11 +50,17 @@ def promoted(types: list[str]) -> str | None:
     return widest
 
 
+def results_of(workload: Workload, casts: Container[str]) -> Results:
+    """What operators hand on where these casts were measured: those of bf16 only if the device computes in it."""
+    own = not workload.autocast and "fp32>bf16" in casts and "bf16>fp32" in casts
+    return "own" if own else "input"
+
+
 class PrecisionGraph:
     """Precisions of all operators, and the types that follow from them."""
 
-    def __init__(self, workload: Workload, *, results: Results = "input") -> None:
-        self.workload, self.results = workload, results
+    def __init__(self, workload: Workload, *, results: Results = "input", kind: DeviceKind = "cuda") -> None:
+        self.workload, self.results, self.kind = workload, results, kind
         self.plain = [plain_precision(operator) for operator in workload.operators]
         self.precision = list(self.plain)
         self.leaving = [_leaves(operator) for operator in workload.operators]
@@ -125,17 +144,43 @@ class PrecisionGraph:
         captured = self.captured[index]
         if not operator.outputs or not operator.outputs[0].floating:
             return captured
-        if operator.category != "dependent":
-            return self._own(index) or captured
-        arriving = promoted(list(self.arriving[index]))
-        before = promoted([t.dtype for t in operator.input_tensors if t.floating])
+        if not self.follows(operator):
+            return self._own(operator) or captured
+        tensors = [t for t in operator.input_tensors if t.floating]
+        arriving = _mixed(operator, tensors, self.arriving[index])
+        before = _mixed(operator, tensors, tuple(t.dtype for t in tensors))
         return arriving if arriving is not None and captured == before else captured
 
-    def _own(self, index: int) -> str | None:
-        if self.results == "input" or self.is_plain(index):
+    def follows(self, operator: Operator) -> bool:
+        """Whether an operator takes the type of its inputs. A batch norm does, with statistics in fp32; on a CPU so do
+        other norms and softmax, which compute in fp32."""
+        if self.kind == "cuda" and _kernel(operator) in _FULL_ON_GPU:
+            return False
+        if operator.category == "dependent" or "batch_norm" in operator.target:
+            return True
+        # A logarithm of softmax is part of a loss, which lifts its input on every device.
+        softens = operator.kind == "softmax" and "log_softmax" not in operator.target
+        return self.kind == "cpu" and (softens or operator.kind == "norm")
+
+    def _own(self, operator: Operator) -> str | None:
+        index = operator.index
+        if self.results == "input" or self.is_plain(index) or operator.kind == "embedding":
             return None
-        name = memory_type(passes(self.precision[index])[0])
-        return name if name in HALVES else "fp32"
+        handed_on = passes(self.precision[index])[0] in HANDED_ON and self.captured[index] == "fp32"
+        return "bf16" if handed_on else None
+
+
+def _mixed(operator: Operator, tensors: list[Tensor], types: tuple[str, ...]) -> str | None:
+    """The type of the result of an operator that takes the type of its inputs, its parameters included."""
+    if operator.kind == "norm":
+        return types[0] if types else None
+    several = [name for name, tensor in zip(types, tensors, strict=True) if tensor.shape]
+    several += [t.dtype for t in operator.parameter_tensors if t.floating and t.shape]
+    return promoted(several or list(types))
+
+
+def _kernel(operator: Operator) -> str:
+    return operator.target.removeprefix("aten.").partition(".")[0]
 
 
 def _leaves(operator: Operator) -> str:

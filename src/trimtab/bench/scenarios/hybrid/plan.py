@@ -102,30 +102,21 @@ class Plans:
             by_rank += [lowered] * count
         return tuple(by_rank)
 
-    def peak(self, samples: int, precisions: Mapping[str, str], bits: int | None) -> int:
+    def peak(self, samples: int, precisions: Mapping[str, str]) -> int:
         """Predicted bytes of a rank."""
         kind: Any = next(iter(self.cluster.devices.values())).kind
-        return peak(self.workload, samples, precisions, kind, bits)
+        return peak(self.workload, samples, precisions, kind)
 
 
-def peak(
-    workload: Workload, samples: int, precisions: Mapping[str, str], kind: Any, bits: int | None = None
-) -> int:
-    return step_memory(
-        workload.at_batch(samples),
-        precisions,
-        kind=kind,
-        data_parallel=True,
-        bits=bits,
-        world=dist.get_world_size(),
-    ).peak
+def peak(workload: Workload, samples: int, precisions: Mapping[str, str], kind: Any) -> int:
+    return step_memory(workload.at_batch(samples), precisions, kind=kind, data_parallel=True).peak
 
 
 def make_plans(
     task: Task,
     cluster: Cluster,
     memory_ratio: float | None = None,
-    bits: Literal["auto", "adaptive"] = "auto",
+    bits: Literal["auto", "adaptive"] | None = "auto",
     fixed_bits: Literal["auto", "adaptive"] | None = "auto",
     quick: bool = False,
 ) -> Plans:

@@ -91,7 +91,9 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     device = torch.device(spec["device"])
     task = make_task(device, size=spec.get("size"))
     report(0, 1)
-    plans = make_plans(task, hosts(spec["speeds"], spec["device"], names=NAMES), spec["memory"])
+    cluster = hosts(spec["speeds"], spec["device"], names=NAMES)
+    # No method compresses gradients: methods differ in precisions and shares alone.
+    plans = make_plans(task, cluster, spec["memory"], bits=None, fixed_bits=None)
     every = ways(plans, spec["speeds"], task.samples)
     fitting = {method: way for method, way in every.items() if _fits(plans, way, task)}
     trainers = {method: make_trainer(task, way) for method, way in fitting.items()}
@@ -218,9 +220,8 @@ def _fits(plans: Plans, way: Way, task: Task) -> bool:
         return True
     if task.device.type == "cuda":
         return _tried(task, way, limits[dist.get_rank()] or 0.0)
-    bits = None if way.plan is None else way.plan.bits
     predicted = [
-        plans.peak(samples, precisions, 4 if bits == "adaptive" else bits)
+        plans.peak(samples, precisions)
         for samples, precisions in zip(way.samples, way.precisions, strict=True)
     ]
     return all(peak <= (limit or 0) * 2**30 for peak, limit in zip(predicted, limits, strict=True))

@@ -159,11 +159,9 @@ class Job:
         )
         self._lowers = any(plan.ranks[self.name].precisions for plan in self.plans)
         self._short = any(plan.block != BLOCK for plan in self.plans)
-        self._casts: tuple[str, ...] = (f"fp32>{self._low}",)
-        if self._low == "bf16":
-            self._casts = ("fp32>bf16", "bf16>fp32")
-        elif cuda:
-            self._casts = ("bf16>int8", "fp32>int8")
+        self._casts: tuple[str, ...] = () if cuda and self._low != "bf16" else ("fp32>bf16", "bf16>fp32")
+        if self._low != "bf16":
+            self._casts += (f"bf16>{self._low}", f"fp32>{self._low}")
         self._link: LinkProbe | None = None
         self._inside: dict[str, CollectiveTime] | None = None
         self._beyond: ReductionOverhead | None = None
@@ -257,7 +255,7 @@ class Job:
 
     def _profile(self, steps: Mapping[tuple[bool, int], StepTimes], kernels: DeviceProfile) -> DeviceProfile:
         timed = [(samples, self.low if low else {}, [step]) for (low, samples), step in steps.items()]
-        return with_steps(kernels, self.workload, timed)
+        return with_steps(kernels, self.workload, timed, self.device.type)
 
     def memory(self, plan: JobSetting) -> list[float]:
         """For each rank, predicted over allocated bytes at the peak of a step (CUDA)."""

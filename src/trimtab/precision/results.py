@@ -1,0 +1,176 @@
+"""What a lowered operator hands on: bf16, as long as its model's forward runs.
+
+A model in fp32 without autocast would lift the result of every lowered operator to fp32 and keep it for backward in
+that type. So operators in bf16, int8 and fp8 hand on bf16 instead, and whatever was not lowered follows torch's rules
+for mixed types: those of autocast, with fp32 in the place of its half type. Products and losses (on a GPU norms and
+softmax too) lift what arrives to fp32, element-wise operations take the type of their inputs, different types are
+promoted. The model's outputs are lifted to fp32.
+
+fp16 is not handed on: gradients would then travel in fp16, where they underflow without a loss scale.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trimtab.precision.devices import offers
+from trimtab.precision_names import Precision
+
+LOW = ("bf16", "int8", "fp8")
+"""Precisions whose results are handed on in bf16."""
+
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+"""Modules that autocast would lower to its half type on a GPU, whatever that is: they run without it, in fp32."""
+
+
+@dataclass
+class CallCounter:
+    """How often a model was called: the step of every random stream. It is kept on the model's device."""
+
+    count: Tensor
+    hands_on: str | None = None
+    """The type of device on which operators handed on bf16 in the last call: a recomputation in backward repeats it."""
+
+    def on(self, device: torch.device) -> Tensor:
+        """The counter, moved to the device if the model has moved."""
+        if self.count.device != device:
+            self.count = self.count.to(device)
+        return self.count
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Count, as a forward pre-hook of the model. Not in place: backward needs the value of its forward pass."""
+        self.count = self.count + 1
+
+    def result_dtype(self, x: Tensor, precision: Precision) -> torch.dtype:
+        """The type of an operator's result: autocast's half type if that is enabled; else the input's, or bf16."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and not _mixes(kind):
+            return torch.get_autocast_dtype(kind)
+        repeats = self.hands_on == kind and _in_backward()
+        if torch.compiler.is_compiling() or not (repeats or _mixes(kind)):
+            return x.dtype
+        return torch.bfloat16 if precision.forward in LOW else torch.float32
+
+
+@dataclass
+class MixedTypes:
+    """Hooks around a module's forward, inside which lowered operators hand on bf16."""
+
+    calls: CallCounter
+    is_model: bool
+    """The model itself. A module inside it needs the hooks where activation checkpointing repeats it in backward."""
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler decides by itself what it keeps for backward
+        first = next(module.parameters(), None)
+        if first is None:  # a replica of nn.DataParallel
+            return
+        kind = first.device.type
+        enters = not torch.is_autocast_enabled(kind)
+        if self.is_model:
+            enters = enters and _takes_bf16(module, first.device)
+            self.calls.hands_on = kind if enters or _mixes(kind) else None
+        else:
+            enters = enters and self.calls.hands_on == kind and _in_backward()
+        if enters:
+            _enter(module, kind, enabled=True, dtype=torch.float32)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not _leave(module) or not self.is_model:
+            return None
+        return tree_map(_lifted, output)
+
+
+class Isolated:
+    """Hooks around a module that must neither be lowered nor see bf16."""
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        first = next(module.parameters(), None)
+        if torch.compiler.is_compiling() or first is None or not _mixes(kind := first.device.type):
+            return None
+        _enter(module, kind, enabled=False, dtype=torch.get_autocast_dtype(kind))
+        return tree_map(_lifted, args)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _leave(module)
+
+
+def hand_on_low_results(root: nn.Module, calls: CallCounter, lowered: set[nn.Module]) -> None:
+    """Let the operators of a model hand on bf16 while its forward runs, if it is a model in fp32."""
+    operator = root in lowered and next(root.children(), None) is None
+    if operator or any(p.is_floating_point() and p.dtype != torch.float32 for p in root.parameters()):
+        return
+    for module in root.modules():
+        hooks: MixedTypes | Isolated
+        if isinstance(module, RECURRENT):
+            hooks = Isolated()
+        elif next(module.children(), None) is not None and not lowered.isdisjoint(module.modules()):
+            hooks = MixedTypes(calls, is_model=module is root)
+        else:
+            continue
+        module.register_forward_pre_hook(hooks.before)
+        module.register_forward_hook(hooks.after, always_call=True)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove what `hand_on_low_results` registered, and stop counting calls."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", hook), (CallCounter, MixedTypes, Isolated)):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+
+
+_entered = threading.local()
+
+
+def _enter(module: nn.Module, kind: str, *, enabled: bool, dtype: torch.dtype) -> None:
+    if kind == "cpu":
+        # Activation checkpointing restores the type with torch.autocast, which accepts fp32 on a GPU only.
+        warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
+    before = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    _entered.__dict__.setdefault("states", []).append((module, before))
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_enabled(kind, enabled)
+
+
+def _leave(module: nn.Module) -> bool:
+    """Restore the state from before the module's forward; False if it was not changed."""
+    states = _entered.__dict__.get("states")
+    if not states or states[-1][0] is not module:
+        return False
+    kind, enabled, dtype = states.pop()[1]
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    return True
+
+
+def _mixes(kind: str) -> bool:
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float32
+
+
+def _takes_bf16(model: Any, device: torch.device) -> bool:
+    """Whether a device computes in bf16, and FSDP2 does not decide about the model's types."""
+    if hasattr(model, "_get_fsdp_state"):
+        policy = getattr(model._get_fsdp_state(), "_mp_policy", None)
+        if getattr(policy, "param_dtype", None) not in (None, torch.float32):
+            return False
+    return device.type in ("cpu", "cuda") and "bf16" in offers(device)["linear"]
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _lifted(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
