@@ -199,8 +199,8 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
         planned(uneven(1.0, slow=BETWEEN / 4), 4, batch="fixed", layout="data")
     with pytest.raises(TrimtabError, match=r"slow: a single sample needs .* MiB are missing"):
         planned(uneven(1.0, slow=BETWEEN / 4), layout="data")
-    with pytest.raises(TrimtabError, match=r"a batch of 61 does not fit: .* are too many.*micro-batches"):
-        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 61, layout="data")
+    with pytest.raises(TrimtabError, match=r"a batch of 127 does not fit: .* are too many.*micro-batches"):
+        planned(uneven(1.0, slow=BETWEEN, fast=BETWEEN), 127, layout="data")
 
 
 @pytest.mark.parametrize(("batch", "total"), [("fixed", 64), ("free", 64), ("free", 32)])
