@@ -271,7 +271,8 @@ class StepMemory:
             return backend.plain_workspace(operator, self.kind)
         if phase == "forward":
             return backend.forward_workspace(operator, precision, self._arriving(operator), self.kind)
-        return backend.backward_workspace(operator, precision, self.graph.leaving[operator.index], self.kind)
+        types = self._arriving(operator), self.graph.leaving[operator.index]
+        return backend.backward_workspace(operator, precision, *types, self.kind)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding

@@ -15,6 +15,7 @@ Facts about the implementation, as plain arithmetic on shapes; tests compare the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Literal, NamedTuple
 
 from trimtab.precision_names import HALVES
@@ -166,7 +167,9 @@ def forward_workspace(operator: Operator, precision: str, arriving: str, device:
     return total + plain_workspace(operator, device) * BYTES[name] // 4
 
 
-def backward_workspace(operator: Operator, precision: str, leaving: str, device: DeviceKind) -> int:
+def backward_workspace(
+    operator: Operator, precision: str, arriving: str, leaving: str, device: DeviceKind
+) -> int:
     """Temporary bytes of the backward pass in a given precision, without its results."""
     name = memory_type(passes(precision)[1])
     if operator.kind == "embedding":
@@ -175,17 +178,17 @@ def backward_workspace(operator: Operator, precision: str, leaving: str, device:
     weight = weight_of(operator)
     values = sum(t.numel for t in values_of(operator))
     weights = 0 if weight is None else weight.numel
-    # Gradients of what lies under the kernel are fp32; without them the codes are gathered once more.
-    gathered = _gathered(operator) * (4 if operator.gradients > 1 else 1)
+    if name in CODES and operator.kind == "conv":
+        return _unfolded_backward(operator, arriving, device)
     if name == "fp8":
-        return 2 * out + gathered
+        return 2 * out
     if name == "int8" and device == "cpu":
         # Codes of g and w, and sums: of the input's gradient while the weight's does not exist yet, then its own.
-        return out + weights + 4 * max(values - weights, weights) + gathered
+        return out + weights + 4 * max(values - weights, weights)
     if name == "int8":
         first = out + weights + 4 * (values - weights)
         # g with x's scales folded in, its codes, x's codes turned, sums.
-        return max(first, 5 * out + values + 4 * weights) + gathered
+        return max(first, 5 * out + values + 4 * weights)
     total = plain_workspace(operator, device) * BYTES[name] // 4
     if name != leaving:
         total += (out + values) * BYTES[name]
@@ -194,13 +197,30 @@ def backward_workspace(operator: Operator, precision: str, leaving: str, device:
     return total
 
 
+def _unfolded_backward(operator: Operator, arriving: str, device: DeviceKind) -> int:
+    """Temporary bytes of the backward pass of a convolution of codes, which has two moments that may be the peak."""
+    out, gathered = operator.outputs[0].numel, _gathered(operator)
+    weight = weight_of(operator)
+    assert weight is not None
+    # The weight's gradient: codes of what lies under the kernel (on a GPU also turned), g in fp32 and in codes, sums.
+    for_weight = gathered * (2 if device == "cuda" else 1) + 5 * out + 4 * weight.numel
+    if operator.gradients < 2:
+        return for_weight
+    # Before it the input's: gradients of what lies under the kernel are added up, both in fp32. Neither the weight's
+    # gradient nor the input's in the input's own type exists yet.
+    values = sum(t.numel for t in values_of(operator))
+    results = values * BYTES[arriving] + 4 * weight.numel
+    return max(for_weight, 4 * (gathered + values) + weight.numel - results)
+
+
 def _gathered(operator: Operator) -> int:
-    """Elements of the unfolded input, with which a convolution of codes is a matrix product."""
+    """Elements of the unfolded input of all groups, with which a convolution of codes is a matrix product."""
     weight = weight_of(operator)
     if operator.kind != "conv" or weight is None:
         return 0
-    outputs = weight.shape[0]
-    return operator.outputs[0].numel // outputs * (weight.numel // outputs)
+    outputs, _, *kernel = weight.shape
+    under_kernel = operator.input_tensors[0].shape[1] * prod(kernel)
+    return operator.outputs[0].numel // outputs * under_kernel
 
 
 def plain_workspace(operator: Operator, device: DeviceKind) -> int:
