@@ -107,6 +107,7 @@ def predict_sharded_memory(measured: Measured, cluster: Cluster, setting: JobSet
             kind=cluster.devices[name].kind,
             keep=sharding.keep,
             bits=setting.bits,
+            results=measured.results(name),
         )
         for name, own in setting.ranks.items()
     }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.cost_mapper import Change, CostMapper
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
+    from trimtab.predict.operators.precision_graph import Results
     from trimtab.predict.replay.inputs import RoleWork
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
@@ -112,17 +113,29 @@ def _for_roles(time: CollectiveTime, of: Mapping[str, str]) -> CollectiveTime:
 
 
 def needed_bytes(
-    workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, world: int, setting: StepSetting
+    workload: Workload,
+    precisions: Mapping[str, str],
+    kind: DeviceKind,
+    world: int,
+    setting: StepSetting,
+    results: Results | None = None,
 ) -> int:
     """Memory that a device needs for a step: on a GPU including the overhead of its caching allocator.
 
     Args:
         workload: with the samples of a micro-batch.
         world: ranks of the job; of a sharded one those that share a copy of the model (`ranks_in_memory`).
+        results: what lowered operators hand on there.
     """
     if setting.sharding is not None:
         needed = sharded_memory(
-            workload, precisions, ways=world, kind=kind, keep=setting.sharding.keep, bits=setting.bits
+            workload,
+            precisions,
+            ways=world,
+            kind=kind,
+            keep=setting.sharding.keep,
+            bits=setting.bits,
+            results=results,
         )
     else:
         needed = step_memory(
@@ -135,6 +148,7 @@ def needed_bytes(
             block=setting.block,
             world=world,
             accumulate=setting.accumulate,
+            results=results,
         )
     return needed.reserved if kind == "cuda" else needed.peak
 
@@ -245,5 +259,6 @@ class ReplayedJob:
         if key not in self._peaks:
             world = ranks_in_memory(self.cluster, self.setting)
             kind = self.cluster.devices[role].kind
-            self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.setting)
+            results = mapper.graph.results
+            self._peaks[key] = needed_bytes(mapper.workload, precisions, kind, world, self.setting, results)
         return self._peaks[key]

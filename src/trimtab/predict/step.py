@@ -162,6 +162,7 @@ def predict_memory(measured: Measured, cluster: Cluster, setting: JobSetting) ->
             block=setting.block,
             world=cluster.world_size,
             accumulate=setting.accumulate,
+            results=measured.results(name),
         )
     return by_device
 

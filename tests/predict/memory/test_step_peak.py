@@ -112,6 +112,14 @@ def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:
     assert (grown.parameters, grown.optimizer) == (plain.parameters, plain.optimizer)
 
 
+def test_a_device_without_bf16_hands_on_what_arrives() -> None:
+    workload = workload_of("gpt")
+    precisions = matched(workload, {"blocks.*": "int8"})
+    lowered = step_memory(workload, precisions, kind="cuda")
+    older = step_memory(workload, precisions, kind="cuda", results="input")
+    assert lowered.activations < older.activations
+
+
 def test_what_lives_for_the_whole_step_is_listed() -> None:
     workload = workload_of("gpt")
     numel = sum(p.tensor.numel for p in workload.parameters)

@@ -47,6 +47,10 @@ def test_a_profile_under_autocast_is_scaled_by_its_own_precision() -> None:
     assert found.operators[LINEAR].forward_s == pytest.approx(1e-3 * slower)
     assert found.estimated_from == "a"
     assert found.operators[NORM].forward_s != found.operators[LINEAR].forward_s
+    line = Line(a=1e-12, c=0.0)
+    own = replace(measured(CONV), casts={"fp32>bf16": line, "fp32>int8": line})
+    assert scaled_profile("a", own, card).casts.keys() == {"fp32>int8"}
+    assert scaled_profile("a", own, a10).casts.keys() == own.casts.keys()
 
 
 def test_a_card_of_the_catalog_is_scaled_by_the_ratio_of_the_datasheets() -> None:

@@ -99,6 +99,7 @@ class ProfileTradeoffs(Tradeoffs):
                 self.cluster.devices[device].kind,
                 ranks_in_memory(self.cluster, self.setting),
                 self.setting,
+                self.measured.operators.results(device),
             )
         return self._peaks[key]
 

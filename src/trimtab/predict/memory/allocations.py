@@ -8,7 +8,7 @@ from typing import Literal
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
 from trimtab.predict.operators.low_precision import DeviceKind
-from trimtab.predict.operators.precision_graph import PrecisionGraph, promoted
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
 from trimtab.workload import Operator, Saved, Tensor, Workload
 from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
@@ -30,11 +30,17 @@ class StepMemory:
     """Simulates the allocations of one step; call `run` once, then read the results."""
 
     def __init__(
-        self, workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, rounding: int
+        self,
+        workload: Workload,
+        precisions: Mapping[str, str],
+        kind: DeviceKind,
+        rounding: int,
+        results: Results | None = None,
     ) -> None:
         self.workload, self.kind, self.rounding = workload, kind, rounding
         # Autocast has every result in its own type, lowered or not.
-        self.graph = PrecisionGraph(workload, results="input" if workload.autocast else "own", kind=kind)
+        results = results or ("input" if workload.autocast else "own")
+        self.graph = PrecisionGraph(workload, results=results, kind=kind)
         for name, precision in precisions.items():
             self.graph.set(name, precision)
         self.precision: list[str | None] = [

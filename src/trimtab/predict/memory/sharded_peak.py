@@ -22,6 +22,7 @@ from trimtab.predict.fsdp_units import FsdpUnit, fsdp_units, shard_numel
 from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.memory.step_peak import CUBLAS_WORKSPACE, STATES, Memory, OptimizerName
 from trimtab.predict.operators.low_precision import DeviceKind
+from trimtab.predict.operators.precision_graph import Results
 from trimtab.wire_format import encoded_bytes
 from trimtab.workload import Operator, Parameter, Workload
 from trimtab.workload.tensor import BYTES
@@ -37,6 +38,7 @@ def sharded_memory(
     keep: bool = False,
     bits: int | None = None,
     workspace: int | None = None,
+    results: Results | None = None,
 ) -> Memory:
     """Peak memory of a step and its parts, on a rank of a model sharded over so many ranks; see `step_memory`.
 
@@ -44,7 +46,7 @@ def sharded_memory(
         keep: gathered weights stay from forward to backward.
         bits: of compressed gradients.
     """
-    step = _ShardedStep(workload, precisions or {}, kind, ways=ways, keep=keep)
+    step = _ShardedStep(workload, precisions or {}, kind, results, ways=ways, keep=keep)
     step.run()
     if workspace is None:
         workspace = 2 * CUBLAS_WORKSPACE[True] if kind == "cuda" else 0
@@ -84,9 +86,16 @@ class _ShardedStep(StepMemory):
     """A step that gathers weights before a unit computes, and hands its gradients on after backward."""
 
     def __init__(
-        self, workload: Workload, precisions: Mapping[str, str], kind: DeviceKind, *, ways: int, keep: bool
+        self,
+        workload: Workload,
+        precisions: Mapping[str, str],
+        kind: DeviceKind,
+        results: Results | None,
+        *,
+        ways: int,
+        keep: bool,
     ) -> None:
-        super().__init__(workload, precisions, kind, 512 if kind == "cuda" else 64)
+        super().__init__(workload, precisions, kind, 512 if kind == "cuda" else 64, results)
         self.units, self._ways = fsdp_units(workload), ways
         self._whole = [sum(self.round(p.tensor.nbytes) for p in unit.parameters) for unit in self.units]
         self._of = [0] * len(workload.operators)

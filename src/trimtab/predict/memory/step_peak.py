@@ -13,6 +13,7 @@ from typing import Literal
 from trimtab.predict.collectives import BLOCK
 from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.operators.low_precision import DeviceKind
+from trimtab.predict.operators.precision_graph import Results
 from trimtab.predict.replay.build import payloads
 from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import in_one_gather
@@ -80,6 +81,7 @@ def step_memory(
     world: int = 1,
     accumulate: int = 1,
     workspace: int | None = None,
+    results: Results | None = None,
 ) -> Memory:
     """Peak memory of a step and its parts.
 
@@ -92,6 +94,7 @@ def step_memory(
         accumulate: micro-batches of a step; the workload is one of them. From the second on gradients are held from
             the beginning.
         workspace: bytes of the matrix product library; by default cuBLAS's on Hopper.
+        results: "input" for a device without bf16, whose lowered operators hand on the type of their inputs.
     """
     rounding = 512 if kind == "cuda" else 64
     held = _Held(workload, rounding)
@@ -103,7 +106,7 @@ def step_memory(
     sent = StepSetting(bits=bits, layer_bits=layer_bits or {}, block=block)
     codec = sum(_codec_buffers(nbytes, world) for nbytes in payloads(workload, sent)) if bits else 0
     base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
-    step = StepMemory(workload, precisions or {}, kind, rounding)
+    step = StepMemory(workload, precisions or {}, kind, rounding, results)
     step.run(accumulate > 1)
     before = held.trainable if accumulate > 1 else 0
     temporary = _temporary(optimizer, kind, held)

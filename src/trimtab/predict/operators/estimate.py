@@ -140,7 +140,12 @@ def scaled_profile(
     return DeviceProfile(
         called=known.model,
         operators=operators,
-        casts={direction: _scaled(line, bandwidth) for direction, line in profile.casts.items()},
+        # Without those of bf16 its operators are not predicted to hand on bf16.
+        casts={
+            direction: _scaled(line, bandwidth)
+            for direction, line in profile.casts.items()
+            if "bf16" not in direction or "bf16" in known.tflops
+        },
         codec={bits: _scaled_codec(codec, bandwidth) for bits, codec in profile.codec.items()},
         adaptive_codec=profile.adaptive_codec and _scaled_codec(profile.adaptive_codec, bandwidth),
         batches=profile.batches,

@@ -14,6 +14,7 @@ from trimtab.cluster.profile import OperatorTime
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
+from trimtab.predict.operators.precision_graph import results_of
 from trimtab.predict.precision_patterns import matched
 from trimtab.workload.buckets import ddp_buckets
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trimtab.cluster.profile import DeviceProfile, Profile
     from trimtab.predict.operators.low_precision import DeviceKind
+    from trimtab.predict.operators.precision_graph import Results
     from trimtab.workload import Workload
 
 FOLLOWED = "bf16"
@@ -61,6 +63,11 @@ class Measured:
                 f"{', '.join(self.profile.devices) or 'none'}"
             )
         return found
+
+    def results(self, device: str) -> Results | None:
+        """What lowered operators hand on there, as far as it was measured."""
+        profile = self.profile.devices.get(device)
+        return None if profile is None else results_of(self.workload, profile.casts)
 
     def at(self, samples: int) -> Workload:
         """The workload for another number of samples."""
