@@ -15,12 +15,14 @@ def fit_buckets(ddp: DistributedDataParallel, compression: DdpCompression) -> st
     """Rebuild DDP's buckets where another size is predicted to expose less of the exchange; says what was chosen.
 
     Collective: every rank calls it at the same point, not during a backward pass, and all choose alike, because the
-    measured times are those of the slowest rank. Buckets stay as they are where the script chose their size.
+    measured times are those of the slowest rank. Buckets stay as they are where the script chose their size, and on a
+    GPU: there the time of a byte vanishes beside that of a bucket in trials of this size, and larger buckets, chosen
+    from them, made a step slower.
     """
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     trained = {name: p for name, p in trained.items() if name not in ddp.parameters_to_ignore}
     nbytes = sum(p.numel() * p.element_size() for p in trained.values())
-    if nbytes < SMALLEST_BYTES or not can_rebuild_buckets(ddp):
+    if nbytes < SMALLEST_BYTES or compression.device.type != "cpu" or not can_rebuild_buckets(ddp):
         return ""
     # Here, because they bring pydantic: importing `trimtab.compress` is to cost little more than importing torch.
     from trimtab.measure.host_links import measure_buckets
