@@ -56,7 +56,7 @@ def weigh(
     """
     alone = singles(search, plain, batch, budget)
     for single in alone.values():
-        if single.step_s < chosen.step_s and single.bits in bits:
+        if single.step_s < chosen.step_s and ("adaptive" if single.adaptive else single.bits) in bits:
             chosen = single
     few = len(search.counts) <= FEW_CLASSES
     curve = _curve(search, chosen, batch) if few else []
