@@ -47,6 +47,7 @@ def test_allreduce_unshaped() -> None:
     assert result["environment"]["command"].startswith("trimtab bench allreduce --link none")
 
 
+@pytest.mark.soak
 @requires(root=True, tools=["ip", "tc"])
 def test_allreduce_takes_at_least_what_the_link_takes() -> None:
     result = bench("allreduce", "--link", "100mbit", "--size-mb", "4", "--repeats", "2")

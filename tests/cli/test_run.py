@@ -149,7 +149,7 @@ dist.barrier()
     ("fault", "status", "words"),
     [
         ("kill", 137, "SIGKILL"),
-        ("words", 1, "no data here"),
+        pytest.param("words", 1, "no data here", marks=pytest.mark.soak),
         pytest.param("exit", 7, "exited with status 7", marks=pytest.mark.soak),
     ],
 )
