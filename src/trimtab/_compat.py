@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,23 +25,3 @@ def reduce_scatter_single(
 ) -> None:
     """This rank's chunk of the reduced `values`, in `output`."""
     _reduce_scatter(output, values, op=op, group=group)
-
-
-def rebuild_reducer(ddp: Any, cap: int) -> None:
-    """Give a DDP module a new reducer, with buckets of `cap` bytes and no communication hook.
-
-    As DDP's constructor and `__setstate__` do it. Not while a backward pass runs. Gradients that exist are kept.
-    """
-    if hasattr(ddp, "_bucket_config"):  # torch 2.13
-        ddp._bucket_config = replace(ddp._bucket_config, bucket_bytes_cap=cap)
-    ddp.bucket_bytes_cap = cap
-    del (
-        ddp.reducer,
-        ddp.logger,
-    )  # removes its hooks from the parameters, and frees its buckets before there are new ones
-    parameters, expect_sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
-    if ddp.static_graph:
-        ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()

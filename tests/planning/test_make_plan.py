@@ -258,14 +258,14 @@ def test_bits_are_chosen_where_they_gain() -> None:
 
 
 def test_a_rank_behind_a_slow_link_owns_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.planning.compression.buckets.BUCKET_CAPS_MB", (0.15,))  # a small model
+    monkeypatch.setattr("trimtab.planning.plan_search.BUCKET_CAPS_MB", (0.15,))  # a small model
     cluster = behind_a_slow_link(1000.0)
     plan = planned(cluster, 12, budget=0.0, bits=4, layout="data")
     assert plan.route == Route(spared=(2,))
     assert plan.predicted.without["route"] > GAIN * plan.predicted.step_s
     assert any("rank 2 owns no chunk" in reason for reason in plan.reasons)
     # With one bucket its link would carry it there and back one after the other, which is no gain.
-    monkeypatch.setattr("trimtab.planning.compression.buckets.BUCKET_CAPS_MB", (100.0,))
+    monkeypatch.setattr("trimtab.planning.plan_search.BUCKET_CAPS_MB", (100.0,))
     assert planned(cluster, 12, budget=0.0, bits=4, layout="data").route is None
     # For other ranks it is not known who is behind the slow link.
     assert plan_for_ranks(plan, ["one", "two"]).route == Route()

@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab._compat import rebuild_reducer
 from trimtab.codec import Block, Codec, ErrorFeedback
 from trimtab.codec.contract import Kernels
-from trimtab.codec.packing import RAW
 from trimtab.collectives import (
     STAGE_GROUPS,
     Hierarchy,
@@ -147,13 +145,6 @@ class DdpCompression(JobBound, ChangingBits):
         """The ids of the parameters that are reduced here."""
         return frozenset(self._names)
 
-    def trial_reduction(self, numel: int) -> Reduction:
-        """A reduction of so many fp32 values like those of the module's buckets; it leaves no trace in their state."""
-        bits, block = (self.codec.bits, self.codec.block) if isinstance(self.codec, Block) else (RAW, 1024)
-        piece = Piece(name="", offset=0, numel=numel, bits=bits, block=block)
-        feedback = None if self.feedback is None else ErrorFeedback()
-        return self._reduction([(piece, torch.Size([numel]))], torch.float32, feedback)
-
     def defer_to(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Pass every bucket to another communication hook from now on: DDP itself accepts only one."""
         self._replacement = (state, hook)
@@ -174,13 +165,11 @@ class DdpCompression(JobBound, ChangingBits):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the same bits."""
-        ddp = self._ddp()
         return {
             "version": STATE_VERSION,
             "seed": self.seed,
             "step": self.step,
             "rank": self.groups[0].rank(),
-            "bucket_bytes": None if ddp is None else ddp.bucket_bytes_cap,
             "world_size": self.groups[0].size(),
             **self._saved_bits(),
             "residuals": self.feedback.state_dict() if self.feedback is not None else {},
@@ -195,12 +184,6 @@ class DdpCompression(JobBound, ChangingBits):
             raise TrimtabError(
                 f"the compression state belongs to another model: it names {', '.join(unknown[:3])}"
             )
-        ddp, cap = self._ddp(), state.get("bucket_bytes")
-        like = state.get("world_size") == self.groups[0].size() and not self.step and not self.deferred
-        if like and cap and ddp is not None and can_rebuild_buckets(ddp) and cap != ddp.bucket_bytes_cap:
-            # With three or more ranks, a bucket determines which rank adds up which values, and so their rounding.
-            rebuild_reducer(ddp, cap)
-            dist._register_comm_hook(ddp.reducer, None, self.reduce)  # type: ignore[attr-defined]
         self.seed, self.step = state["seed"], state["step"]
         self._begun = self.step - 1
         self._load_bits(state["bits"], state["changes"])
@@ -273,28 +256,21 @@ class DdpCompression(JobBound, ChangingBits):
             what="gradients",
             remedy="give trimtab.compress the same model and arguments on every rank",
         )
-        return self._reduction(pieces, flat.dtype, self.feedback), whole
-
-    def _reduction(
-        self,
-        pieces: Sequence[tuple[Piece, torch.Size]],
-        dtype: torch.dtype,
-        feedback: ErrorFeedback | None,
-    ) -> Reduction:
-        return reduction_for(
+        reduction = reduction_for(
             pieces,
-            dtype,
-            self.device,
+            flat.dtype,
+            flat.device,
             self.groups,
             self.codec,
             seed=self.seed,
-            feedback=feedback,
+            feedback=self.feedback,
             rights=self._rights,
             kernels=self._kernels,
             hierarchy=self._hierarchy,
             method=self._method,
             spared=self._spared,
         )
+        return reduction, whole
 
 
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
@@ -306,12 +282,6 @@ def has_other_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a communication hook is registered; one of ours that a copied module inherited does not count."""
     hooks = getattr(ddp, "_comm_hooks", ())
     return any(not isinstance(getattr(hook, "__self__", hook), Detached) for hook, _ in hooks)
-
-
-def can_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the size of the buckets is left to trimtab: DDP's default, and no option that holds on to its reducer."""
-    tied = ddp._use_python_reducer or ddp._delay_all_reduce_params or ddp.mixed_precision is not None
-    return bool(ddp.bucket_bytes_cap_default) and not tied
 
 
 def refuse_python_reducer() -> None:

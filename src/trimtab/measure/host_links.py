@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CodecTime, CollectiveTime, Line
 from trimtab.codec import Block
-from trimtab.collectives import Hierarchy, Reduction, find_hosts, finish, runner_for
+from trimtab.collectives import Hierarchy, find_hosts, finish
 from trimtab.errors import TrimtabError
 from trimtab.measure.kernels import codec_times
 from trimtab.measure.timing import repeated_seconds
@@ -24,9 +24,6 @@ TRIAL_NUMEL = 1 << 20
 
 TRIAL_BYTES = 1 << 22
 """Bytes of all ranks together in the trial exchange between hosts."""
-
-BUCKET_TRIALS = ((8, 1 << 16), (3, 1 << 20))
-"""How many buckets, of how many values, are exchanged to find what each bucket and each byte takes."""
 
 
 def measure_host_links(
@@ -64,35 +61,6 @@ def measure_host_links(
         points.append((traffic.messages, together * max(traffic.nbytes), between(nbytes)))
     links = JobLinks.uniform(fit(points), memory, classes=len(placement.classes))
     return links, _slowest_codec(codec, device, group)
-
-
-def measure_buckets(
-    reduction: Callable[[int], Reduction], group: dist.ProcessGroup, device: torch.device
-) -> Fit:
-    """The time of a bucket and of a byte of its values, while buckets follow one another as in a step. Collective.
-
-    Args:
-        reduction: a reduction of a bucket of so many fp32 values.
-    """
-    runner, scale = runner_for(device), 1 / dist.get_world_size(group)
-
-    def seconds(count: int, numel: int) -> float:
-        generator = torch.Generator(device).manual_seed(numel)
-        buckets = [torch.randn(numel, device=device, generator=generator) for _ in range(count)]
-        reductions = [reduction(numel) for _ in buckets]
-
-        def run() -> None:
-            pairs = zip(reductions, buckets, strict=True)
-            sent = [runner.submit(each.steps(flat, step=0, scale=scale), flat) for each, flat in pairs]
-            for future in sent:
-                future.wait()
-
-        return repeated_seconds(run, device, group, repeats=REPEATS)
-
-    try:
-        return fit([(count, 4 * count * numel, seconds(count, numel)) for count, numel in BUCKET_TRIALS])
-    finally:
-        runner.close()
 
 
 def inside_times(group: dist.ProcessGroup, device: torch.device) -> dict[str, CollectiveTime]:

@@ -7,16 +7,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.compression.buckets import caps_to_try
 from trimtab.planning.compression.route import routes_to_try, sparing_route
 from trimtab.planning.job_candidate import JobCandidate
 from trimtab.planning.job_search import CLOSE, FEW_CLASSES, GAIN, JobSearch
 from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
+from trimtab.workload.buckets import MIB
 
 BUDGET = 0.01
 """Damage allowed with free shares: the expected square of the gradient's relative error. 0.01 moves the gradient of
 a step by a tenth of its length, which is less than another batch would move it."""
+
+BUCKET_CAPS_MB = (1.0, 2.5, 5.0, 12.5, 50.0, 100.0)
+"""Sizes of DDP's buckets that are tried beside the job's own."""
+
+MOST_BUCKETS = 128
+"""Sizes that make more buckets than this are not tried: each costs messages, and the last one hardly matters."""
 
 Bits = int | Literal["adaptive"] | None
 
@@ -84,7 +90,10 @@ class PlanSearch(JobSearch):
         """With buckets of another size, and with ranks behind slow links spared, where that gains."""
         if len(self.devices) == 1:
             return candidate
-        caps: list[float | None] = [*caps_to_try(self.workload.parameters)]
+        whole = sum(p.tensor.nbytes for p in self.workload.parameters if p.trainable) / MIB
+        caps: list[float | None] = [
+            cap for cap in BUCKET_CAPS_MB if cap == BUCKET_CAPS_MB[-1] or whole <= MOST_BUCKETS * cap
+        ]
 
         def fastest(caps: Iterable[float | None], **changed: Any) -> JobCandidate:
             settings = (replace(candidate.setting, bucket_cap_mb=cap, **changed) for cap in caps)

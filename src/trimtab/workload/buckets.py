@@ -15,11 +15,7 @@ DEFAULT_MB = 25.0
 
 
 def ddp_buckets(
-    parameters: Sequence[Parameter],
-    operators: Sequence[Operator],
-    cap_mb: float | None = None,
-    *,
-    first_mb: float | None = None,
+    parameters: Sequence[Parameter], operators: Sequence[Operator], cap_mb: float | None = None
 ) -> tuple[Bucket, ...]:
     """Trainable parameters in the order in which backward completes their gradients, divided at the caps.
 
@@ -28,10 +24,8 @@ def ddp_buckets(
     Args:
         parameters: in the order in which the model lists them.
         cap_mb: DDP's `bucket_cap_mb`; if given, it applies to the first bucket, too.
-        first_mb: another size for the first bucket.
     """
     first, cap = (FIRST_MB, DEFAULT_MB) if cap_mb is None else (cap_mb, cap_mb)
-    first = first if first_mb is None else first_mb
     limits = (int(first * MIB), int(cap * MIB))
     trainable = [p for p in parameters if p.trainable]
     # Backward runs from the last operator to the first; unused parameters are reduced last.

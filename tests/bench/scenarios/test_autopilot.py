@@ -75,3 +75,16 @@ def test_no_script_knows_trimtab() -> None:
         }
         assert "torch" in imported
         assert "trimtab" not in imported
+
+
+def test_what_a_run_decided() -> None:
+    moved: list[dict[str, Any]] = [
+        {"what": "compress", "expected": None},
+        {"what": "shares", "after": [10, 6]},
+        {"what": "plan", "expected": {"measuring_s": 2.0, "plan_applied_s": 30.0, "step_s": 1.0}},
+        {"what": "shares", "after": [11, 5]},
+    ]
+    assert rows.last_shares(moved) == "11/5"
+    assert rows.last_shares(moved[:1]) == "even"
+    assert rows.plan_cost(moved) == {"measuring_s": 2.0, "plan_applied_s": 30.0}
+    assert rows.plan_cost([]) == {}

@@ -18,7 +18,6 @@ from trimtab.collectives.groups import destroy_groups
 from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
 from trimtab.control.compression.agreement import tensor_group
-from trimtab.control.compression.bucket_fit import fit_buckets
 from trimtab.control.compression.host_route import HostRoute, choose_host_route, fixed_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
@@ -63,14 +62,12 @@ def compress_ddp(
     log_every: int = 100,
     route: str | None = None,
     planned_route: Route | None = None,
-    keep_buckets: bool = False,
 ) -> str:
     """As `trimtab.compress`, for DDP; returns what was decided, and why. Collective.
 
     Args:
         planned_route: the route of a plan; by default links are measured and it is chosen here, unless it is
             requested by `route`.
-        keep_buckets: leave DDP's buckets as they are, also where others fit the link better.
     """
     require_compressible(model, weight_bits)
     parameters = _trained(model)
@@ -137,10 +134,6 @@ def compress_ddp(
         spared=() if host_route is None else host_route.spared,
     )
     state = attach_state(model)
-    fits = siblings is None and state.compression is None and not keep_buckets
-    if fits and (choice is not None or isinstance(codec, Uncompressed)):
-        sizes = fit_buckets(model, compression)
-        reason = f"{reason}; {sizes}" if sizes else reason
     state.adaptive = None  # the controller of what `trimtab run` chose
     if choice is not None:
         controller = Controller(

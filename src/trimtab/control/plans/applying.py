@@ -219,9 +219,7 @@ def _compress(ddp: DistributedDataParallel, plan: Plan, seed: int) -> str:
     overrides = {
         escape(name): None if bits is None else Block(bits=bits) for name, bits in plan.layer_bits.items()
     }
-    explanation = compress_ddp(
-        ddp, codec, overrides=overrides, seed=seed, planned_route=plan.route, keep_buckets=True
-    )
+    explanation = compress_ddp(ddp, codec, overrides=overrides, seed=seed, planned_route=plan.route)
     record_explanation(ddp, explanation)
     others = f" ({len(overrides)} parameters in others)" if overrides else ""
     return f"gradients in {plan.bits} bits{others}"

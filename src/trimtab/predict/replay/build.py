@@ -15,7 +15,7 @@ from trimtab.predict.collectives import (
     stages,
     tree_all_reduce,
 )
-from trimtab.predict.links import Fit, JobLinks
+from trimtab.predict.links import JobLinks
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step_setting import StepSetting
@@ -167,24 +167,6 @@ def idle_seconds(buckets: Sequence[BucketTransfers], local: Sequence[tuple[tuple
     ready = ComputeSegment(name="", seconds=0.0, phase="backward", buckets=tuple(range(len(buckets))))
     roles = [RoleWork(name=str(index), segments=(ready,), local=work) for index, work in enumerate(local)]
     return replay(roles, buckets).step_s
-
-
-def exposed_seconds(nbytes: Sequence[int], bucket: Fit, backward_s: float) -> float:
-    """What is left of the exchange when a backward pass ends that fills buckets of these sizes at an even pace.
-
-    Args:
-        bucket: the time of a bucket (`per_message_s`) and of a byte, from its encoding to its decoding.
-    """
-    whole = max(sum(nbytes), 1)
-    filled = tuple(
-        ComputeSegment(name="", seconds=backward_s * size / whole, phase="backward", buckets=(index,))
-        for index, size in enumerate(nbytes)
-    )
-    transfers = [
-        Transfer(latency_s=bucket.per_message_s, seconds=size * bucket.per_byte_s) for size in nbytes
-    ]
-    buckets = [BucketTransfers(name="", transfers=(transfer,)) for transfer in transfers]
-    return replay([RoleWork(name="", segments=filled)], buckets).step_s - backward_s
 
 
 def with_local(

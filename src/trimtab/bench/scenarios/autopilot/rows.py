@@ -80,11 +80,15 @@ def autopilot(
     ):
         for name in names:
             records: dict[str, list[dict[str, Any]]] = {}
+            shares: dict[str, str] = {}
             try:
                 for method in METHODS:
                     log = Path(folder, f"{name}-{len(records)}.json")
-                    records[method], plan = _run(emulation, name, method, log, device, steps, size, bootstrap)
-                    summary |= {f"{name}_{key}": value for key, value in plan.items()}
+                    records[method] = _run(emulation, name, method, log, device, steps, size, bootstrap)
+                    events = decisions(log.with_suffix(".run"))
+                    shares[method] = last_shares(events)
+                    if method == AUTO:
+                        summary |= {f"{name}_{key}": value for key, value in plan_cost(events).items()}
                     done += 1
                     progress(done, total)
             except TrimtabError as error:
@@ -94,6 +98,7 @@ def autopilot(
                 summary[f"{name}_failed"] = str(error).splitlines()[0]
                 continue
             of_script = judged(name, records, size[2], len(SPEEDS[device]))
+            of_script = [{**row, "shares": shares[row["method"]]} for row in of_script]
             rows += of_script
             summary |= figures(name, {row["method"]: row for row in of_script})
             if f"{name}_measuring_s" in summary:
@@ -111,8 +116,8 @@ def _run(
     steps: int,
     size: Sequence[int],
     bootstrap: str,
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What the script logged, of each rank where they train alone, and what the autopilot says of its plan."""
+) -> list[dict[str, Any]]:
+    """What the script logged, of each rank where they train alone."""
     script = Path(__file__).parent / "scripts" / SCRIPTS[name]
     width, layers, batch = size
     options = {"steps": steps, "width": width, "layers": layers, "batch": batch, "device": device}
@@ -125,13 +130,13 @@ def _run(
     argv += ["--record", str(log)]
     run_folder = log.with_suffix(".run")
     environment = {"TRIMTAB_LOG": "warning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if method == AUTO:
+    if isinstance(METHODS[method], RunSettings):
         environment[RUN_DIR] = str(run_folder)
     outcome = emulation.run(argv, env=environment, capture=True)
     if outcome.failure is not None:
         raise TrimtabError(f"bench autopilot: {name} under {method}: {outcome.failure}")
     logs = [Path(f"{log}.{rank}") for rank in range(2)] if method == IDEAL else [log]
-    return [json.loads(path.read_text()) for path in logs], plan_cost(run_folder)
+    return [json.loads(path.read_text()) for path in logs]
 
 
 def launched(method: str, bootstrap: str) -> list[str]:
@@ -142,10 +147,21 @@ def launched(method: str, bootstrap: str) -> list[str]:
     return ["-m", VARIANTS, how] if isinstance(how, str) else ["-m", bootstrap, *how.arguments()]
 
 
-def plan_cost(run_folder: Path) -> dict[str, float]:
-    """From the events of a run: seconds that measuring took, and from the start to the applied plan."""
-    for decision in load_run(run_folder).events("decision") if (run_folder / "rank-0.jsonl").exists() else ():
-        expected = decision.get("expected") or {}
+def decisions(run_folder: Path) -> list[Mapping[str, Any]]:
+    """What trimtab decided during a run; nothing where it was not there."""
+    return list(load_run(run_folder).events("decision")) if (run_folder / "rank-0.jsonl").exists() else []
+
+
+def last_shares(events: Sequence[Mapping[str, Any]]) -> str:
+    """Samples of each rank at the end of a run, if they were changed."""
+    after = [event["after"] for event in events if event["what"] == "shares"]
+    return "/".join(map(str, after[-1])) if after else "even"
+
+
+def plan_cost(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds that measuring took, and from the start to the applied plan."""
+    for event in events:
+        expected = event.get("expected") or {}
         if "plan_applied_s" in expected:
             return {key: expected[key] for key in ("measuring_s", "plan_applied_s")}
     return {}
