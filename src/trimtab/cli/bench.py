@@ -77,8 +77,9 @@ def _measures(what: str, module: str = "") -> Callable[[Callable[..., dict[str, 
         command.__signature__ = with_html.replace(  # type: ignore[attr-defined]
             parameters=[*with_html.parameters.values(), html_flag]
         )
-        bench.command(name)(command)
-        _BENCHES[name] = command
+        title = name.replace("_", "-")
+        bench.command(title)(command)
+        _BENCHES[title] = command
 
     return register
 
@@ -284,6 +285,23 @@ def hybrid(
     json: Json = False,
 ) -> dict[str, Any]:
     """Unequal ranks by lower precision, by batch shares and by both, as planned; losses and gradients."""
+    return {"only": [name for name in only.split(",") if name]}
+
+
+@_measures("accuracy", "hybrid_accuracy.rows")
+def hybrid_accuracy(
+    seeds: Seeds = 5,
+    repeats: Repeats = 15,
+    full: Annotated[bool, typer.Option("--full", help="At least ten seeds.")] = False,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Settings, comma-separated: resnet-digits, resnet-harder, bert-source, gpt-bytes; all when absent."
+        ),
+    ] = "",
+    json: Json = False,
+) -> dict[str, Any]:
+    """A slow rank in uniformly low precision, as planned, or with fewer samples: accuracy and step time."""
     return {"only": [name for name in only.split(",") if name]}
 
 

@@ -1,0 +1,1 @@
+"""`trimtab bench hybrid-accuracy`."""
