@@ -21,7 +21,8 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any
-) -> None:
+    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any, *, async_op: bool = False
+) -> dist.Work | None:
     """This rank's chunk of the reduced `values`, in `output`."""
-    _reduce_scatter(output, values, op=op, group=group)
+    work: dist.Work | None = _reduce_scatter(output, values, op=op, group=group, async_op=async_op)
+    return work

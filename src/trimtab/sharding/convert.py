@@ -18,7 +18,6 @@ from trimtab.model_state import attach_state
 from trimtab.sharding.dropout import key_dropout
 from trimtab.sharding.find_units import FoundBlock, find_blocks, head_width, projections_of
 from trimtab.sharding.group import TensorGroup
-from trimtab.sharding.linear import features, is_transposed
 from trimtab.sharding.projection import InProjection, OutProjection
 from trimtab.sharding.sequence.layers import divide_layers
 from trimtab.sharding.sequence.plan import plan_layers
@@ -32,6 +31,7 @@ from trimtab.sharding.structure.adapt import (
 )
 from trimtab.sharding.structure.check import FAILS, split_problem
 from trimtab.sharding.structure.functional import adapt_attention, adapt_experts
+from trimtab.sharding.structure.linear import features, is_transposed
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
 from trimtab.sharding.unit_kinds import AnyKind, Attention, Experts, Mlp, TorchAttention, UnitKind, Units

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.linear import features, is_linear
 from trimtab.sharding.structure.example import repeated_layers
 from trimtab.sharding.structure.functional import functional_kind
 from trimtab.sharding.structure.layout import find_units
+from trimtab.sharding.structure.linear import features, is_linear
 from trimtab.sharding.structure.trace import Call, Trace, trace_model
 from trimtab.sharding.unit_kinds import (
     ATTENTIONS,

@@ -3,13 +3,14 @@
 Each block of units needs one all-reduce in forward and one in backward, whatever the assignment:
 
 1. `enter`: every rank has the same input. Forward does nothing; backward all-reduces the gradient of the input, to
-   which each rank contributes that of its own units.
+   which each rank contributes that of its own units (`trimtab.sharding.overlap` does so for inputs of projections).
 2. `leave`: every rank has the sum over its own units. Forward all-reduces the sums; backward does nothing, since
    the gradient is the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,15 +34,36 @@ class TensorGroup:
     clock: Clock | None = None
     """Times the compute between collectives, if set."""
 
+    overlap: bool = True
+    """Whether weights' gradients are computed while the gradient of a block's input is summed over the ranks."""
+
     def __deepcopy__(self, _memo: Any) -> TensorGroup:
         """A copied model has the same ranks; its time is nobody's concern."""
-        return TensorGroup(process_group=self.process_group, rank=self.rank, size=self.size)
+        return TensorGroup(
+            process_group=self.process_group, rank=self.rank, size=self.size, overlap=self.overlap
+        )
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.size > 1:
             with self.timed():
                 dist.all_reduce(tensor, group=self.process_group)
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Start to sum over the ranks, in place; returns what waits for the sum."""
+        if self.size == 1:
+            return lambda: None
+        return self.waiting(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+
+    def waiting(self, work: dist.Work | None) -> Callable[[], None]:
+        """A function that waits for a collective."""
+
+        def wait() -> None:
+            with self.timed():
+                if work is not None:
+                    work.wait()
+
+        return wait
 
     def timed(self) -> AbstractContextManager[None]:
         """Count a collective's time, if there is a clock."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.sharding.group import TensorGroup
-from trimtab.sharding.unit_block import UnitBlock, sharded_model
+from trimtab.sharding.unit_block import UnitBlock, grown, sharded_model
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "
@@ -114,9 +114,6 @@ class BlockLease:
 
     block: UnitBlock
     loans: list[Loan]
-    working: dict[int, Tensor] = field(default_factory=dict)
-    """The rows to compute with, by id of the parameter; empty outside a pass."""
-
     units: list[int] = field(default_factory=list)
     """The units that this rank computes: those kept, then those borrowed."""
 
@@ -135,9 +132,9 @@ class BlockLease:
                 int(unit) for unit in table.slots[loan.owner][loan.start : loan.start + loan.count]
             ]
         tensors = self.block.tensors
-        self.rows = [tensor.by_unit(tensor.parameter.data).shape[1] for tensor in tensors]
-        self.out = _split(self.lent, "borrower", self.block.group.size, sum(self.rows))
-        self.into = _split(self.taken, "owner", self.block.group.size, sum(self.rows))
+        self._row_sizes = [tensor.by_unit(tensor.parameter.data).shape[1] for tensor in tensors]
+        self.out = _split(self.lent, "borrower", self.block.group.size, sum(self._row_sizes))
+        self.into = _split(self.taken, "owner", self.block.group.size, sum(self._row_sizes))
 
     @property
     def counts(self) -> list[int]:
@@ -147,13 +144,43 @@ class BlockLease:
             counts[loan.borrower] += loan.count
         return counts
 
-    def enter(self, x: Tensor, *, summed: bool = True) -> Tensor:
-        """The block's input, with the sum of its gradient. From here on `working` holds the rows to compute with."""
-        borrowed = self._fetch()
-        parameters = [tensor.parameter for tensor in self.block.tensors]
-        entered, *full = _Leased.apply(self, x, summed, borrowed, *parameters)  # type: ignore[no-untyped-call]
-        self.working = {id(p): rows for p, rows in zip(parameters, full, strict=True)}
-        return entered  # type: ignore[no-any-return]
+    def fetch(self) -> None:
+        """Wait for the borrowed rows of the pass that begins."""
+        self._borrowed = self._fetch()
+
+    def rows(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Of each parameter the kept rows, then the borrowed ones."""
+        assert self._borrowed is not None
+        full = []
+        for tensor, parameter, rows in zip(self.block.tensors, parameters, self._borrowed, strict=True):
+            kept = parameter[: self.kept * tensor.axis.width]
+            full.append(torch.cat([kept, rows.reshape(-1, *parameter.shape[1:])]))
+        return full
+
+    def gradients(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Tensor | None]:
+        """The gradients of the kept rows; those of borrowed rows start on their way to the owners."""
+        own: list[Tensor | None] = []
+        full = []
+        units = len(self.units)
+        for tensor, (shape, dtype), gradient in zip(self.block.tensors, parameters, gradients, strict=True):
+            if gradient is None:
+                gradient = tensor.parameter.new_zeros((units * tensor.axis.width, *shape[1:]))
+            full.append(gradient.contiguous().to(dtype))
+            kept = self.kept * tensor.axis.width
+            own.append(grown(full[-1][:kept], shape[0]) if tensor.parameter.requires_grad else None)
+        if any(tensor.parameter.requires_grad for tensor in self.block.tensors):
+            work, received = self.return_gradients(full)
+            leases = self.block.sharded.leases
+            assert leases is not None
+            if leases.early:
+                _wait(work, self.block.group)
+                self.add(received, own)
+                self.forget()
+            else:
+                leases.expect(self, work, received)
+        return own
 
     def request(self) -> None:
         """Start to send the lent rows and to receive the borrowed ones."""
@@ -221,59 +248,15 @@ class BlockLease:
 
     def _unpacked(self, received: Tensor, which: list[Loan]) -> list[Tensor]:
         """For each parameter the rows of all loans, by unit."""
-        pieces: list[list[Tensor]] = [[] for _ in self.rows]
-        sizes = [loan.count * row for loan in which for row in self.rows]
+        pieces: list[list[Tensor]] = [[] for _ in self._row_sizes]
+        sizes = [loan.count * row for loan in which for row in self._row_sizes]
         for index, piece in enumerate(received.split(sizes) if sizes else ()):
-            row = self.rows[index % len(self.rows)]
-            pieces[index % len(self.rows)].append(piece.view(-1, row))
+            row = self._row_sizes[index % len(self._row_sizes)]
+            pieces[index % len(self._row_sizes)].append(piece.view(-1, row))
         return [
             torch.cat(parts) if parts else received.new_empty(0, row)
-            for parts, row in zip(pieces, self.rows, strict=True)
+            for parts, row in zip(pieces, self._row_sizes, strict=True)
         ]
-
-
-class _Leased(torch.autograd.Function):
-    """A block's input and its parameters' kept and borrowed rows; backward runs the collectives of the block."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, lease: BlockLease, x: Tensor, summed: bool, borrowed: list[Tensor], *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.lease, ctx.summed = lease, summed
-        ctx.shapes = [parameter.shape for parameter in parameters]
-        lease.block.group.compute_starts()
-        full = []
-        for tensor, parameter, rows in zip(lease.block.tensors, parameters, borrowed, strict=True):
-            kept = parameter[: lease.kept * tensor.axis.width]
-            full.append(torch.cat([kept, rows.reshape(-1, *parameter.shape[1:])]))
-        return x.view_as(x), *full
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        lease: BlockLease = ctx.lease
-        group, tensors = lease.block.group, lease.block.tensors
-        group.compute_ends()
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        if ctx.summed and ctx.needs_input_grad[1]:
-            group.all_reduce(total)
-        full = [gradient.contiguous() for gradient in gradients[1:]]
-        own: list[Tensor | None] = []
-        for tensor, shape, gradient in zip(tensors, ctx.shapes, full, strict=True):
-            full_gradient = gradient.new_zeros(shape)
-            kept = lease.kept * tensor.axis.width
-            full_gradient[:kept] = gradient[:kept]
-            own.append(full_gradient)
-        if any(ctx.needs_input_grad[4:]):
-            work, received = lease.return_gradients(full)
-            leases = lease.block.sharded.leases
-            assert leases is not None
-            if leases.early:
-                _wait(work, group)
-                lease.add(received, own)
-                lease.forget()
-            else:
-                leases.expect(lease, work, received)
-        return None, total, None, None, *own
 
 
 @dataclass(kw_only=True, eq=False)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.sharding.group import leave
+from trimtab.sharding.overlap import linear, product
 from trimtab.sharding.unit_block import UnitBlock
 
 
@@ -46,7 +47,7 @@ class InProjection(nn.Module):
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
         weight, sequence = self.block.stored(self.weight, into=True), self.block.sequence
         with nullcontext() if sequence is None else sequence.saving():
-            y = F.linear(x, weight, bias)
+            y = linear(x, weight, bias, self.block.late, self.block.row_places)
         if self.block.verifying == "all units":
             return self._of_all_units(y)
         if units == 0:
@@ -92,7 +93,7 @@ class OutProjection(nn.Module):
             self.block.activation_norms.add_hidden(x)
         if self.block.running is not None:
             x = self.block.running.hidden(x)
-        y = x @ self.block.stored(self.weight, into=False)
+        y = product(x, self.block.stored(self.weight, into=False), self.block.late, self.block.row_places)
         sequence = self.block.sequence
         y = leave(y, self.block.group) if sequence is None else sequence.scatter(y)
         self.block.leave()

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from trimtab.errors import TrimtabError
 from trimtab.model_state import find_state
 from trimtab.sharding.group import TensorGroup, enter
+from trimtab.sharding.overlap import AllReduced, Holding, Late, Way, enter_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.sharding.cut import Cut
     from trimtab.sharding.lease import BlockLease, Leases
-    from trimtab.sharding.sequence.exchange import Sequence
+    from trimtab.sharding.sequence.exchange import Sequence as TokenSequence
     from trimtab.sharding.slice_scores import ActivationNorms
     from trimtab.sharding.unit_axis import UnitAxis
     from trimtab.sharding.unit_table import UnitTable
@@ -81,7 +83,7 @@ class UnitBlock:
     vocabulary: bool = False
     """Whether the units are the entries of a vocabulary, which can move, but not be leased or left out."""
 
-    sequence: Sequence | None = None
+    sequence: TokenSequence | None = None
     """How its output is divided along the sequence; None if all of it is on every rank."""
 
     tensors: list[UnitTensor] = field(default_factory=list)
@@ -107,6 +109,18 @@ class UnitBlock:
     """Accumulates the norms of activations while they are needed."""
     verifying: Literal["own units", "all units"] | None = None
     """What a pass of `trimtab.sharding.verify` computes; None in every other pass."""
+    leasing: bool = False
+    """Whether the current pass computes the units of the lease."""
+
+    late: Late | None = None
+    """Weights' gradients of the current pass that are computed late; None if it has none."""
+
+    row_places: dict[int, int] = field(default_factory=dict)
+    """Index of each tensor of the block, by the id of its rows in the current pass."""
+
+    _rows: dict[int, Tensor] = field(default_factory=dict)
+    """The rows to compute with in the current pass, by id of the parameter; empty where they are its first ones."""
+
     _entered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Inputs of the current pass, each as it came and as it is computed with."""
 
@@ -126,7 +140,7 @@ class UnitBlock:
     @property
     def computed(self) -> list[int]:
         """The units that this rank computes in this pass, in order: its own, unless there is a lease or a cut."""
-        held = self.owned if self.lease is None or not self.lease.working else self.lease.units
+        held = self.owned if self.lease is None or not self.leasing else self.lease.units
         if self.running is None or self.running.units is None:
             return held
         return [held[place] for place in self.running.units.kept_numbers]
@@ -136,7 +150,7 @@ class UnitBlock:
         """Number of `computed` units."""
         if self.running is not None and self.running.units is not None:
             return len(self.running.units.kept)
-        return self.count if self.lease is None or not self.lease.working else len(self.lease.units)
+        return self.count if self.lease is None or not self.leasing else len(self.lease.units)
 
     @property
     def places(self) -> tuple[int, int]:
@@ -146,9 +160,8 @@ class UnitBlock:
     def stored(self, parameter: Tensor, *, into: bool) -> Tensor:
         """The part of a projection's parameter (`into` the units, or out of them) to compute with in this pass."""
         width = parameter.shape[0] // self.capacity[self.group.rank]
-        if self.lease is not None and self.lease.working:
-            held = self.lease.working[id(parameter)]
-        else:
+        held = self._rows.get(id(parameter))
+        if held is None:
             rows = self.count * width
             held = parameter if parameter.shape[0] == rows else parameter[:rows]
         return held if self.running is None else self.running.weight(held, id(parameter), width, into=into)
@@ -174,8 +187,8 @@ class UnitBlock:
             self._entered, self._called = [], set()
             self._end_pass()
             gathered = self._on_all_places(x, projection)
-            if self.lease is not None and training and torch.is_grad_enabled():
-                entered = self.lease.enter(x if gathered is None else gathered, summed=gathered is None)
+            if self._enters_with_rows(training):
+                entered = self._enter_with_rows(x, gathered, training)
             else:
                 entered = enter(x, self.group) if gathered is None else gathered
             if training:
@@ -189,6 +202,34 @@ class UnitBlock:
             self.set_widths(self.units if self.verifying == "all units" else self.computing)
         self._entered.append((x, entered))
         self._called.add(key)
+        return entered
+
+    def _enters_with_rows(self, training: bool) -> bool:
+        """Whether the parameters pass through the entrance of the block, as leases and overlap need."""
+        if not torch.is_grad_enabled():
+            return False
+        if self.lease is not None and training:
+            return True
+        # A compiled graph orders collectives and products by itself.
+        return not torch.compiler.is_compiling() and (self.group.size > 1 or self.group.clock is not None)
+
+    @_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
+    def _enter_with_rows(self, x: Tensor, gathered: Tensor | None, training: bool) -> Tensor:
+        way: Way = AllReduced(self.group)
+        value = x
+        if gathered is not None:
+            assert self.sequence is not None
+            value, (x, way) = gathered, self.sequence.way_of(gathered)
+        parameters = [tensor.parameter for tensor in self.tensors]
+        holding: Holding = _Own(self)
+        if self.lease is not None and training:
+            self.lease.fetch()
+            self.leasing, holding = True, self.lease
+        entered, rows, self.late = enter_block(
+            x, value, parameters, group=self.group, way=way, holding=holding
+        )
+        self._rows = {id(parameter): each for parameter, each in zip(parameters, rows, strict=True)}
+        self.row_places = {id(each): index for index, each in enumerate(rows)}
         return entered
 
     def _on_all_places(self, x: Tensor, projection: object) -> Tensor | None:
@@ -206,8 +247,7 @@ class UnitBlock:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        if self.lease is not None and self.lease.working:
-            self.lease.working = {}
+        self.leasing, self.late, self._rows, self.row_places = False, None, {}, {}
         self.running = None
         self.set_widths(self.count)
 
@@ -234,6 +274,26 @@ class UnitBlock:
         """Let the forward pass expect that many units."""
         for module, attribute, width in self.local_widths:
             setattr(module, attribute, max(1, units) * width)
+
+
+class _Own:
+    """A pass with this rank's own units."""
+
+    def __init__(self, block: UnitBlock) -> None:
+        self._counts = [block.count * tensor.axis.width for tensor in block.tensors]
+
+    def rows(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [parameter[:count] for parameter, count in zip(parameters, self._counts, strict=True)]
+
+    def gradients(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Tensor | None]:
+        own: list[Tensor | None] = []
+        for gradient, (shape, dtype) in zip(gradients, parameters, strict=True):
+            if gradient is not None and gradient.shape != shape:
+                gradient = grown(gradient, shape[0])
+            own.append(None if gradient is None else gradient.to(dtype))
+        return own
 
 
 class Replicas(Protocol):
@@ -267,7 +327,7 @@ class ShardedModel:
     inside: UnitBlock | None = None
     """The block that is being computed."""
 
-    sequence: Sequence | None = None
+    sequence: TokenSequence | None = None
     """How activations are divided along the sequence; None if they are not."""
 
     leases: Leases | None = None

@@ -14,7 +14,7 @@ one form to the other, and the backward pass of each is the forward pass of anot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,6 +29,7 @@ from trimtab._compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from trimtab.sharding.group import TensorGroup
+    from trimtab.sharding.overlap import Way
     from trimtab.sharding.unit_block import ShardedModel
 
 AXIS = 1
@@ -51,6 +52,9 @@ class Sequence:
 
         self._kept: dict[int, _Kept] = {}
         """The own places of the inputs of the current block, by address of the gathered ones."""
+
+        self._local: dict[int, Tensor] = {}
+        """The inputs of the current block that were gathered, by the same address."""
 
     @property
     def group(self) -> TensorGroup:
@@ -88,7 +92,7 @@ class Sequence:
             yield
         finally:
             self.samples, self.places, self.local, self.gathered = before
-            self._kept = {}  # a pass that ended early leaves addresses behind
+            self._kept, self._local = {}, {}  # a pass that ended early leaves addresses behind
 
     def gather(self, local: Tensor) -> Tensor:
         """All places of a block's input; its gradient is summed over the ranks."""
@@ -97,8 +101,14 @@ class Sequence:
         by_sample = self.by_sample(local, counts[self.group.rank])
         kept = _Kept(counts, self.group)
         full: Tensor = _Gather.apply(by_sample, kept)  # type: ignore[no-untyped-call]
-        self._kept[full.untyped_storage().data_ptr()] = kept
+        address = full.untyped_storage().data_ptr()
+        self._kept[address], self._local[address] = kept, by_sample
         return full.flatten(0, 1) if local.ndim == 2 else full
+
+    def way_of(self, full: Tensor) -> tuple[Tensor, Way]:
+        """A gathered input as it was before, and how its gradient gets back to there."""
+        address = full.untyped_storage().data_ptr()
+        return self._local[address], self._kept[address]
 
     def saving(self) -> AbstractContextManager[None]:
         """Of gathered inputs the backward pass keeps only the own places, and gathers them once more."""
@@ -119,7 +129,7 @@ class Sequence:
 
     def scatter(self, partial: Tensor) -> Tensor:
         """This rank's places of a block's output, summed over the ranks."""
-        self.local, self.gathered, self._kept = True, [], {}
+        self.local, self.gathered, self._kept, self._local = True, [], {}, {}
         by_sample = self.by_sample(partial, self.places)
         own: Tensor = _Scatter.apply(by_sample, self.counts(self.places), self.group)  # type: ignore[no-untyped-call]
         return own.flatten(0, 1) if partial.ndim == 2 else own
@@ -139,7 +149,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class _Kept:
-    """A gathered input, of which only the own places are kept."""
+    """A gathered input, of which only the own places are kept: a `Way` into a block."""
 
     counts: list[int]
     group: TensorGroup
@@ -151,6 +161,18 @@ class _Kept:
 
     again: Tensor | None = None
     """All places, while the backward pass of the block needs them."""
+
+    samples: int = 0
+
+    def keep(self, ctx: Any, x: Tensor) -> None:
+        ctx.save_for_backward(x)  # where activation checkpointing and the like can see it
+        self.local = None if ctx.needs_input_grad[0] else x
+        self.node, self.samples = weakref.ref(ctx), x.shape[0]
+
+    def start(self, gradient: Tensor) -> Callable[[], Tensor]:
+        self.again = None
+        by_sample = gradient.reshape(self.samples, sum(self.counts), gradient.shape[-1])
+        return _start_reduce_scatter(by_sample, self.counts, self.group)
 
     def full(self) -> Tensor:
         if self.again is None:
@@ -186,31 +208,43 @@ def _all_gather(local: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
 
 def _reduce_scatter(partial: Tensor, counts: list[int], group: TensorGroup) -> Tensor:
     """The sum over the ranks, of this rank's places."""
+    return _start_reduce_scatter(partial, counts, group)()
+
+
+def _start_reduce_scatter(partial: Tensor, counts: list[int], group: TensorGroup) -> Callable[[], Tensor]:
+    """Start `_reduce_scatter`; returns what waits for the sum."""
     if group.size == 1:
-        return partial.clone()  # a layer may change it in place
+        return partial.clone  # a layer may change it in place
     sent = torch.cat([part.flatten() for part in partial.split(counts, dim=AXIS)])
     shape = (partial.shape[0], counts[group.rank], *partial.shape[2:])
-    with group.timed():
-        if len(set(counts)) == 1 and dist.get_backend(group.process_group) == "nccl":
-            total = sent.new_empty(shape)
-            reduce_scatter_single(total, sent, group.process_group, dist.ReduceOp.SUM)
-            return total
+    if len(set(counts)) == 1 and dist.get_backend(group.process_group) == "nccl":
+        received = sent.new_empty((1, *shape))
+        wait = group.waiting(
+            reduce_scatter_single(received, sent, group.process_group, dist.ReduceOp.SUM, async_op=True)
+        )
+    else:
         place = partial.numel() // max(1, partial.shape[AXIS])
         received = sent.new_empty((group.size, *shape))
         own = [counts[group.rank] * place] * group.size
-        dist.all_to_all_single(
-            received.view(-1), sent, own, [count * place for count in counts], group=group.process_group
+        out = [count * place for count in counts]
+        wait = group.waiting(
+            dist.all_to_all_single(
+                received.view(-1), sent, own, out, group=group.process_group, async_op=True
+            )
         )
-    return received.sum(0)
+
+    def finish() -> Tensor:
+        wait()
+        return received.sum(0) if len(received) > 1 else received[0]
+
+    return finish
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, kept: _Kept) -> Tensor:
         ctx.kept = kept
-        ctx.save_for_backward(local)  # where activation checkpointing and the like can see it
-        kept.local = None if ctx.needs_input_grad[0] else local
-        kept.node = weakref.ref(ctx)
+        kept.keep(ctx, local)
         full = _all_gather(local, kept.counts, kept.group)
         kept.group.compute_starts()
         return full
@@ -218,9 +252,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         kept: _Kept = ctx.kept
-        kept.again = None
         kept.group.compute_ends()
-        return _reduce_scatter(gradients[0], kept.counts, kept.group), None
+        return kept.start(gradients[0])(), None
 
 
 class _Scatter(torch.autograd.Function):

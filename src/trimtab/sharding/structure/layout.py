@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from trimtab.sharding.linear import features
 from trimtab.sharding.structure.example import repeated_layers
+from trimtab.sharding.structure.linear import features
 from trimtab.sharding.structure.trace import LinearCall, Trace
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_kinds import Units

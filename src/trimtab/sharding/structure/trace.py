@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trimtab.sharding.linear import is_linear
 from trimtab.sharding.structure.example import example_calls
+from trimtab.sharding.structure.linear import is_linear
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimtab.sharding.group import apart, enter, summed
+from trimtab.sharding.group import apart, summed
+from trimtab.sharding.overlap import linear
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, grown
 from trimtab.sharding.unit_table import UnitTable
@@ -54,8 +55,12 @@ class VocabularyHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         block = self.slots.block
         self.slots.of(torch.zeros(0, dtype=torch.int64, device=x.device))  # up to date
-        bias = None if self.bias is None else block.stored(self.bias, into=True)
-        y = F.linear(enter(x, block.group), block.stored(self.weight, into=True), bias)
+        try:
+            x = block.enter(x, self.training, self)
+            bias = None if self.bias is None else block.stored(self.bias, into=True)
+            y = linear(x, block.stored(self.weight, into=True), bias, block.late, block.row_places)
+        finally:
+            block.leave()
         return VocabularyLogits(apart(y, block.group), self.slots)
 
     def extra_repr(self) -> str:
