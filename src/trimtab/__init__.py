@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from trimtab.cluster import Cluster as Cluster
     from trimtab.control.compression.adaptive import Adaptive as Adaptive
     from trimtab.errors import TrimtabError as TrimtabError
+    from trimtab.planning.tensor.balance import Balance as Balance
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Adaptive": "trimtab.control.compression.adaptive",
+    "Balance": "trimtab.planning.tensor.balance",
     "Cluster": "trimtab.cluster",
     "TrimtabError": "trimtab.errors",
     "agreed_weights": "trimtab.api.local_steps",

@@ -20,7 +20,7 @@ from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.tensor_ranks import measure_rank_speeds
 from trimtab.model_state import attach_state
 from trimtab.planning.plan import Plan
-from trimtab.planning.tensor.rebalance import Rules
+from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.shares import BlockSize, share_blocks
 from trimtab.sharding.convert import broadcast_state, convert
 from trimtab.sharding.group import TensorGroup
@@ -53,8 +53,7 @@ def tensor_parallel(
     vocabulary: bool | tuple[str, ...] = False,
     sequence: bool = False,
     seed: int = 0,
-    balance: Literal["auto"] | None = None,
-    gamma_max: float = 0.0,
+    balance: Balance | Literal["auto"] | None = None,
 ) -> nn.Module:
     """Shard the hidden units and heads of a model over the ranks of a mesh; in place, and returns the model.
 
@@ -82,17 +81,18 @@ def tensor_parallel(
             the result are refused.
         seed: seed of dropout, which is keyed by unit and independent of torch's random state.
         balance: ``"auto"`` times the ranks while the job runs, and when one is slow moves part of its work to
-            others where that pays; see `trimtab.control.tensor.balancer`. Training stays exact.
-        gamma_max: with ``balance="auto"``, the largest fraction of a slow rank's work that may be pruned for a
-            while instead, which changes the training.
+            others where that pays, exactly; a `trimtab.Balance` says when and how, and whether a slow rank may
+            leave work out, which changes the training.
     """
-    if balance not in (None, "auto"):
-        raise TrimtabError(f"tensor_parallel: balance={balance!r} is unknown; use 'auto' or None")
-    if gamma_max and balance is None:
-        raise TrimtabError(f"tensor_parallel: gamma_max={gamma_max:g} needs balance='auto'")
-    if gamma_max and vocabulary:
+    rules = Balance() if balance == "auto" else balance
+    if not isinstance(rules, Balance | None):
         raise TrimtabError(
-            "tensor_parallel: a vocabulary cannot be pruned; use gamma_max=0 or vocabulary=False"
+            f"tensor_parallel: balance={balance!r} is unknown; use 'auto', a trimtab.Balance, or None"
+        )
+    resize = 0.0 if rules is None else rules.resize
+    if resize and vocabulary:
+        raise TrimtabError(
+            "tensor_parallel: a vocabulary cannot be pruned; use Balance(resize=0) or vocabulary=False"
         )
     if not isinstance(model, nn.Module):
         raise TrimtabError(f"tensor_parallel: expected an nn.Module, got {type(model).__name__}")
@@ -111,12 +111,12 @@ def tensor_parallel(
         shares = None
     whole = fingerprint(model)
     replicas = _replicas(mesh, group)
-    if gamma_max and replicas is not None:
+    if resize and replicas is not None:
         raise TrimtabError(
-            f"tensor_parallel: gamma_max={gamma_max:g} on a mesh with {mesh.size() // group.size} replicas, which "
-            "would leave out different work and drift apart; use gamma_max=0, which is exact"
+            f"tensor_parallel: resize={resize:g} on a mesh with {mesh.size() // group.size} replicas, which "
+            "would leave out different work and drift apart; use resize=0, which is exact"
         )
-    balanced = balance is not None and not environment.disabled()
+    balanced = rules is not None and not environment.disabled()
     divided: list[UnitReplicas] = []  # filled if the replicas divide the units by themselves
 
     def share(blocks: Mapping[str, tuple[int, int]]) -> Mapping[str, UnitTable]:
@@ -144,7 +144,7 @@ def tensor_parallel(
     if balanced:
         from trimtab.control.tensor.balancer import balance as keep_even
 
-        keep_even(model, Rules(gamma_max=gamma_max))
+        keep_even(model, rules)
     return model
 
 

@@ -28,6 +28,7 @@ from trimtab.measure.local_clock import LocalClock
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models.gpt import TransformerLayer
 from trimtab.models.tasks import CPU, Task
+from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.shares import water_level
 from trimtab.sharding import Attention, Clock, LocalTimes, Mlp
 from trimtab.sharding.unit_block import sharded_model
@@ -252,17 +253,18 @@ class TensorTrainer(Trainer):
         task: Task,
         *,
         shares: Any = None,
+        balance: Balance | None = None,
         clock: bool = False,
         prepare: Callable[[nn.Module], None] = lambda model: None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     ) -> None:
         """
         Args:
-            shares: as `trimtab.tensor_parallel` takes them.
+            shares: as `trimtab.tensor_parallel` takes them, like `balance`.
             prepare: is called with the split model before it has an optimizer.
         """
         mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
-        tensor_parallel(task.model, mesh, shares=shares, kinds=KINDS)
+        tensor_parallel(task.model, mesh, shares=shares, kinds=KINDS, balance=balance)
         self.sharded = sharded_model(task.model, "bench")
         self._clock = Clock(task.device) if clock else None
         if clock:

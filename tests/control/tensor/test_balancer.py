@@ -16,7 +16,7 @@ from trimtab.control.tensor.resizing import resized
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.tensor_ranks import UnitClock
-from trimtab.planning.tensor.rebalance import Rules
+from trimtab.planning.tensor.balance import Balance
 from trimtab.predict.migration import Transfer
 from trimtab.sharding import assignment
 from trimtab.sharding.lease import leased
@@ -54,17 +54,17 @@ class Scripted(UnitClock):
         return [(share * self._slowness(self.steps, rank), 0.01)] * 8
 
 
-def follow(kind: str, link: str, gamma_max: float, until: int, steps: int) -> dict[str, Any]:
+def follow(kind: str, link: str, resize: float, until: int, steps: int) -> dict[str, Any]:
     """Rank 1 is four times slower until a step."""
     pair = Pair.make(kind)
     clock = Scripted(pair.spread, lambda step, rank: 4.0 if rank == 1 and step < until else 1.0)
-    balance(pair.spread, Rules(gamma_max=gamma_max), clock=clock)
+    balance(pair.spread, Balance(resize=resize), clock=clock)
     balancer_of(pair.spread).transfer = LINKS[link]
     worst = 0.0
     pruned = []
     for _ in range(steps):
-        worst = max(worst, pair.step()) if gamma_max == 0 else worst
-        if gamma_max:
+        worst = max(worst, pair.step()) if resize == 0 else worst
+        if resize:
             loss = pair.spread(torch.zeros(3, 7, dtype=torch.int64))
             loss.backward()
             pair.spread_optimizer.step()
@@ -105,7 +105,7 @@ def test_an_even_job_is_left_alone(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "gamma_max", "actions"),
+    ("link", "resize", "actions"),
     [
         ("fast", 0.5, ("helps", "own")),
         ("slow", 0.5, ("nothing", "resize")),
@@ -113,10 +113,10 @@ def test_an_even_job_is_left_alone(ranks: Pool) -> None:
         ("hidden", 0.0, ("helps", "lease")),
     ],
 )
-def test_the_link_decides(ranks: Pool, link: str, gamma_max: float, actions: Any) -> None:
-    found = ranks(2, follow, "shallow", link, gamma_max, 10**6, 40)
+def test_the_link_decides(ranks: Pool, link: str, resize: float, actions: Any) -> None:
+    found = ranks(2, follow, "shallow", link, resize, 10**6, 40)
     assert [record[2] for record in found[0]["records"]] == ([actions] if actions else [])
-    assert found[1]["pruned"] == pytest.approx(0.5, abs=0.1) if link == "slow" and gamma_max else True
+    assert found[1]["pruned"] == pytest.approx(0.5, abs=0.1) if link == "slow" and resize else True
     assert bool(found[0]["leased"]) == (link == "hidden")
     assert all(each["worst"] < 1e-8 for each in found)
 
@@ -146,9 +146,9 @@ def test_the_verb_needs_no_change_of_the_loop(ranks: Pool) -> None:
 
 def refused() -> list[str]:
     said = []
-    for options in ({"balance": "always"}, {"gamma_max": 0.5}, {"balance": "auto", "gamma_max": 1.0}):
+    for unknown in ("always", 0.5):
         try:
-            convert(make("shallow"), **options)
+            convert(make("shallow"), balance=unknown)
         except TrimtabError as error:
             said.append(str(error))
     return said
@@ -156,7 +156,7 @@ def refused() -> list[str]:
 
 def test_mistakes_are_named(ranks: Pool) -> None:
     (said,) = ranks(1, refused)
-    assert ["'auto'" in said[0], "needs balance" in said[1], "below 1" in said[2]] == [True] * 3
+    assert ["'auto'" in said[0], "balance=0.5 is unknown" in said[1]] == [True] * 2
 
 
 class Listening:

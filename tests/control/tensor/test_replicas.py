@@ -22,6 +22,7 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.codec import Block, PowerSGD
 from trimtab.control.tensor.balancer import balancer_of, decisions
 from trimtab.errors import TrimtabError
+from trimtab.planning.tensor.balance import Balance
 from trimtab.sharding import Checkpoint, assignment, assignment_for, clip_grad_norm_, move
 from trimtab.sharding.unit_block import sharded_model
 
@@ -195,7 +196,7 @@ def mistakes() -> list[str]:
     ddp, mesh, replica = wrapped(make("gpt"), 2)
     caught(lambda: loss_of("gpt", ddp.module, 0))
     caught(lambda: trimtab.compress(ddp, PowerSGD(rank=1)))
-    caught(lambda: tensor_parallel(make("gpt"), mesh, balance="auto", gamma_max=0.5))
+    caught(lambda: tensor_parallel(make("gpt"), mesh, balance=Balance(resize=0.5)))
     caught(lambda: move(ddp, None, assignment_for(ddp, {"blocks.0.mlp": [1, 2]})))
     assert replica in (0, 1)
     return messages

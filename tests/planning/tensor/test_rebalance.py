@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.rebalance import (
     Costs,
     Rank,
-    Rules,
     changes,
     counts_for,
     decide,
@@ -20,7 +20,7 @@ from trimtab.predict.migration import MigrationCost
 
 FREE = Costs(own=MigrationCost(fixed=0.0, slope=0.0), lease=None)
 DEAR = Costs(own=MigrationCost(fixed=1e3, slope=1e3), lease=MigrationCost(fixed=1e3, slope=1e3))
-EXACT, HALF = Rules(), Rules(gamma_max=0.5)
+EXACT, HALF = Balance(), Balance(resize=0.5)
 
 
 def ranks(*slowdowns: float, rest: float = 0.0) -> list[Rank]:
@@ -35,7 +35,7 @@ def test_eight_ranks_and_one_straggler_reach_the_ideal_times(slow: float, migrat
     assert moved.mode == "own"
     assert moved.predicted == pytest.approx(migrated, rel=0.01)
     assert moved.actions == ("own", *["helps"] * 7)
-    resized = decide(eight, DEAR, Rules(gamma_max=0.9), steps=32)
+    resized = decide(eight, DEAR, Balance(resize=0.9), steps=32)
     assert resized.mode == "home"
     assert resized.predicted == pytest.approx(1.0)
     assert resized.actions == ("resize", *["nothing"] * 7)
@@ -65,7 +65,7 @@ def test_what_will_be_over_soon_is_leased() -> None:
 
 def test_of_several_stragglers_the_slowest_migrate_and_the_rest_is_resized() -> None:
     four = ranks(1.0, 1.0, 1.12, 8.0)
-    rules = Rules(gamma_max=0.5, price=0.5)
+    rules = Balance(resize=0.5, price=0.5)
     found = decide(four, Costs(own=MigrationCost(fixed=1.0, slope=1.0), lease=None), rules, steps=32)
     assert found.actions[3] in ("own", "both")
     assert found.predicted < 1.4
@@ -75,7 +75,7 @@ def test_of_several_stragglers_the_slowest_migrate_and_the_rest_is_resized() -> 
 def test_pruning_has_a_price() -> None:
     two = ranks(1.0, 2.0)
     assert decide(two, FREE, HALF, steps=32).pruned == (0.0, 0.0), "moving costs nothing and harms nothing"
-    assert decide(two, FREE, Rules(gamma_max=0.5, price=0.0), steps=32).pruned[1] > 0
+    assert decide(two, FREE, Balance(resize=0.5, price=0.0), steps=32).pruned[1] > 0
 
 
 def test_work_returns_when_the_straggler_recovers() -> None:
@@ -147,9 +147,9 @@ def test_no_lease_is_chosen_or_kept_that_is_slower_than_doing_nothing(
     st.integers(8, 200),
 )
 def test_a_decision_is_whole_never_worse_and_settles(
-    slow: list[float], rest: float, gamma_max: float, slope: float, steps: int
+    slow: list[float], rest: float, resize: float, slope: float, steps: int
 ) -> None:
-    rules = Rules(gamma_max=gamma_max)
+    rules = Balance(resize=resize)
     costs = Costs(
         own=MigrationCost(fixed=0.01, slope=slope), lease=MigrationCost(fixed=0.01, slope=slope / 2)
     )
@@ -157,7 +157,7 @@ def test_a_decision_is_whole_never_worse_and_settles(
     found = decide(before, costs, rules, steps=steps)
     assert sum(found.shares) == pytest.approx(1)
     assert min(found.shares) > 0
-    assert all(0 <= part <= gamma_max for part in found.pruned)
+    assert all(0 <= part <= resize for part in found.pruned)
     assert found.predicted <= found.before * (1 + 1e-9)
     assert {sum(counts) for counts in counts_for({"mlp": 96, "attention": 6}, found.shares).values()} <= {
         96,

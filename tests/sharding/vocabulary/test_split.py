@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trimtab.bench.scenarios.tp.families import family_gap
 from trimtab.errors import TrimtabError
 from trimtab.models.families import FAMILIES, Family
+from trimtab.planning.tensor.balance import Balance
 from trimtab.sharding import Checkpoint, assignment_for, clip_grad_norm_, lease, move
 from trimtab.sharding.unit_block import sharded_model
 from trimtab.sharding.vocabulary.logits import VocabularyLogits
@@ -192,7 +193,7 @@ def mistakes() -> list[str]:
     messages = []
     for options in (
         {"vocabulary": ("tokens", "head")},
-        {"vocabulary": True, "balance": "auto", "gamma_max": 0.5},
+        {"vocabulary": True, "balance": Balance(resize=0.5)},
     ):
         try:
             convert(make("gpt"), **options)

@@ -29,11 +29,11 @@ from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.tensor_ranks import UnitClock, measure_transfer
 from trimtab.model_state import attach_state, find_state, state_of
+from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.rebalance import (
     Costs,
     Decision,
     Rank,
-    Rules,
     changes,
     counts_for,
     decide,
@@ -81,14 +81,9 @@ class Record:
     """Seconds of the slowest rank's own work in the window after it; None until then."""
 
 
-def balance(model: nn.Module, rules: Rules | None = None, *, clock: UnitClock | None = None) -> None:
+def balance(model: nn.Module, rules: Balance | None = None, *, clock: UnitClock | None = None) -> None:
     """Keep the ranks of a converted model balanced from now on; every rank calls it, before training starts."""
-    rules = Rules() if rules is None else rules
-    if not 0 <= rules.gamma_max < 1:
-        raise TrimtabError(
-            f"balance: gamma_max must be at least 0 and below 1, got {rules.gamma_max:g}; it is the fraction of a "
-            "rank's work that may be pruned"
-        )
+    rules = Balance() if rules is None else rules
     if state_of(model).balancer is not None:
         raise TrimtabError("balance: this model is already balanced; call it once")
     attach_state(model).balancer = Balancer(model, rules, clock)
@@ -112,7 +107,7 @@ def decisions(model: nn.Module) -> list[Record]:
 class Balancer:
     """The controller of one model on one rank."""
 
-    def __init__(self, model: nn.Module, rules: Rules, clock: UnitClock | None) -> None:
+    def __init__(self, model: nn.Module, rules: Balance, clock: UnitClock | None) -> None:
         self._model = weakref.ref(model)
         self._sharded = sharded_model(model, "balance")
         self._group, self._device = self._sharded.group, self._sharded.device
@@ -143,7 +138,7 @@ class Balancer:
         """Predicted and measured seconds of the last move."""
         self._move_cost_ratio = 1.0
         """Measured over predicted time of a move."""
-        if rules.gamma_max > 0:
+        if rules.resize > 0:
             watch_resize(self._sharded)
         if self._group.size > 1:
             units = {id(tensor.parameter) for _, tensor in self._sharded.tensors()}
@@ -313,13 +308,16 @@ class Balancer:
         assert self.transfer is not None
         blocks = len(self._sharded.blocks)
         model = self._model()
-        movable = self._movable and model is not None and can_move(model, self._steps.optimizers)
+        movable = (
+            self.rules.own and self._movable and model is not None and can_move(model, self._steps.optimizers)
+        )
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
         if own is not None:
             own = replace(
                 own, fixed=own.fixed * self._move_cost_ratio, slope=own.slope * self._move_cost_ratio
             )
-        return Costs(own=own, lease=self.transfer.lease(self._bytes, blocks))
+        lent = self.transfer.lease(self._bytes, blocks) if self.rules.lease else None
+        return Costs(own=own, lease=lent)
 
     def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:
         start = time.perf_counter()
@@ -332,8 +330,9 @@ class Balancer:
             lease(model, counts)
         part = decision.pruned[self._group.rank]
         if part > 0:
-            set_resize(self._sharded, part)
-        elif self.rules.gamma_max > 0:
+            rules = self.rules
+            set_resize(self._sharded, part, selection=rules.selection, form=rules.form, impute=rules.impute)
+        elif self.rules.resize > 0:
             clear_resize(self._sharded)
         if self._device.type == "cuda" and decision.mode == "own":
             torch.cuda.current_stream().synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trimtab.errors import TrimtabError
+from trimtab.planning.tensor.balance import Form, Selection
 from trimtab.planning.tensor.resizing import RETURN, Pool, check_ratio, choose, even_counts, pooled_counts
 from trimtab.sharding.cut import Cut, Impute, Slices
 from trimtab.sharding.optimizer_hooks import OptimizerHooks
@@ -24,9 +25,6 @@ from trimtab.sharding.slice_scores import ActivationNorms, SliceScores, WeightCh
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, sharded_model
 
 _Numbers = dict[str, NDArray[np.float64]]
-
-Selection = Literal["random", "priority", "priority-per-layer", "activation"]
-Form = Literal["unit", "column"]
 
 WINDOW = 8
 """Optimizer steps between two choices."""
@@ -167,7 +165,7 @@ class _Resizing:
             if all(tensor.into for tensor in block.tensors):
                 raise TrimtabError(
                     f"set_resize: {block.name} consists of experts or of a vocabulary, which cannot be pruned; use "
-                    "gamma_max=0"
+                    "resize=0"
                 )
             for axis in _ALL:
                 self._known[block.name, axis] = _Known.of(_total(block, axis))

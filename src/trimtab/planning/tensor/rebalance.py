@@ -14,6 +14,7 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
+from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
 from trimtab.predict.migration import MigrationCost
 from trimtab.predict.share_time import ShareTime
@@ -28,35 +29,6 @@ _LEAST = 1 / 64
 
 _PRUNED_STEPS = 10
 """Candidates between pruning nothing and as much as allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """When and how a job is rebalanced."""
-
-    gamma_max: float = 0.0
-    """Largest fraction of a rank's work that may be left out; 0 keeps training exact."""
-
-    price: float = 1.5
-    """Leaving out a small fraction p of all work must shorten steps by more than this many times p."""
-
-    window: int = 8
-    """Steps of one measurement."""
-
-    threshold: float = 1.1
-    """Ranks count as uneven when their longest time exceeds the shortest by this factor."""
-
-    patience: int = 2
-    """Windows in a row that must be uneven; also the fewest between two changes."""
-
-    review: int = 6
-    """Windows after which a lease or a resize is reconsidered, even if the ranks are even."""
-
-    margin: float = 0.04
-    """Least gain of a change, as a fraction of the step."""
-
-    horizon: int = 100
-    """Expected steps until the ranks are even again, when nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +105,7 @@ class Decision:
     """Seconds of the change itself."""
 
 
-def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
+def uneven(windows: Sequence[Sequence[float]], rules: Balance) -> bool:
     """Whether the ranks' own times since the last change, one entry per window, require a decision.
 
     They do when some rank was slow in each of the last windows: one bad window is noise.
@@ -145,7 +117,7 @@ def uneven(windows: Sequence[Sequence[float]], rules: Rules) -> bool:
     return bool(set.intersection(*slow))
 
 
-def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
+def expected_steps(lasted: int, past: Sequence[int], rules: Balance) -> int:
     """How many more steps the ranks will stay uneven, given how long they have been and earlier durations.
 
     As long as earlier periods, if there were any and this one is not longer already; else as long again as it has
@@ -157,7 +129,7 @@ def expected_steps(lasted: int, past: Sequence[int], rules: Rules) -> int:
 
 
 def decide(
-    ranks: Sequence[Rank], costs: Costs, rules: Rules, *, steps: int, returns: bool = False
+    ranks: Sequence[Rank], costs: Costs, rules: Balance, *, steps: int, returns: bool = False
 ) -> Decision:
     """The best of: change nothing; resize slow ranks; move work from the slowest ones and resize the rest.
 
@@ -197,7 +169,7 @@ def counts_for(units: Mapping[str, int], shares: Sequence[float]) -> dict[str, t
     return share_blocks({name: BlockSize(units=each, unit_bytes=1) for name, each in units.items()}, shares)
 
 
-def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[float], Mode]]:
+def _ways(ranks: Sequence[Rank], rules: Balance) -> list[tuple[list[float], list[float], Mode]]:
     """Shares, fractions left out and mode of every candidate."""
     owned = [rank.owned for rank in ranks]
     alone = [rank.time.seconds(rank.owned) for rank in ranks]
@@ -213,8 +185,8 @@ def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[f
     for migrating in range(len(slow) if not others else 1, len(slow) + 1):
         resizing = slow[migrating:]
         pool = [i for i in range(len(ranks)) if i not in resizing]
-        for step in range(_PRUNED_STEPS + 1 if rules.gamma_max else 1):
-            gamma = min(rules.gamma_max, rules.gamma_max * step / _PRUNED_STEPS)
+        for step in range(_PRUNED_STEPS + 1 if rules.resize else 1):
+            gamma = min(rules.resize, rules.resize * step / _PRUNED_STEPS)
             pruned = [gamma if i in slow[:migrating] else 0.0 for i in range(len(ranks))]
             shares, level = _filled(ranks, owned, pool, pruned)
             for i, part in enumerate(_resized(ranks, owned, resizing, level, rules)):
@@ -227,14 +199,14 @@ def _ways(ranks: Sequence[Rank], rules: Rules) -> list[tuple[list[float], list[f
 
 
 def _resized(
-    ranks: Sequence[Rank], owned: Sequence[float], which: Sequence[int], level: float, rules: Rules
+    ranks: Sequence[Rank], owned: Sequence[float], which: Sequence[int], level: float, rules: Balance
 ) -> list[float]:
     """What these ranks leave out to finish by `level`, as far as that is allowed."""
     pruned = [0.0] * len(ranks)
     for i in which:
         if ranks[i].whole * owned[i] > 0:
             kept = ranks[i].time.share_within(level) / owned[i]
-            pruned[i] = min(rules.gamma_max, max(0.0, 1 - kept))
+            pruned[i] = min(rules.resize, max(0.0, 1 - kept))
     return pruned
 
 
@@ -291,7 +263,7 @@ def _judged(
     )
 
 
-def _worth(decision: Decision, rules: Rules, steps: int) -> float:
+def _worth(decision: Decision, rules: Balance, steps: int) -> float:
     """Cost of a step under a decision: its time, its part of the move, and the price of what is left out."""
     left_out = sum(s * p for s, p in zip(decision.shares, decision.pruned, strict=True))
     # A power: leaving out more always shortens steps, and must not look like progress for that reason alone.

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from trimtab.bench.trainer import TensorTrainer
-from trimtab.control.tensor.balancer import Record, balance, balancer_of, decisions
-from trimtab.control.tensor.resizing import set_resize
+from trimtab.control import decisions, set_resize
+from trimtab.control.tensor.balancer import Record, balancer_of
 from trimtab.models import tasks
 from trimtab.models.data import NoisyPatches
-from trimtab.planning.tensor.rebalance import Rules
-from trimtab.sharding.lease import lease
+from trimtab.planning.tensor.balance import Balance
+from trimtab.sharding import lease
 
 GAMMA_MAX = 0.5
 SIZES: dict[str, dict[str, int]] = {
@@ -36,10 +36,6 @@ class Method(TensorTrainer):
         self, spec: Mapping[str, Any], method: str, leased: Mapping[str, Sequence[int]] | None = None
     ) -> None:
         def prepare(model: nn.Module) -> None:
-            if method.startswith("semi"):
-                horizon = spec.get("horizon", Rules.horizon)
-                gamma = GAMMA_MAX if method == "semi-resize" else 0.0
-                balance(model, Rules(gamma_max=gamma, horizon=horizon))
             missing = 1 - spec["speeds"][dist.get_rank()] / max(spec["speeds"])
             if method.startswith("resize-") and missing > 0:
                 selection: Any = method.removeprefix("resize-")
@@ -47,8 +43,13 @@ class Method(TensorTrainer):
             if leased is not None:
                 lease(model, leased)
 
+        balance = None
+        if method.startswith("semi"):
+            resize = GAMMA_MAX if method == "semi-resize" else 0.0
+            balance = Balance(resize=resize, horizon=spec.get("horizon", Balance.horizon))
         super().__init__(
             make_task(spec),
+            balance=balance,
             shares="measured" if method == "shares" else None,
             clock=method == "even",
             prepare=prepare,
