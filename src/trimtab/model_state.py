@@ -94,7 +94,7 @@ class ModelState:
     """What a module that calls functional dropout needs to key it: `trimtab.sharding.dropout`."""
 
     aligned_block: Any = None
-    """`trimtab.sharding.unit_block` unit block of an attention module with a bias by head."""
+    """`trimtab.sharding.unit_block` unit block of an attention module with a bias or parameters by head."""
 
     functional_block: Any = None
     """`trimtab.sharding.unit_block` unit block of torch's attention, or of a module of experts."""

@@ -15,6 +15,7 @@ from tests.sharding.jobs import convert
 from trimtab.bench.scenarios.tp.families import EXACT, family_gap
 from trimtab.errors import TrimtabError
 from trimtab.models.families import FAMILIES, REFUSED
+from trimtab.models.further_families import FURTHER, IN_PART
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ def test_every_family_trains_as_a_single_device(ranks: Pool, part: int) -> None:
 def test_every_family_trains_as_a_single_device_on_three_ranks(ranks: Pool, part: int) -> None:
     for found in ranks(3, gaps, part, timeout=SECONDS):
         assert {name: gap for name, gap in found.items() if not gap < EXACT} == {}
+
+
+def further_gaps(part: int) -> dict[str, float]:
+    return {family.name: family_gap(family) for family in (*FURTHER, *IN_PART)[part::PARTS]}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_further_families_train_as_a_single_device(ranks: Pool, part: int) -> None:
+    for found in ranks(2, further_gaps, part, timeout=SECONDS):
+        assert {name: gap for name, gap in found.items() if not gap < EXACT} == {}
+
+
+def test_the_docs_name_the_further_families() -> None:
+    text = PAGE.read_text().replace("\n", " ")
+    for families, start in ((FURTHER, "So do "), (IN_PART, "With their attention whole on every rank: ")):
+        sentence = text.split(start)[1].split(".")[0]
+        assert sentence == ", ".join(family.name for family in families)
 
 
 def everything_is_split() -> dict[str, dict[str, str]]:

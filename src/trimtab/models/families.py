@@ -83,6 +83,7 @@ _LLAMA = {
     **_TEXT, "num_key_value_heads": GROUPS, "intermediate_size": HIDDEN, "use_cache": False,
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _IMAGE = {**_COMMON, **_NO_DROPOUT, "image_size": 8, "patch_size": 4}
 _CLIP = {**_COMMON, "intermediate_size": HIDDEN, "attention_dropout": 0.0}
 
@@ -239,6 +240,13 @@ FAMILIES: tuple[Family, ...] = (
             "use_cache": False,
         },
         eager=True,
+    ),
+    Family(
+        "GPT-OSS",
+        "GptOssForCausalLM",
+        {**_LLAMA, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
+        eager=True,
+        units=("heads",),
     ),
 )
 """Families whose training on several ranks equals that on one device."""

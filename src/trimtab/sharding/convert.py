@@ -27,6 +27,7 @@ from trimtab.sharding.structure.adapt import (
     Adaptation,
     align_biases,
     local_widths,
+    select_entries,
     share_parameters,
 )
 from trimtab.sharding.structure.check import FAILS, split_problem
@@ -285,11 +286,13 @@ def _shard(found_block: FoundBlock, split: Split, table: UnitTable, sharded: Sha
         adapt_experts(block)
     elif split.heads and split.adaptation.bias:
         align_biases(block)
+    elif split.heads and split.adaptation.entries:
+        select_entries(block)
     for name in kind.inside if isinstance(kind, Units) else ():
         module = found_block.parent.get_submodule(name)
-        by_head = split.adaptation.bias and any(
-            split.units * split.heads in p.shape for p in module.parameters(recurse=False)
-        )
+        by_head = (
+            split.adaptation.bias or (split.adaptation.entries and module is found_block.parent)
+        ) and any(split.units * split.heads in p.shape for p in module.parameters(recurse=False))
         if not by_head:  # the gradient of a bias by head is summed where it is reduced to this rank's heads
             share_parameters(module, group)
     block.adopt(table)

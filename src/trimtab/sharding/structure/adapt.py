@@ -1,8 +1,8 @@
 """Let a forward pass that was written for all heads compute those of one rank.
 
 Most modules split heads by their width and work as they are. Others read the number of heads, or the width of all of
-them, from an attribute or from their configuration, or add a bias with a row for each head. Which of these a module
-needs is found by trial (`trimtab.sharding.structure.check`).
+them, from an attribute or from their configuration, add a bias with a row for each head, or have parameters with an
+entry for each head. Which of these a module needs is found by trial (`trimtab.sharding.structure.check`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Adaptation:
     bias: bool = False
     """Biases with a row for each head: each rank uses the rows of its heads."""
 
+    entries: bool = False
+    """Parameters of the module itself with an entry for each head (attention sinks): each rank uses its heads' ones."""
+
 
 NONE = Adaptation()
 COUNTS = Adaptation(counts=True)
@@ -52,6 +55,8 @@ ADAPTATIONS = (
     Adaptation(counts=True, widths=True),
     Adaptation(counts=True, config=True),
     Adaptation(counts=True, widths=True, config=True, bias=True),
+    Adaptation(entries=True),
+    Adaptation(counts=True, widths=True, config=True, entries=True),
 )
 """From the least change on; the first that verifies is used."""
 
@@ -96,6 +101,38 @@ def align_biases(block: UnitBlock) -> None:
     parent = block.parent
     attach_state(parent).aligned_block = block
     parent.__class__ = type(f"Aligned{type(parent).__name__}", (_Aligned, type(parent)), {})
+
+
+def select_entries(block: UnitBlock) -> None:
+    """Use only the entries of this rank's heads of the parent's own parameters that have one for each head.
+
+    Each rank keeps them whole: they are small, and their gradient is summed over the ranks.
+    """
+    parent, heads = block.parent, block.units * block.heads_per_unit
+    names = [name for name, p in parent.named_parameters(recurse=False) if p.shape[0] == heads]
+    attach_state(parent).aligned_block = block
+    # A property is looked up before the parameter of that name.
+    parent.__class__ = type(
+        f"Entries{type(parent).__name__}", (type(parent),), {name: _entries(name) for name in names}
+    )
+
+
+def _entries(name: str) -> property:
+    def selected(module: nn.Module) -> Tensor | None:
+        block: UnitBlock = state_of(module).aligned_block
+        parameter = module._parameters[name]
+        if parameter is None or block.sharded.inside is not block or block.verifying == "all units":
+            return parameter
+        return enter(parameter, block.group).index_select(0, _heads(block, parameter.device))
+
+    return property(selected)
+
+
+def _heads(block: UnitBlock, device: torch.device) -> Tensor:
+    """The heads that this rank computes; one of another rank if it computes none, since attention needs one."""
+    units = torch.as_tensor(block.computed or [0], device=device)
+    heads = block.heads_per_unit
+    return (units.unsqueeze(1) * heads + torch.arange(heads, device=device)).flatten()
 
 
 def share_parameters(module: nn.Module, group: TensorGroup) -> None:
@@ -156,8 +193,6 @@ class _AlignBiases(TorchFunctionMode):
             return bias
         if bias.ndim < 3 or bias.shape[-3] != block.units * heads:
             return bias
-        units = torch.as_tensor(block.computed or [0], device=bias.device)
-        ids = (units.unsqueeze(1) * heads + torch.arange(heads, device=bias.device)).flatten()
         # The gradient of the bias is that of this rank's heads.
         entered = enter(bias, block.group) if bias.requires_grad else bias
-        return entered.index_select(bias.ndim - 3, ids)
+        return entered.index_select(bias.ndim - 3, _heads(block, bias.device))

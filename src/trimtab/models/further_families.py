@@ -1,0 +1,121 @@
+"""More families of transformers, in which tensor parallelism is compared with a single device by `make soak`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.models.families import HEADS, HIDDEN, LAYERS, VOCABULARY, WIDTH, Family
+
+_COMMON = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS}
+_TEXT = {**_COMMON, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 0}
+_BERT = {
+    **_TEXT,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "intermediate_size": HIDDEN,
+}
+_LLAMA = {
+    **_TEXT, "num_key_value_heads": 3, "intermediate_size": HIDDEN, "use_cache": False, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
+_MIXTURE = {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+_IMAGE = {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": HIDDEN,
+          "image_size": 8, "patch_size": 4}  # fmt: skip
+_GPT: dict[str, Any] = {
+    "n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": VOCABULARY, "n_positions": 32,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_TRANSLATION: dict[str, Any] = {
+    "d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2,
+    "decoder_start_token_id": 1, "dropout": 0.0, "attention_dropout": 0.0, "use_cache": False,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "d_model": WIDTH, "d_kv": 4, "d_ff": HIDDEN, "num_layers": LAYERS, "num_heads": HEADS, "dropout_rate": 0.0,
+    "vocab_size": VOCABULARY, "decoder_start_token_id": 0,
+}  # fmt: skip
+_NEO: dict[str, Any] = {
+    **_TEXT, "num_heads": HEADS, "num_layers": LAYERS, "attention_types": [[["global", "local"], 1]],
+    "intermediate_size": HIDDEN, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_SWIN: dict[str, Any] = {
+    "image_size": 8, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2,
+    "drop_path_rate": 0.0,
+}  # fmt: skip
+
+FURTHER: tuple[Family, ...] = (
+    Family("Gemma", "GemmaForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("OLMo", "OlmoForCausalLM", _LLAMA),
+    Family("StarCoder2", "Starcoder2ForCausalLM", {**_LLAMA, "residual_dropout": 0.0}),
+    Family("Cohere", "CohereForCausalLM", _LLAMA),
+    Family("Cohere2", "Cohere2ForCausalLM", _LLAMA),
+    Family("StableLM", "StableLmForCausalLM", _LLAMA),
+    Family("Granite", "GraniteForCausalLM", _LLAMA),
+    Family("Phi", "PhiForCausalLM", {**_LLAMA, "resid_pdrop": 0.0}),
+    Family("SmolLM3", "SmolLM3ForCausalLM", _LLAMA),
+    Family("GLM4", "Glm4ForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("Nemotron", "NemotronForCausalLM", _LLAMA),
+    Family("Persimmon", "PersimmonForCausalLM", {**_TEXT, "intermediate_size": HIDDEN, "use_cache": False}),
+    Family("GPT-J", "GPTJForCausalLM", {**_GPT, "rotary_dim": 4}, eager=True),
+    Family("GPT-Neo", "GPTNeoForCausalLM", _NEO, eager=True),
+    Family("BART", "BartForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family("mBART", "MBartForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family("Pegasus", "PegasusForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family("Blenderbot", "BlenderbotForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family(
+        "M2M100",
+        "M2M100ForConditionalGeneration",
+        {**_TRANSLATION, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+        "seq2seq",
+    ),
+    Family("mT5", "MT5ForConditionalGeneration", _T5, "seq2seq"),
+    Family("ELECTRA", "ElectraForMaskedLM", {**_BERT, "embedding_size": WIDTH}),
+    Family(
+        "DeBERTa-v2",
+        "DebertaV2ForMaskedLM",
+        {**_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        eager=True,
+    ),
+    Family("XLM-RoBERTa", "XLMRobertaForMaskedLM", _BERT),
+    Family(
+        "ModernBERT",
+        "ModernBertForMaskedLM",
+        {
+            **_TEXT,
+            "intermediate_size": HIDDEN,
+            **dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 0),
+        },
+    ),
+    Family("Qwen2-MoE", "Qwen2MoeForCausalLM", {**_MIXTURE, "shared_expert_intermediate_size": HIDDEN}),
+    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", {**_MIXTURE, "head_dim": 4}),
+    Family("DINOv2", "Dinov2ForImageClassification", {**_COMMON, "image_size": 8, "patch_size": 4}, "images"),
+    Family("BEiT", "BeitForImageClassification", {**_IMAGE, "drop_path_rate": 0.0}, "images"),
+    Family("Swin", "SwinForImageClassification", _SWIN, "images"),
+    Family(
+        "ConvNeXt",
+        "ConvNextForImageClassification",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+        "images",
+        eager=True,
+    ),
+)
+"""Trained as on a single device, attention and MLPs divided."""
+
+IN_PART: tuple[Family, ...] = (
+    Family("OLMo2", "Olmo2ForCausalLM", _LLAMA),
+    Family("OLMoE", "OlmoeForCausalLM", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Bloom", "BloomForCausalLM", {**_GPT, "hidden_size": WIDTH}, eager=True),
+    Family("GPT-BigCode", "GPTBigCodeForCausalLM", {**_GPT, "n_inner": HIDDEN}),
+    Family("MPNet", "MPNetForMaskedLM", _BERT, eager=True),
+    Family(
+        "DeepSeek-V3",
+        "DeepseekV3ForCausalLM",
+        {
+            **_LLAMA, "num_key_value_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": HIDDEN, "q_lora_rank": 8, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1,
+        },
+    ),
+)  # fmt: skip
+"""Trained as on a single device, with attention whole on every rank: its heads share a norm, a bias or keys."""
