@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from trimtab._compat import all_gather_single
 from trimtab.codec.contract import Kernels
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW, Packing
+from trimtab.collectives.duplex import all_gather, all_to_all, exchange
 from trimtab.collectives.layout import Layout
 from trimtab.collectives.reduction import Works, carried, started
 from trimtab.random_bits import OWN, REDUCED, stream
@@ -81,12 +81,8 @@ class BlockReduction:
         receive: tuple[torch.Tensor, int] | None = None,
     ) -> dist.Work:
         """Send to a rank and receive from one; what is empty is left out, on both sides."""
-        operations = [
-            dist.P2POp(operation, pair[0], group=self._groups[stage], group_peer=pair[1])
-            for operation, pair in ((dist.isend, send), (dist.irecv, receive))
-            if pair is not None and pair[0].numel()
-        ]
-        return Works(self._device, dist.batch_isend_irecv(operations) if operations else ())
+        sent, received = ([] if pair is None else [pair] for pair in (send, receive))
+        return exchange(self._device, self._groups[stage], sent, received)
 
     def _encode_sum(
         self,
@@ -152,36 +148,19 @@ class ScatterReduceAllGather(BlockReduction):
         kernels.encode(flat, self._others, self._sent, stream=first, scale=scale, stochastic=stochastic)
         if target is not None:  # what the owners receive; the last step overwrites it
             kernels.decode(self._sent, self._others, flat)
-        yield started(
-            dist.all_to_all_single(
-                self._received,
-                self._sent,
-                self._receive_sizes,
-                self._send_sizes,
-                group=self._groups[0],
-                async_op=True,
-            )
-        )
+        sizes = self._receive_sizes, self._send_sizes
+        yield all_to_all(self._received, self._sent, *sizes, self._groups[0])
         payloads = rows(self._received, self._mine.nbytes)
         sums = self._sums[: self._mine.nbytes]
         second = stream(self._seed, step, self._rank, REDUCED)
         self._encode_sum(flat, payloads, self._mine, sums, stream=second, scale=scale, target=target)
         self._keep(target, flat)
         if not self._layout.spared:
-            yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
+            yield all_gather(self._gathered, self._sums, self._groups[1])
             self._decode_sums(self._gathered, self._sums.numel(), flat)
             return
         copies = self._sums.repeat(self._world - 1)
-        yield started(
-            dist.all_to_all_single(
-                self._gathered,
-                copies,
-                self._send_sizes,
-                self._receive_sizes,
-                group=self._groups[1],
-                async_op=True,
-            )
-        )
+        yield all_to_all(self._gathered, copies, *reversed(sizes), self._groups[1])
         carried(copies)
         # What was gathered has the order of what was sent: all chunks but mine.
         kernels.decode(self._gathered, self._others, flat)
@@ -211,7 +190,7 @@ class AllGather(BlockReduction):
         if target is not None:
             self._kernels.decode(self._mine, self._whole, flat)
             self._keep(target, flat)
-        yield started(all_gather_single(self._gathered, self._mine, self._groups[0], async_op=True))
+        yield all_gather(self._gathered, self._mine, self._groups[0])
         for rank, payload in enumerate(rows(self._gathered, self._whole.nbytes)):
             self._kernels.decode(payload, self._whole, flat, add=rank > 0)
 
@@ -255,7 +234,7 @@ class Ring(BlockReduction):
         key = stream(self._seed, step, rank, REDUCED)
         self._encode_sum(flat, received, own, sums, stream=key, scale=scale, target=target)
         self._keep(target, flat)
-        yield started(all_gather_single(self._gathered, self._sums, self._groups[1], async_op=True))
+        yield all_gather(self._gathered, self._sums, self._groups[1])
         self._decode_sums(self._gathered, self._sums.numel(), flat)
 
 

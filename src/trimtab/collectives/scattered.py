@@ -17,8 +17,9 @@ import torch.distributed as dist
 from trimtab.codec.contract import Kernels
 from trimtab.codec.error_feedback import ErrorFeedback
 from trimtab.codec.packing import RAW, Packing
+from trimtab.collectives.duplex import all_to_all
 from trimtab.collectives.layout import Piece
-from trimtab.collectives.reduction import carried, started
+from trimtab.collectives.reduction import carried
 from trimtab.random_bits import OWN, REDUCED, stream
 
 
@@ -103,7 +104,7 @@ class ScatteredReduction:
         self._out.encode(flat, self._own, stream(seed, step, self._rank, OWN))
         if target is not None:  # what the reducers receive; the last step overwrites it
             self._out.decode(self._own, flat)
-        yield self._all_to_all(0, self._others, self._own, self._in_sizes, self._out_sizes)
+        yield all_to_all(self._others, self._own, self._in_sizes, self._out_sizes, self._groups[0])
         for runs, payload in zip(self._into, self._others.split(self._in_sizes), strict=True):
             runs.decode(payload, flat, add=True)
         if target is not None:
@@ -118,14 +119,8 @@ class ScatteredReduction:
         if feedback is not None and target is not None:
             for run in self._coded:
                 feedback.keep(run.key, target[run.span], flat[run.span])
-        yield self._all_to_all(1, self._own, self._others, self._out_sizes, self._in_sizes)
+        yield all_to_all(self._own, self._others, self._out_sizes, self._in_sizes, self._groups[1])
         self._out.decode(self._own, flat)
-
-    def _all_to_all(
-        self, stage: int, received: torch.Tensor, sent: torch.Tensor, into: list[int], out: list[int]
-    ) -> dist.Work:
-        group = self._groups[stage]
-        return started(dist.all_to_all_single(received, sent, into, out, group=group, async_op=True))
 
 
 class _Values:
