@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trimtab.cli.probe import _check_ranks, _ranks_command
+from trimtab.cli.probe import _check_ranks, _ranks_command, probe
 from trimtab.errors import TrimtabError
 
 
@@ -19,6 +20,17 @@ def test_ranks_get_the_other_options(own: list[str], monkeypatch: pytest.MonkeyP
     assert command[start + 1 :] == ["--model", "gpt2", "--out", "c.json"]
     assert command[start - 2 : start] == ["-m", "trimtab.cli"]
     assert command[3:6] == ["--standalone", "--nproc-per-node", "2"]
+
+
+def test_one_size_is_refused_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **_: started.append(arguments))
+    for batch in ("4", "4,4"):
+        with pytest.raises(TrimtabError, match="at least two sizes are needed"):
+            probe(out=tmp_path / "cluster.json", batch=batch, nproc_per_node=2)
+    assert not started
 
 
 def test_contradictions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json
 @_measures("autopilot", "autopilot.rows")
 def autopilot(
     device: Device = "cpu",
-    steps: Steps = 36,
+    steps: Steps = 20,
     only: Annotated[
         str, typer.Option(help="Scripts, comma-separated: ddp, trainer, lightning; all when absent.")
     ] = "",

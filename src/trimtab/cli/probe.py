@@ -65,6 +65,9 @@ def probe(
     if is_first_rank:
         form_of(out)  # refuses other names
         require_writable(out)
+    batches, listed_bits = _whole_numbers(batch, "batch"), _whole_numbers(bits, "bits")
+    if not merge:
+        measure.require_sizes(batches)  # before ranks are started that would all refuse them
     if nproc_per_node is not None:
         _check_ranks(nproc_per_node, device, merge)
         raise typer.Exit(subprocess.run(_ranks_command(nproc_per_node), check=False).returncode)
@@ -75,9 +78,9 @@ def probe(
             cluster = measure.probe(
                 model=model,
                 device=device,
-                batches=_whole_numbers(batch, "batch"),
+                batches=batches,
                 precisions=None if precision is None else [p for p in precision.split(",") if p],
-                bits=_whole_numbers(bits, "bits"),
+                bits=listed_bits,
                 autocast=autocast,
                 seconds=seconds,
                 fresh=fresh,

@@ -148,8 +148,8 @@ class ScatterReduceAllGather(BlockReduction):
         kernels.encode(flat, self._others, self._sent, stream=first, scale=scale, stochastic=stochastic)
         if target is not None:  # what the owners receive; the last step overwrites it
             kernels.decode(self._sent, self._others, flat)
-        sizes = self._receive_sizes, self._send_sizes
-        yield all_to_all(self._received, self._sent, *sizes, self._groups[0])
+        into, out = self._receive_sizes, self._send_sizes
+        yield all_to_all(self._received, self._sent, into, out, self._groups[0])
         payloads = rows(self._received, self._mine.nbytes)
         sums = self._sums[: self._mine.nbytes]
         second = stream(self._seed, step, self._rank, REDUCED)
@@ -160,7 +160,7 @@ class ScatterReduceAllGather(BlockReduction):
             self._decode_sums(self._gathered, self._sums.numel(), flat)
             return
         copies = self._sums.repeat(self._world - 1)
-        yield all_to_all(self._gathered, copies, *reversed(sizes), self._groups[1])
+        yield all_to_all(self._gathered, copies, out, into, self._groups[1])
         carried(copies)
         # What was gathered has the order of what was sent: all chunks but mine.
         kernels.decode(self._gathered, self._others, flat)

@@ -37,6 +37,8 @@ class LocalClock:
         self._worked: list[tuple[Any, Any]] = []
         """The intervals of own work in the current step."""
         self._steps: list[list[tuple[Any, Any]]] = []
+        self._update: tuple[Any, Any] | None = None
+        self._updates: list[tuple[Any, Any]] = []
 
     def follow(self, loss: torch.Tensor) -> None:
         """Take the two timestamps in the backward pass of this loss."""
@@ -63,15 +65,29 @@ class LocalClock:
         if self._paused:
             self._since, self._paused = self._now(), False
 
+    def update_ends(self) -> None:
+        """The optimizer has used the averages: what it took does not depend on the rank's samples."""
+        if self._since is not None:
+            self._update = self._since, self._now()
+
     def end_step(self, *, keep: bool = True) -> None:
         """Count the work up to the last backward pass as one step; what follows belongs to the next."""
         if keep and self._worked:
             self._steps.append(self._worked)
-        self._worked = []
+            if self._update is not None:
+                self._updates.append(self._update)
+        self._worked, self._update = [], None
 
     def forget(self) -> None:
         """Drop the steps counted so far."""
-        self._steps = []
+        self._steps, self._updates = [], []
+
+    def read_update(self) -> float:
+        """Median seconds from the averages to the end of the optimizer's step, since the last reading; 0 if unknown."""
+        updates, self._updates = self._updates, []
+        if self._cuda:
+            updates = [update for update in updates if update[1].query()]
+        return median(self._seconds([update]) for update in updates) if updates else 0.0
 
     def read(self) -> float:
         """Median seconds of the steps since the last reading; NaN if there are none."""

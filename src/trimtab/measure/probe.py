@@ -54,6 +54,14 @@ INDICATOR = "variance"
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
 
+def require_sizes(batches: Sequence[int]) -> None:
+    """Refuse batches that do not show how times grow."""
+    if len(set(batches)) < 2:
+        raise TrimtabError(
+            f"probe: batches {list(batches)}: at least two sizes are needed, to see how times grow"
+        )
+
+
 def probe(
     model: str = "gpt",
     *,
@@ -86,10 +94,7 @@ def probe(
             neither the model's code nor its data is.
     """
     on = torch.device(device)
-    if len(set(batches)) < 2:
-        raise TrimtabError(
-            f"probe: batches {list(batches)}: at least two sizes are needed, to see how times grow"
-        )
+    require_sizes(batches)
     cache_of(on).require_writable()
     inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if inside:

@@ -26,11 +26,17 @@ def records() -> dict[str, list[dict[str, Any]]]:
     steps = {TORCHRUN: 4.0, AGAIN: 4.2, BITS: 2.0, RUN: 1.6, AUTO: 1.5, CANARY: 2.0}
     losses = {TORCHRUN: 3.0, AGAIN: 3.05, BITS: 3.01, RUN: 3.08, AUTO: 2.9, CANARY: 3.5}
     made = {method: [record(steps[method], losses[method])] for method in steps}
-    return {**made, IDEAL: [record(1.0, 0.0), record(2.0, 0.0)]}
+    alone = [{"steps": [{"time": pace * k} for k in range(12)], "held_out": 0.0} for pace in (1.0, 2.0)]
+    return {**made, IDEAL: alone}
+
+
+def events() -> dict[str, list[dict[str, Any]]]:
+    moved = [{"what": "shares", "step": 2, "after": [10, 6]}]
+    return {method: moved if method in (RUN, AUTO) else [] for method in METHODS}
 
 
 def test_rows_and_summary() -> None:
-    judged = {row["method"]: row for row in rows.judged("ddp", records(), batch=8, ranks=2)}
+    judged = {row["method"]: row for row in rows.judged("ddp", records(), events(), batch=8, ranks=2)}
     assert judged.keys() == METHODS.keys()
     assert judged[TORCHRUN]["samples_per_s"] == pytest.approx(4.0)
     assert judged[IDEAL]["samples_per_s"] == pytest.approx(8.0 + 4.0), (
@@ -40,11 +46,30 @@ def test_rows_and_summary() -> None:
     assert judged[RUN]["fraction_of_ideal"] == pytest.approx(10 / 12)
     assert judged[RUN]["loss_as_good"]
     assert not judged[CANARY]["loss_as_good"]
+    assert judged[RUN]["shares"] == "10/6"
+    assert (judged[RUN]["last_change_step"], judged[BITS]["last_change_step"]) == (2, 0)
+    assert judged[RUN]["start_cost_s"] == pytest.approx(6 * (10 - 1.6)), (
+        "six steps of 10 s before the timed ones"
+    )
     figures = rows.figures("ddp", judged)
     assert figures["ddp_run_over_bits"] == pytest.approx(1.25)
     assert figures["ddp_auto_over_run"] == pytest.approx(1.6 / 1.5)
     assert figures["ddp_losses_as_good"]
     assert figures["ddp_canary_flagged"]
+
+
+def test_what_follows_the_last_change_is_timed() -> None:
+    ends = [0.0, *(2.0 * k for k in range(1, 13)), *(24 + 1.0 * k for k in range(1, 8))]
+    of_steps = {"steps": [{"time": end} for end in ends]}  # 12 steps of 2 s, then 7 of 1 s
+    assert rows.steady(of_steps) == pytest.approx((1.0, 13 * 2.0 - 1 - 13.0))
+    assert rows.steady(of_steps, last_change=13)[0] == 1.0
+    assert rows.steady(of_steps, last_change=99)[0] == 1.0, "at least the last three"
+    assert rows.steady({"steps": of_steps["steps"][:13]}) == pytest.approx((2.0, 0.0))
+
+
+def test_ranks_alone_are_timed_while_both_train() -> None:
+    fast, slow = ({"steps": [{"time": pace * k} for k in range(8)]} for pace in (1.0, 2.0))
+    assert [len(log["steps"]) for log in rows.together([fast, slow])] == [8, 4]
 
 
 def test_launches() -> None:
@@ -79,11 +104,14 @@ def test_no_script_knows_trimtab() -> None:
 
 def test_what_a_run_decided() -> None:
     moved: list[dict[str, Any]] = [
-        {"what": "compress", "expected": None},
-        {"what": "shares", "after": [10, 6]},
-        {"what": "plan", "expected": {"measuring_s": 2.0, "plan_applied_s": 30.0, "step_s": 1.0}},
-        {"what": "shares", "after": [11, 5]},
+        {"what": "compress", "expected": None, "step": 0},
+        {"what": "shares", "after": [10, 6], "step": 7},
+        {"what": "plan", "expected": {"measuring_s": 2.0, "plan_applied_s": 30.0, "step_s": 1.0}, "step": 12},
+        {"what": "shares", "after": [11, 5], "step": 14},
+        {"what": "bits", "step": 19},
     ]
+    assert rows.settled(moved) == 14
+    assert rows.settled([]) == 0
     assert rows.last_shares(moved) == "11/5"
     assert rows.last_shares(moved[:1]) == "even"
     assert rows.plan_cost(moved) == {"measuring_s": 2.0, "plan_applied_s": 30.0}

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.shares.batch import Adjust, noise_of, rebalance, share_batch, shrink
+from trimtab.planning.shares.batch import (
+    Adjust,
+    Run,
+    fixed_seconds,
+    noise_of,
+    rebalance,
+    share_batch,
+    shrink,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,18 +69,26 @@ def test_shares_follow_speed() -> None:
 
 
 def run(
-    pace: Callable[[int, int, int], float], ranks: int, total: int, windows: int, rule: Adjust
+    pace: Callable[[int, int, int], float],
+    ranks: int,
+    total: int,
+    windows: int,
+    rule: Adjust,
+    known: Sequence[float] | None = None,
 ) -> list[tuple[int, ...]]:
     """The shares of each window, where rank r takes pace(window, r, samples) seconds for a step."""
     shares = share_batch(total, [1.0] * ranks)
     history: list[tuple[int, ...]] = []
-    seen: list[list[list[float]]] = [[]]
+    runs = [Run(shares=shares, windows=[])]
     for window in range(windows):
         history.append(shares)
-        seen[-1].append([pace(window, rank, n) for rank, n in enumerate(shares)])
-        if (new := rebalance(shares, seen[-1], rule, noise=noise_of(seen))) is not None:
+        runs[-1].windows.append([pace(window, rank, n) for rank, n in enumerate(shares)])
+        noise = noise_of([each.windows for each in runs])
+        fixed = fixed_seconds(runs, noise=noise, known=known)
+        new = rebalance(shares, runs[-1].windows, rule, noise=noise, fixed=fixed)
+        if new is not None:
             shares = new
-            seen.append([])
+            runs.append(Run(shares=shares, windows=[]))
     return history
 
 
@@ -92,6 +108,63 @@ def test_reaches_equal_times_whatever_is_fixed(model: list[tuple[float, float]])
     floor = max(o + t * n for (o, t), n in zip(model, best, strict=True))
     # Moving a sample must count for more than `gain`, so one more than the best may remain on a rank.
     assert max(times) <= floor * rule.gain + 2 * max(t for _, t in model)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.5, 5)), min_size=2, max_size=4))
+def test_one_move_is_enough_where_the_fixed_part_is_known(model: list[tuple[float, float]]) -> None:
+    fixed, each = [o for o, _ in model], [t for _, t in model]
+    history = run(lambda _, r, n: fixed[r] + each[r] * n, len(model), 64, 12, Adjust(), known=fixed)
+    assert moves(history) <= 1
+    best = share_batch(64, each, fixed=fixed)
+
+    def seconds(shares: Sequence[int]) -> float:
+        return max(o + t * n for o, t, n in zip(fixed, each, shares, strict=True))
+
+    if seconds(history[0]) >= Adjust().gain * seconds(best):
+        assert seconds(history[-1]) == pytest.approx(seconds(best))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0.5, 5)), min_size=2, max_size=4),
+    st.floats(0, 0.01),
+    st.integers(0, 99),
+)
+def test_few_moves_are_enough_where_it_must_be_learned(
+    model: list[tuple[float, float]], sigma: float, seed: int
+) -> None:
+    source = Random(seed)
+
+    def pace(_: int, rank: int, n: int) -> float:
+        return (model[rank][0] + model[rank][1] * n) * source.lognormvariate(0, sigma)
+
+    history = run(pace, len(model), 64, 40, Adjust())
+    assert moves(history[:10]) <= 4
+    assert moves(history[10:]) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_more_is_taken_for_fixed_than_is(data: st.DataObject) -> None:
+    """Nor than what is known, where times are exact and speeds are steady; whatever shares were seen."""
+    ranks = data.draw(st.integers(2, 4))
+    model = data.draw(st.lists(st.tuples(st.floats(0, 5), st.floats(0.5, 5)), min_size=ranks, max_size=ranks))
+    sizes = st.lists(st.integers(1, 32), min_size=ranks, max_size=ranks)
+    runs = [
+        Run(shares=tuple(shares), windows=[[a + b * n for (a, b), n in zip(model, shares, strict=True)]] * 2)
+        for shares in data.draw(st.lists(sizes, min_size=1, max_size=4))
+    ]
+    noise = data.draw(st.floats(0, 0.2))
+    learned = fixed_seconds(runs, noise=noise)
+    assert all(0 <= own <= a + 1e-9 * (1 + a + 32 * b) for own, (a, b) in zip(learned, model, strict=True))
+    assert fixed_seconds(runs, noise=float("inf")) == (0.0,) * ranks
+
+
+def test_a_rank_that_slows_down_has_not_become_fixed() -> None:
+    before, after = [[16.0, 16.0]], [[20.0, 30.0]]
+    runs = [Run(shares=(16, 16), windows=before), Run(shares=(20, 12), windows=after)]
+    assert fixed_seconds(runs, noise=0.0) == (0.0, 0.0), "fewer samples cannot take longer at the same speed"
 
 
 def test_a_slowed_rank_loses_work_and_gets_it_back() -> None:

@@ -176,7 +176,9 @@ class Takeover:
         """A step begins."""
 
     def ends(self) -> None:
-        """A step ends."""
+        """A step ends: the optimizer has used the averages."""
+        if self._clock is not None:
+            self._clock.update_ends()
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         repeated = torch._C._current_graph_task_id() != -1
@@ -334,10 +336,10 @@ class Takeover:
         if len(set(before)) > 1 and not replace:
             self._say(f"batch shares follow measured speeds already; the plan has {listed}")
             return
-        self._windows.forget(self._clock)
         if new != before:
             self._change(new)
             emit_shares(before, new, noticed=None, why="they start from there and follow measured speeds")
+        self._windows.forget(self._clock, other_speeds=True)
         self._say(f"batch shares start from {listed} and follow measured speeds")
 
     def _require_sizes(self, source: CutLoader) -> None:

@@ -13,7 +13,7 @@ from trimtab.control.local_steps import running_local_steps
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.measure.local_clock import LocalClock
-from trimtab.planning.shares.batch import Adjust, noise_of, rebalance
+from trimtab.planning.shares.batch import Adjust, Run, fixed_seconds, noise_of, rebalance
 from trimtab.report import events
 
 _RUNS = 32
@@ -50,8 +50,12 @@ class ShareWindows:
         self.alarm = False
         """Whether some rank raised one in the last window."""
         self._steps = 0
-        self._runs: deque[list[list[float]]] = deque([[]], maxlen=_RUNS)
-        """Each rank's times by window, in one list for each time that the shares were the same."""
+        self._runs: deque[Run] = deque(maxlen=_RUNS)
+        """One for each time that the shares were the same."""
+        self._comparable_runs = 0
+        """How many of them, the last ones, were measured with one speed of the ranks, as far as is known."""
+        self._ended = False
+        """Whether the shares have changed since the last window."""
         self._comparable = False
         """With local steps: whether the numbers under way belong to the present shares."""
 
@@ -68,19 +72,26 @@ class ShareWindows:
             return None
         self._steps = 0
         with clock.waiting():
-            by_rank = self._compare([clock.read(), self._capacity.samples(), float(alarm)])
+            own = [clock.read(), clock.read_update(), self._capacity.samples(), float(alarm)]
+            by_rank = self._compare(own)
         if by_rank is None:
             return None
-        seconds = [own for own, _, _ in by_rank]
-        self.alarm = any(raised for _, _, raised in by_rank)
+        seconds, updates, limits, alarms = zip(*by_rank, strict=True)
+        self.alarm = any(alarms)
         if self._rule is None or not all(own > 0 for own in seconds):
             return None
-        windows = self._runs[-1]
-        windows.append(seconds)
+        if not self._runs or self._ended:
+            self._runs.append(Run(shares=shares, windows=[]))
+            self._comparable_runs, self._ended = self._comparable_runs + 1, False
+        windows = self._runs[-1].windows
+        windows.append(list(seconds))
         del windows[:-_WINDOWS]
-        self.limits = [None if limit < 0 else int(limit) * self._accumulate for _, limit, _ in by_rank]
-        noise = noise_of(self._runs)
-        new = rebalance(shares, windows, self._rule, noise=noise, most=self.limits, least=self.least)
+        self.limits = [None if limit < 0 else int(limit) * self._accumulate for limit in limits]
+        noise = noise_of([run.windows for run in self._runs])
+        fixed = fixed_seconds(list(self._runs)[-self._comparable_runs :], noise=noise, known=updates)
+        new = rebalance(
+            shares, windows, self._rule, noise=noise, fixed=fixed, most=self.limits, least=self.least
+        )
         if not dist.is_initialized() or dist.get_rank(self._group) == 0:
             before, after = ("/".join(map(str, each)) for each in (shares, new or shares))
             times = "/".join(f"{own * 1e3:.0f}" for own in seconds)
@@ -103,11 +114,15 @@ class ShareWindows:
         comparable, self._comparable = self._comparable, True
         return by_rank if comparable else None
 
-    def forget(self, clock: LocalClock | None) -> None:
-        """The shares have changed: start a new window, and keep the noise of the old ones."""
-        self._steps, self._comparable = 0, False
-        if self._runs[-1]:
-            self._runs.append([])
+    def forget(self, clock: LocalClock | None, *, other_speeds: bool = False) -> None:
+        """The shares have changed: start a new window, and keep the noise of the old ones.
+
+        Args:
+            other_speeds: so have the ranks' speeds, by other precisions; old times say nothing about the new ones.
+        """
+        self._steps, self._comparable, self._ended = 0, False, True
+        if other_speeds:
+            self._comparable_runs = 0
         if clock is not None:
             clock.forget()
 

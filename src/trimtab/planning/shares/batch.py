@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, log, sqrt
+from math import hypot, inf, log, sqrt
 from statistics import fmean, median, median_low
 
 from trimtab.errors import TrimtabError
@@ -20,6 +20,12 @@ _SIGMAS = 3.5
 
 _REMEMBERED = 32
 """Windows over which the noise is known."""
+
+_RECENT = 2
+"""Earlier shares that the fixed part of a rank's time is learned from: speeds change."""
+
+_MOST_FIXED = 0.5
+"""The largest part of a rank's time that is taken for fixed: a speed that has changed in between looks like more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,15 @@ def share_batch(
     return tuple(base + count for count in above.counts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was measured while the shares were the same."""
+
+    shares: tuple[int, ...]
+    windows: list[list[float]]
+    """For each window, each rank's own seconds of a step, without waiting for others."""
+
+
 def shrink(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Shares of a smaller batch, the last of an epoch, in proportion to `shares`; none is larger than there."""
     assert total <= sum(shares), "a batch can only be shrunk"
@@ -107,37 +122,71 @@ def rebalance(
     rule: Adjust,
     *,
     noise: float = 0.0,
+    fixed: Sequence[float] | None = None,
     most: Sequence[int | None] | None = None,
     least: int = 1,
 ) -> tuple[int, ...] | None:
     """Better shares than the current ones, or None when these should stay.
 
-    Time is assumed to be proportional to samples. If a part of it is fixed, the next shares go in the
-    right direction but not far enough, and later ones continue from there: with
-    t = fixed + per_sample * n the ratio of two ranks' times comes closer to 1 each time and never
-    crosses it, so nothing oscillates and the fixed part need not be known.
+    A rank's time is `fixed` + per_sample * n. If more of it is fixed than is known, the next shares go in the
+    right direction but not far enough, and later ones continue from there: the ratio of two ranks' times comes
+    closer to 1 each time and never crosses it, so nothing oscillates. So `fixed` should rather be too small.
 
     A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
     So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
     is not compared with the noise: of a rank whose time is mostly fixed, it is a small part of what will be gained.
 
     Args:
-        windows: for each window since the shares last changed, each rank's own seconds of a step, without
-            waiting for others. Every rank passes the same numbers, so all make the same decision.
+        windows: those since the shares last changed, as in `Run`. Every rank passes the same numbers, so all make
+            the same decision.
         noise: of one window, by `noise_of`.
+        fixed: for each rank, seconds that do not depend on its samples, by `fixed_seconds`; none when absent.
     """
     assert windows
     assert all(len(window) == len(shares) for window in windows)
+    fixed = [0.0] * len(shares) if fixed is None else fixed
     count = 1
     while count <= len(windows):
         needed = rule.urgent if count < rule.dwell else rule.gain
-        new, gain = _better(shares, windows[-count:], most, least)
-        typical = [median(times) for times in zip(*windows[-count:], strict=True)]
+        new, gain = _better(shares, windows[-count:], fixed, most, least)
+        typical = _typical(windows[-count:])
         imbalance = max(typical) / fmean(typical)
         if gain >= needed and imbalance >= 1 + _SIGMAS * noise * sqrt(2 / count):
             return new
         count = max(rule.dwell, 2 * count)
     return None
+
+
+def fixed_seconds(
+    runs: Sequence[Run], *, noise: float, known: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """For each rank, the part of its time that does not depend on its samples, as far as that is certain.
+
+    That is `known`, or what a rank's time with other samples shows beyond the noise: too little rather than too much.
+
+    Args:
+        runs: the present one last. A rank's speed may have changed inside a run, so only its last windows count.
+        noise: of one window, by `noise_of`.
+        known: seconds that were measured to be fixed, such as those of the optimizer.
+    """
+    now = runs[-1]
+    known = [0.0] * len(now.shares) if known is None else known
+    current = now.windows[-_RECENT:]
+    largest = [_MOST_FIXED * time for time in _typical(current)]
+    result = list(known)
+    for run in runs[-1 - _RECENT : -1]:
+        before = run.windows[-_RECENT:]
+        if not before:
+            continue
+        for rank, (then, time) in enumerate(zip(_typical(before), _typical(current), strict=True)):
+            more = now.shares[rank] - run.shares[rank]
+            if more == 0 or (time - then) / more <= 0:  # then its speed has changed
+                continue
+            parts = then * now.shares[rank], time * run.shares[rank]
+            scatter = noise * hypot(parts[0] / sqrt(len(before)), parts[1] / sqrt(len(current))) / abs(more)
+            certain = (parts[0] - parts[1]) / more - 2 * scatter
+            result[rank] = max(result[rank], min(certain, largest[rank]))
+    return tuple(result)
 
 
 def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
@@ -162,19 +211,26 @@ def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
     return sqrt(squares / 2 * ranks / max(ranks - 1, 1))
 
 
+def _typical(windows: Sequence[Sequence[float]]) -> list[float]:
+    return [median(times) for times in zip(*windows, strict=True)]
+
+
 def _better(
     shares: Sequence[int],
     windows: Sequence[Sequence[float]],
+    fixed: Sequence[float],
     most: Sequence[int | None] | None,
     least: int,
 ) -> tuple[tuple[int, ...], float]:
     """The best shares for these windows, and how much faster they would have made the slowest rank in at least half."""
-    typical = [median(times) for times in zip(*windows, strict=True)]
     held = [max(share, 1) for share in shares]
-    each = [time / share for time, share in zip(typical, held, strict=True)]
-    new = share_batch(sum(shares), each, most=most, least=least)
+    # Above 0 also in a window that was faster than what is known to be fixed.
+    fixed = [min(own, 0.9 * min(times)) for own, *times in zip(fixed, *windows, strict=True)]
+    each = [(t - own) / n for t, own, n in zip(_typical(windows), fixed, held, strict=True)]
+    new = share_batch(sum(shares), each, fixed=fixed, most=most, least=least)
     gains = [
-        max(seconds) / max(s / h * n for s, h, n in zip(seconds, held, new, strict=True))
+        max(seconds)
+        / max(own + (s - own) / h * n for s, own, h, n in zip(seconds, fixed, held, new, strict=True))
         for seconds in windows
     ]
     return new, 1.0 if new == tuple(shares) else median_low(gains)

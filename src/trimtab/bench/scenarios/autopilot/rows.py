@@ -4,7 +4,8 @@ Every row starts the same script anew on the same emulated hosts: under torchrun
 seed, whose difference in loss is the noise), under `trimtab run` with bits alone, with bits and shares, and with the
 autopilot. `ideal-fp32` is the sum of the rates of both hosts, each training alone at the same time. The canary sends
 one bit of each gradient: if its loss is not worse than the noise, the comparison of losses shows nothing. Rates are
-those of the last steps; the summary has what the autopilot's plan cost, and when it came.
+those of the last steps, after the last change of shares or of the plan; a row also has the step of that change, and
+what the steps before took beyond the rate. The summary has what the autopilot's plan cost, and when it came.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +50,15 @@ FIRST_STEPS = 500
 """What the autopilot's measuring costs is told as a part of so many steps."""
 
 TIMED = 0.3
-"""The part of the steps, at the end, whose rate counts: by then shares have settled."""
+"""The part of the steps, at the end, whose rate counts, if shares have settled by then."""
+
+TAKES_EFFECT = 3
+"""Steps after which all batches have the shares that were decided."""
+
+FEWEST_TIMED = 3
+
+ALONE_STEPS = 12
+"""Steps of the ranks that train alone: their loss is not compared."""
 
 
 def autopilot(
@@ -80,15 +90,13 @@ def autopilot(
     ):
         for name in names:
             records: dict[str, list[dict[str, Any]]] = {}
-            shares: dict[str, str] = {}
+            events: dict[str, list[Mapping[str, Any]]] = {}
             try:
                 for method in METHODS:
                     log = Path(folder, f"{name}-{len(records)}.json")
-                    records[method] = _run(emulation, name, method, log, device, steps, size, bootstrap)
-                    events = decisions(log.with_suffix(".run"))
-                    shares[method] = last_shares(events)
-                    if method == AUTO:
-                        summary |= {f"{name}_{key}": value for key, value in plan_cost(events).items()}
+                    taken = min(steps, ALONE_STEPS) if method == IDEAL else steps
+                    records[method] = _run(emulation, name, method, log, device, taken, size, bootstrap)
+                    events[method] = decisions(log.with_suffix(".run"))
                     done += 1
                     progress(done, total)
             except TrimtabError as error:
@@ -97,13 +105,13 @@ def autopilot(
                 logger().error("%s", error)  # hours of the others are not lost
                 summary[f"{name}_failed"] = str(error).splitlines()[0]
                 continue
-            of_script = judged(name, records, size[2], len(SPEEDS[device]))
-            of_script = [{**row, "shares": shares[row["method"]]} for row in of_script]
+            of_script = judged(name, records, events, size[2], len(SPEEDS[device]))
             rows += of_script
+            summary |= {f"{name}_{key}": value for key, value in plan_cost(events[AUTO]).items()}
             summary |= figures(name, {row["method"]: row for row in of_script})
             if f"{name}_measuring_s" in summary:
-                steps_s = FIRST_STEPS * seconds_per_step(records[AUTO][0])
-                summary[f"{name}_measuring_part"] = summary[f"{name}_measuring_s"] / steps_s
+                step_s, _ = steady(records[AUTO][0], settled(events[AUTO]))
+                summary[f"{name}_measuring_part"] = summary[f"{name}_measuring_s"] / (FIRST_STEPS * step_s)
     return Result(bench="autopilot", summary=summary, rows=rows)
 
 
@@ -167,21 +175,43 @@ def plan_cost(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {}
 
 
-def seconds_per_step(record: Mapping[str, Any]) -> float:
-    """The median of the last steps."""
+def settled(events: Sequence[Mapping[str, Any]]) -> int:
+    """The step of the last change of shares or of the plan; 0 if there was none."""
+    return max((event["step"] for event in events if event["what"] in ("shares", "plan")), default=0)
+
+
+def steady(record: Mapping[str, Any], last_change: int = 0) -> tuple[float, float]:
+    """Median seconds of the last steps, and what those before, but the first, took beyond that."""
     times: list[float] = [step["time"] for step in record["steps"]]
-    count = max(1, round(TIMED * len(times)))
-    return median(b - a for a, b in zip(times[-count - 1 : -1], times[-count:], strict=True))
+    taken = [b - a for a, b in pairwise(times)]
+    first = max(
+        round((1 - TIMED) * len(times)) - 1, min(last_change + TAKES_EFFECT, len(taken) - FEWEST_TIMED), 0
+    )
+    seconds = median(taken[first:])
+    return seconds, sum(taken[:first]) - first * seconds
+
+
+def together(logs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records of ranks that trained alone, as long as all of them did: afterwards the machine is quieter."""
+    end = min(record["steps"][-1]["time"] for record in logs)
+    return [{"steps": [step for step in record["steps"] if step["time"] <= end]} for record in logs]
 
 
 def judged(
-    script: str, records: Mapping[str, Sequence[Mapping[str, Any]]], batch: int, ranks: int
+    script: str,
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
+    events: Mapping[str, Sequence[Mapping[str, Any]]],
+    batch: int,
+    ranks: int,
 ) -> list[dict[str, Any]]:
     """A row for each method. Alone, each rank has its own batch, and the rates add up."""
-    rates = {}
+    rates, start = {}, {}
     for method, logs in records.items():
         samples = batch if method == IDEAL else batch * ranks
-        rates[method] = sum(samples / seconds_per_step(record) for record in logs)
+        timed = together(logs) if method == IDEAL else logs
+        each = [steady(record, settled(events[method])) for record in timed]
+        rates[method] = sum(samples / seconds for seconds, _ in each)
+        start[method] = each[0][1]
     loss: dict[str, float] = {method: logs[0]["held_out"] for method, logs in records.items()}
     noise = abs(loss[AGAIN] - loss[TORCHRUN])
     return [
@@ -193,6 +223,9 @@ def judged(
             "fraction_of_ideal": rate / rates[IDEAL],
             "final_loss": None if method == IDEAL else loss[method],
             "loss_as_good": None if method == IDEAL else loss[method] - loss[TORCHRUN] <= NOISES * noise,
+            "shares": last_shares(events[method]),
+            "last_change_step": settled(events[method]),
+            "start_cost_s": start[method],
         }
         for method, rate in rates.items()
     ]
