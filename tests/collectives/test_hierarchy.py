@@ -37,6 +37,8 @@ TWO_BY_TWO = Hosts(ranks=((0, 1), (2, 3)))
 CROSSED = Hosts(ranks=((0, 3), (1, 2)))
 ONE_AND_THREE = Hosts(ranks=((0,), (1, 2, 3)))
 TWO_ONE_ONE = Hosts(ranks=((0, 2), (1,), (3,)))
+FOUR_AND_FOUR = Hosts(ranks=((0, 1, 2, 3), (4, 5, 6, 7)))
+FOUR_HOSTS = Hosts(ranks=((0, 1), (2, 3), (4, 5), (6, 7)))
 CPU = torch.device("cpu")
 KINDS: list[Method] = ["all_gather", "scatter_reduce", "ring", "tree", "halving"]
 
@@ -120,6 +122,19 @@ def test_a_hierarchy_gives_exactly_the_simulated_bits(ranks: Pool, shared: bool,
             expected = simulate.hierarchy(values, hosts, mixed_pieces(numel), method, 3, 0.25)
             for rank in range(4):
                 assert torch.equal(reduced[rank][index], expected), (hosts, numel, method, rank)
+
+
+@pytest.mark.parametrize("hosts", [FOUR_AND_FOUR, FOUR_HOSTS])
+def test_eight_ranks_hold_exactly_the_simulated_bits(ranks: Pool, hosts: Hosts) -> None:
+    values, dtype = [values_of(rank, 5_003) for rank in range(8)], torch.float32
+    flat = ranks(8, reduce_flat, [5_003], dtype, 0.125, KINDS)
+    levels = ranks(8, reduce_by_host, hosts, True, 5_003, dtype, [0.125] * 8, KINDS, allow_groups=True)
+    for index, method in enumerate(KINDS):
+        expected = simulate.METHODS[method](values, mixed_pieces(5_003), 3, 0.125)
+        in_levels = simulate.hierarchy(values, hosts, mixed_pieces(5_003), method, 3, 0.125)
+        for rank in range(8):
+            assert torch.equal(flat[rank][index], expected), (method, rank)
+            assert torch.equal(levels[rank][index], in_levels), (method, rank)
 
 
 @pytest.mark.parametrize("shared", [False, True])

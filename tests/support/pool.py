@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerProcess
 
-MOST_RANKS = 6
+MOST_RANKS = 8
 _ECHO = 3.0
 """Seconds that the other ranks get to fail too after the first one did, before they count as hanging."""
 _LOG_TAIL = 4000

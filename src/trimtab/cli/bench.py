@@ -115,14 +115,19 @@ def codec(
 def ddp(
     link: Link = "1gbit",
     hosts: Annotated[
-        int, typer.Option(min=1, max=2, help="1: both ranks on one host, where --link has no part.")
+        int, typer.Option(min=1, max=4, help="Emulated hosts of a CPU's ranks; on one, --link has no part.")
     ] = 2,
+    ranks: Annotated[
+        str,
+        typer.Option(help="Numbers of ranks, comma-separated; two, or four slices of a GPU, when absent."),
+    ] = "",
     device: Device = "cpu",
     model: Annotated[str, typer.Option(help="gpt25m, or with --device cuda gpt2 or vit.")] = "gpt25m",
     repeats: Repeats = 7,
     json: Json = False,
-) -> None:
-    """A training step by every way to send the gradients: one or two emulated hosts, or four slices of a GPU."""
+) -> dict[str, Any]:
+    """A training step by every way to send the gradients, on emulated hosts or slices of a GPU."""
+    return {"ranks": _numbers(ranks, int) if ranks else []}
 
 
 @_measures("fsdp")

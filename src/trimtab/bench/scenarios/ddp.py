@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.bench.harness import AA, Progress, Result, interleave
-from trimtab.bench.ranks import one_host, run_on_cluster, slices, two_hosts
+from trimtab.bench.harness import AA, Progress, Result, interleave, part
+from trimtab.bench.ranks import hosts as hosts_of
+from trimtab.bench.ranks import run_on_cluster, slices
 from trimtab.bench.trainer import Trainer
+from trimtab.cluster import Cluster
 from trimtab.codec import Block, PowerSGD
 from trimtab.codec.contract import Kernels
 from trimtab.control.compression.ddp import adaptive_of
@@ -42,24 +44,64 @@ METHODS = (
     "ideal" + SGD,
 )
 
+CURVE = ("ddp", "ddp" + AA, "trimtab", "ideal")
+"""What is compared over numbers of ranks."""
+
 STEPS_PER_PLAN = trimtab.Adaptive().period
 """Over as many steps the cost of adapting is measured on a GPU: every part of it occurs, as often as in a long job."""
 
 
-def ddp(link: str, hosts: int, device: str, model: str, repeats: int, progress: Progress) -> Result:
-    """All methods in one job, interleaved: two ranks on one or two emulated hosts, or four slices of one GPU."""
+def ddp(
+    link: str, hosts: int, ranks: Sequence[int], device: str, model: str, repeats: int, progress: Progress
+) -> Result:
+    """All methods in one job, interleaved, on the ranks of emulated hosts or on slices of one GPU.
+
+    With several numbers of ranks, a job for each, and only the methods of `CURVE`.
+    """
     if model not in MODELS:
         raise TrimtabError(f"there is no model {model!r}; choose {', '.join(MODELS)}")
-    cluster = slices(4) if device == "cuda" else two_hosts(link) if hosts == 2 else one_host()
-    spec = {"model": model, "device": device, "repeats": repeats}
-    measured = run_on_cluster(cluster, on_rank, spec, progress)
+    counts = ranks or ((4,) if device == "cuda" else (2,))
+    clusters = [_cluster(link, hosts, count, device) for count in counts]
+    methods = METHODS if len(counts) == 1 else CURVE
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {
+        "link": "nccl sockets" if device == "cuda" else "inside a host" if hosts == 1 else link,
+        "hosts": len(clusters[0].hosts) if len(counts) == 1 else hosts if device == "cpu" else "one a rank",
+        "ranks": ", ".join(map(str, counts)),
+        "model": model,
+    }
+    for index, (count, cluster) in enumerate(zip(counts, clusters, strict=True)):
+        spec = {"model": model, "device": device, "repeats": repeats, "methods": methods}
+        measured = run_on_cluster(cluster, on_rank, spec, part(progress, index, len(counts)))
+        rows += [{"ranks": count, **row} for row in measured["rows"]]
+        if len(counts) == 1:
+            summary |= _ratios(measured)
+        else:
+            ms = {row["method"]: row["step_ms"] for row in measured["rows"]}
+            summary |= {
+                f"trimtab_over_ddp_{count}": ms["ddp"] / ms["trimtab"],
+                f"trimtab_of_ideal_{count}": ms["ideal"] / ms["trimtab"],
+                f"aa_ratio_{count}": ms["ddp" + AA] / ms["ddp"],
+                f"explain_{count}": measured["explain"],
+            }
+    return Result(bench="ddp", summary=summary, rows=rows)
+
+
+def _cluster(link: str, count: int, ranks: int, device: str) -> Cluster:
+    """So many ranks on so many hosts, as evenly as possible; parts of a GPU are a host each."""
+    if device == "cuda":
+        return slices(ranks)
+    if not 1 <= count <= ranks:
+        raise TrimtabError(f"{ranks} ranks cannot be placed on {count} hosts; every host has at least one")
+    per_host = [ranks // count + (index < ranks % count) for index in range(count)]
+    return hosts_of((1.0,) * count, link=link if count > 1 else None, per_host=per_host)
+
+
+def _ratios(measured: Mapping[str, Any]) -> dict[str, Any]:
     rows = measured["rows"]
     ms = {row["method"]: row["step_ms"] for row in rows}
     of_ideal = {row["method"]: row["fraction_of_ideal"] for row in rows}
-    summary: dict[str, Any] = {
-        "link": "nccl sockets" if device == "cuda" else link if hosts == 2 else "inside a host",
-        "hosts": len(cluster.hosts),
-        "model": model,
+    return {
         "trimtab4_of_payload4": ms["payload4"] / ms["trimtab4"],
         "trimtab4_of_ideal": ms["ideal"] / ms["trimtab4"],
         "trimtab4_over_ddp": ms["ddp"] / ms["trimtab4"],
@@ -74,7 +116,6 @@ def ddp(link: str, hosts: int, device: str, model: str, repeats: int, progress: 
         "explain": measured["explain"],
         "explain_sgd": measured["explain_sgd"],
     }
-    return Result(bench="ddp", summary=summary, rows=rows)
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
@@ -83,8 +124,9 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     So all losses are after the same number of steps, and the default is not timed during its warm-up.
     """
     device = torch.device(spec["device"])
-    trainers = {method: Method(method, spec["model"], device) for method in METHODS}
-    for suffix in ("", SGD):
+    trainers = {method: Method(method, spec["model"], device) for method in spec["methods"]}
+    suffixes = [suffix for suffix in ("", SGD) if "ideal" + suffix in trainers]
+    for suffix in suffixes:
         default = trainers["trimtab" + suffix]
         default.settle()
         for method, trainer in trainers.items():
@@ -92,7 +134,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
                 trainer.follow(default)
     cases = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(cases, warmup=4, repeats=spec["repeats"], progress=report)
-    ideals = {suffix: timings["ideal" + suffix] for suffix in ("", SGD)}
+    ideals = {suffix: timings["ideal" + suffix] for suffix in suffixes}
     rows = [
         {
             "method": trainers[method].name,
@@ -106,8 +148,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     cpu_ms = trainers["trimtab"].adaptive_cpu_ms(STEPS_PER_PLAN if device.type == "cuda" else 0)
     return {
         "rows": rows,
-        "explain": trimtab.explain(trainers["trimtab"].model),
-        "explain_sgd": trimtab.explain(trainers["trimtab" + SGD].model),
+        **{f"explain{'_sgd' if s else ''}": trimtab.explain(trainers["trimtab" + s].model) for s in suffixes},
         "adaptive_cpu_ms": cpu_ms,
     }
 
