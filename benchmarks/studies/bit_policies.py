@@ -2,15 +2,18 @@
 
     python benchmarks/studies/bit_policies.py
 
-Tables of every layer's error at each number of bits are made with the real codec from the gradients of a GPT and of a
-ResNet that have trained for a while. Rows of part `policy` show what each policy saves at the error of uniform 4 bits
-and how far from exact it is; rows of part `family` show bytes and errors of the families' plans, for one step and
-added up over many. One process, no ranks. Needs `transformers` and `scikit-learn`.
+Tables of every layer's error at each number of bits are made with the real codec from the gradients of a GPT, a
+ResNet and a Llama that have trained for a while. Rows of part `policy` show what each policy saves at the error of
+uniform 4 bits and how far from exact it is; rows of part `family` show bytes and errors of the families' plans, for
+one step and added up over many; rows of part `frontier` the fewest bytes at the error of uniform 4 bits when every
+layer may choose its block, too, and when a block's range takes 16 bits a number instead of 32 (simulated: the wire
+format has no such ranges). One process, no ranks. Needs `transformers` and `scikit-learn`.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +41,15 @@ if TYPE_CHECKING:
 
     from trimtab.models.tasks import Task
 
-MODELS = ("gpt", "resnet")
+MODELS = ("gpt", "resnet", "llama")
 LEARNED = 40
 """Steps before the error tables: the first gradients of a model are unlike all later ones."""
 
 ADDED_UP = 50
 """Steps over which the errors of a plan are added up."""
+
+BLOCKS = (64, 128, 256, 512, 1024)
+"""Blocks that a layer may choose from; uniform bits are in the last."""
 
 SOLVES = 5
 MEMORY = 0.1
@@ -211,6 +217,82 @@ def family_rows(model: str, source: Gradients, steps: int) -> list[dict[str, Any
     ]
 
 
+def frontier_rows(model: str, gradients: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The fewest bytes at the error of uniform 4 bits: choosing bits, blocks too, and with short ranges."""
+    wide = BLOCKS[-1]
+    choices = {
+        "dynamic": [(bits, wide, False) for bits in ALL_BITS],
+        "dynamic, bits and blocks": [(bits, block, False) for bits in ALL_BITS for block in BLOCKS],
+        "dynamic, bits and blocks, 16-bit ranges": [
+            (bits, block, True) for bits in ALL_BITS for block in BLOCKS
+        ],
+    }
+    every = list(dict.fromkeys(choice for some in choices.values() for choice in some))
+    decoded = {
+        (name, choice): _rounded(name, gradient, *choice)
+        for name, gradient in gradients.items()
+        for choice in every
+    }
+    reference = (4, wide, False)
+    budget = total_error(float((decoded[name, reference] - g).norm()) for name, g in gradients.items())
+    bytes4 = sum(_bytes(gradient.numel(), *reference) for gradient in gradients.values())
+    rows = []
+    for method, some in choices.items():
+        layers = [
+            LayerOptions(
+                name=name,
+                numel=gradient.numel(),
+                norm=float(gradient.norm()),
+                options=tuple(every.index(choice) for choice in some),
+                errors=tuple(float((decoded[name, choice] - gradient).norm()) for choice in some),
+                costs=tuple(float(_bytes(gradient.numel(), *choice)) for choice in some),
+            )
+            for name, gradient in gradients.items()
+        ]
+        chosen = choose_bits(layers, budget=budget)
+        picked = [(layer.numel, *every[chosen.options[layer.name]]) for layer in layers]
+        values = sum(numel for numel, *_ in picked)
+        rows.append(
+            {
+                "part": "frontier",
+                "model": model,
+                "method": method,
+                "bytes_over_uniform4": chosen.cost / bytes4,
+                "error_over_uniform4": chosen.error / budget,
+                "mean_bits": sum(numel * bits for numel, bits, *_ in picked) / values,
+                "values_in_short_blocks": sum(n for n, _, block, _ in picked if block < wide) / values,
+            }
+        )
+    return rows
+
+
+def _bytes(numel: int, bits: int, block: int, short_ranges: bool) -> int:
+    return encoded_bytes(numel, bits, block) - (4 * -(-numel // block) if short_ranges else 0)
+
+
+def _rounded(name: str, values: torch.Tensor, bits: int, block: int, short_ranges: bool) -> torch.Tensor:
+    """What arrives of values that are rounded stochastically."""
+    if not short_ranges:
+        return _through(replace(FAMILIES[BITS], block=block), bits, name, values, 0)
+    generator = torch.Generator().manual_seed(name_hash(name) % (1 << 31))
+    flat, levels = values.reshape(-1), (1 << bits) - 1
+    padded = torch.cat([flat, flat[-1:].expand(-flat.numel() % block)]).view(-1, block)
+    # Rounded outward, so that every value stays inside the range.
+    low = _bf16(padded.amin(1, keepdim=True), down=True)
+    unit = _bf16((padded.amax(1, keepdim=True) - low) / levels, down=False)
+    steps = torch.where(unit > 0, (padded - low) / unit, torch.zeros(()))
+    codes = (steps + torch.rand(steps.shape, generator=generator)).floor().clamp(0, levels)
+    return (low + codes * unit).view(-1)[: flat.numel()].view_as(values)
+
+
+def _bf16(values: torch.Tensor, *, down: bool) -> torch.Tensor:
+    """The next value of 16 bits that is not above, or not below."""
+    near = values.to(torch.bfloat16)
+    beyond = near.float() > values if down else near.float() < values
+    towards = torch.full_like(near, float("-inf") if down else float("inf"))
+    return torch.where(beyond, torch.nextafter(near, towards), near).float()
+
+
 def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: int) -> torch.Tensor:
     """The values that arrive when the family sends these."""
     kernels = kernels_for(values.device)
@@ -229,17 +311,21 @@ def _through(family: Family, bits: int, name: str, values: torch.Tensor, step: i
 def study(learned: int = LEARNED, added_up: int = ADDED_UP) -> Result:
     """Both parts, for every model."""
     torch.set_num_threads(1)
-    policies, families = [], []
+    policies, families, frontier = [], [], []
     for model in MODELS:
         source = _gradients(model)
         for _ in source.steps(learned):
             pass
         layers = error_table(source.mean)
         policies += policy_rows(model, layers)
+        frontier += frontier_rows(model, source.mean)
         families += family_rows(model, source, added_up)
         if model == "gpt":
             policies += policy_rows("500 layers", many_layers(layers))
-    return Result(bench="bit_policies", summary=summary(policies, families), rows=policies + families)
+    figures = summary(policies, families)
+    for row in frontier:
+        figures[f"{row['model']}: {row['method']}"] = row["bytes_over_uniform4"]
+    return Result(bench="bit_policies", summary=figures, rows=policies + families + frontier)
 
 
 def summary(policies: Sequence[Mapping[str, Any]], families: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -261,6 +347,8 @@ def summary(policies: Sequence[Mapping[str, Any]], families: Sequence[Mapping[st
 def _gradients(model: str) -> Gradients:
     if model == "gpt":
         return Gradients(tasks.gpt(width=96, layers=2, heads=4, context=64, samples=8), lr=0.1)
+    if model == "llama":
+        return Gradients(tasks.llama(8), lr=0.1)
     return Gradients(tasks.resnet(16), lr=0.02)
 
 

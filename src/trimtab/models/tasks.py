@@ -79,6 +79,24 @@ def gpt2(samples: int, device: torch.device) -> Task:
     return _text(LossOnly(model).to(device), 512, samples, 64, device)
 
 
+def llama(samples: int, device: torch.device = CPU) -> Task:
+    """A small Llama of `transformers` (RMSNorm, gated MLP, grouped heads) on Python source as bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return _text(LossOnly(LlamaForCausalLM(config)).to(device), 64, samples, 64, device)
+
+
 def vit(samples: int, device: torch.device) -> Task:
     """ViT-B on noise: its speed is of interest, not what it learns."""
     from transformers import ViTConfig, ViTForImageClassification
