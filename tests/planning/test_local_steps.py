@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.local.fragments import turns
+from trimtab.local_settings import LocalSettings
 from trimtab.planning.local_steps import (
     SLOWER,
     WIRE_PART,
@@ -56,6 +58,46 @@ def test_bits_are_those_with_the_lower_expected_penalty() -> None:
     ]
     assert [choice.settings and choice.settings.bits for choice in choices] == [4, 2]
     assert all(choice.step_s == 0.45 for choice in choices), "neither waits for the wire"
+
+
+def simulated_step_s(settings: LocalSettings, step_s: float, exchange_s: float, work_s: float) -> float:
+    """Steps and fragments one by one: the wire carries one at a time, and a worker waits for a late one."""
+    turn_of = turns(settings.every, settings.fragments)
+    now = free = 0.0
+    under_way: dict[int, tuple[int, float]] = {}
+    ends = []
+    for step in range(6 * settings.every):
+        now += step_s + work_s / settings.every
+        for fragment, turn in enumerate(turn_of):
+            is_turn = step % settings.every + 1 == turn
+            sent, arrives = under_way.get(fragment, (step, 0.0))
+            if is_turn or step == sent + settings.delay:
+                now = max(now, arrives)
+                under_way.pop(fragment, None)
+            if is_turn:
+                free = max(free, now) + exchange_s / settings.fragments
+                under_way[fragment] = step, free
+        ends.append(now)
+    return (ends[-1] - ends[2 * settings.every - 1]) / (4 * settings.every)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("step_s", [0.06, 0.34, 0.45])
+@pytest.mark.parametrize("wire_s", [1.0, 5.0, 12.0, 40.0])
+def test_predicted_steps_are_those_of_a_simulation(workers: int, step_s: float, wire_s: float) -> None:
+    """A hundred, ten and fewer Mbit/s: also where workers wait for the wire."""
+    exchange_s = {4: wire_s, 2: wire_s * 2.5 / 4.5}
+    choice = choose_local_steps(
+        step_s=step_s,
+        exchange_s=exchange_s,
+        every_step_s=100.0,
+        workers=workers,
+        layers=50,
+        work_s=0.25,
+    )
+    assert choice.settings is not None
+    simulated = simulated_step_s(choice.settings, step_s, exchange_s[choice.settings.bits or 0], 0.25)
+    assert choice.step_s == pytest.approx(simulated, rel=0.01)
 
 
 def test_where_every_step_is_fast_enough_it_stays() -> None:

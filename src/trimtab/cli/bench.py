@@ -181,6 +181,13 @@ def local(
     every: Annotated[
         str, typer.Option(help="Rounds of other lengths whose speed to measure too, comma-separated.")
     ] = "",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods whose speed to measure beside local and ideal, comma-separated: ddp, trimtab, local2bit. "
+            "All when absent."
+        ),
+    ] = "",
     repeats: Repeats = 2,
     steps: Steps = 180,
     seeds: Seeds = 3,
@@ -200,7 +207,19 @@ def local(
     lengths = _numbers(every, int) if every else []
     if every and min(lengths, default=0) < 2:
         raise TrimtabError(f"bench local: --every {every!r}: give numbers of steps from 2, such as 8,32")
-    return {"links": links.split(","), "workers": counts, "only": parts, "every": lengths}
+    timed, choice = (
+        [name for name in methods.split(",") if name],
+        ("ddp", "trimtab", "local", "local2bit", "ideal"),
+    )
+    if wrong := sorted(set(timed) - set(choice)):
+        raise TrimtabError(f"bench local: there is no method {wrong[0]!r}; choose from {', '.join(choice)}")
+    return {
+        "links": links.split(","),
+        "workers": counts,
+        "only": parts,
+        "every": lengths,
+        "methods": timed,
+    }
 
 
 @_measures("scale")

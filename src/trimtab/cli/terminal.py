@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+SILENT_S = 60.0
+"""Where nothing is drawn, a line is printed this often."""
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, caption: str | None = None) -> None:
@@ -28,15 +33,21 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, caption: str |
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, moved by calling the given function with (done, in all).
 
-    Nothing is drawn where standard error is not a terminal.
+    Where standard error is not a terminal, long work prints a line every minute instead.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
+        began = said = time.monotonic()
 
         def move(done: int, total: int) -> None:
+            nonlocal said
             progress.update(task, completed=done, total=total)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= SILENT_S:
+                said = now
+                print(f"{what}: {done} of {total} after {now - began:.0f} s", file=sys.stderr, flush=True)
 
         yield move
 

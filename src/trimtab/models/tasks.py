@@ -70,13 +70,13 @@ def gpt(
     return _text(model, context + 1, samples, held_out, device)
 
 
-def gpt2(samples: int, device: torch.device) -> Task:
-    """GPT-2 small, without dropout, on Python source as bytes."""
+def gpt2(samples: int, device: torch.device, *, length: int = 512, held_out: int = 64) -> Task:
+    """GPT-2 small, without dropout, on Python source as bytes: `length` of them in a sequence."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    return _text(LossOnly(model).to(device), 512, samples, 64, device)
+    return _text(LossOnly(model).to(device), length, samples, held_out, device)
 
 
 def llama(samples: int, device: torch.device = CPU) -> Task:

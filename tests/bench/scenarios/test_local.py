@@ -42,8 +42,9 @@ def test_rows_of_a_link() -> None:
         }
         for method in SPEED
     ]
-    speed = {"rows": timed, "every": 20, "every2": 12, "bits": 4, "explain": ""}
+    speed = {"rows": timed, "every": 20, "every2": 12, "bits": 4, "explain": "", "predicted_s": 0.5}
     local_of = rounds(speed, 2)
+    assert rounds({**speed, "every2": None}, 2) == {"local": (4, 20)}, "2 bits were not timed"
     assert rounds(None, 4) == {"local": (4, 15)}, "four workers that were not timed"
     rows, figures = joined("100mbit", 2, speed, of_link(curves, local_of), 100, local_of)
     by_method = {row["method"]: row for row in rows}

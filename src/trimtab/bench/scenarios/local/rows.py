@@ -53,6 +53,7 @@ def local(
     progress: Progress,
     device: str = "cpu",
     every: Sequence[int] = (),
+    methods: Sequence[str] = (),
     model: Mapping[str, int] | None = None,
 ) -> Result:
     """Every link with every number of workers: step times, then losses with the rounds that were chosen.
@@ -60,9 +61,15 @@ def local(
     Args:
         samples: sequences of a worker in a step, where losses are compared.
         every: rounds of other lengths, whose speed is measured too.
+        methods: those whose speed is measured, beside `local` and `ideal`; all by default.
         model: sizes of the GPT, for tests.
     """
-    spec: dict[str, Any] = {"repeats": repeats, "model": model or GPT, "every": list(every)}
+    spec: dict[str, Any] = {
+        "repeats": repeats,
+        "model": model or GPT,
+        "every": list(every),
+        "methods": list(methods),
+    }
     if device == "cuda":
         return on_gpu([name for name in only if name in MODELS] or MODELS, spec, progress)
     if full:
@@ -130,8 +137,9 @@ def rounds(speed: Mapping[str, Any] | None, count: int) -> dict[str, tuple[int, 
     """
     if speed is None:
         return {"local": (4, min(REFERENCE_EVERY, longest_round(count, MAX_PENALTY)))}
-    every = {key: max(2, ALIKE * ceil(speed[key] / ALIKE)) for key in ("every", "every2")}
-    return {"local": (speed["bits"] or 8, every["every"]), "local2bit": (2, every["every2"])}
+    every = {key: max(2, ALIKE * ceil(speed[key] / ALIKE)) for key in ("every", "every2") if speed[key]}
+    found = {"local": (speed["bits"] or 8, every["every"])}
+    return found | ({"local2bit": (2, every["every2"])} if "every2" in every else {})
 
 
 def of_link(
@@ -190,6 +198,7 @@ def joined(
             f"{name} every": speed["every"],
             f"{name} local_over_ddp": timed["local"]["over_ddp"],
             f"{name} local_fraction_of_ideal": timed["local"]["fraction_of_ideal"],
+            f"{name} predicted_s": speed["predicted_s"],
             f"{name} explain": speed["explain"],
         }
     if losses:

@@ -29,6 +29,9 @@ from trimtab.measure.timing import meet, synchronize
 from trimtab.models import tasks
 
 SPEED = ("ddp", "ddp" + AA, "trimtab", "local", "local2bit", "ideal")
+ALWAYS = ("local", "ideal")
+"""What is timed whatever is asked for."""
+
 UNEVEN, BATCH, ROUND, FEW = (1.0, 0.4), 14, 16, 1
 """Speeds of unequal hosts, their global batch and round, and how many steps of plain DDP are enough."""
 
@@ -150,10 +153,12 @@ def task_of(spec: Mapping[str, Any]) -> tasks.Task:
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
-    """Seconds of a step of every method. The second look at a method is at the same model."""
-    names = [*SPEED, *(f"local {every}" for every in spec.get("every", ()))]
+    """Seconds of a step of every method, or of some. The second look at a method is at the same model."""
+    chosen = {*(spec.get("methods") or SPEED), *ALWAYS}
     if spec.get("device") == "cuda":
-        names.remove("local2bit")  # its links are fast, and time on them is short
+        chosen.discard("local2bit")  # its links are fast, and time on them is short
+    names = [name for name in SPEED if name.removesuffix(AA) in chosen]
+    names += [f"local {every}" for every in spec.get("every", ())]
     kinds = [name for name in names if not name.endswith(AA)]
     methods: dict[str, Method] = {}
     again: list[float] = []
@@ -172,24 +177,25 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             methods[name].took_s += time.monotonic() - start
             if name == "ideal":
                 step_s = seconds
-        ddp = methods["ddp"]
-        if not again or again[-1] <= LONG_S:
+        ddp = methods.get("ddp")
+        if ddp is not None and (not again or again[-1] <= LONG_S):
             timed, ddp.seconds_of_steps = ddp.seconds_of_steps, []
             ddp.block(step_s)
             again.append(ddp.seconds_of_steps[-1])
             ddp.seconds_of_steps = timed
         report(len(kinds) + round_ + 1, rounds)
     times = {name: median(method.seconds_of_steps) for name, method in methods.items()}
-    times["ddp" + AA] = median(again)
-    chosen = methods["local"].local_steps
-    worker = None if chosen is None else chosen.worker
-    samples = dist.get_world_size() * methods["ddp"].samples
+    if again:
+        times["ddp" + AA] = median(again)
+    auto = methods["local"].local_steps
+    worker, choice = (None, None) if auto is None else (auto.worker, auto.choice)
+    samples = dist.get_world_size() * methods["ideal"].samples
     return {
         "rows": [
             {
                 "method": name,
                 "samples_per_s": samples / times[name],
-                "over_ddp": times["ddp"] / times[name],
+                "over_ddp": times["ddp"] / times[name] if "ddp" in times else None,
                 "fraction_of_ideal": times["ideal"] / times[name],
                 "step_s": times[name],
                 "wire_mb_per_step": median(methods[name.removesuffix(AA)].wire),
@@ -199,6 +205,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             for name in names
         ],
         "every": methods["local"].every,
+        "predicted_s": None if choice is None else choice.step_s,
         "every2": methods["local2bit"].every if "local2bit" in methods else None,
         "bits": None if worker is None else worker.settings.bits,
         "explain": trimtab.explain(methods["local"].model),
