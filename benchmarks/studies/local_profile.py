@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, quantiles
@@ -48,7 +48,8 @@ class Profiled:
         """Variants: `ideal`; `wrapped` in a DDP that does not communicate; `local`, and with `-N` rounds of N steps.
 
         More words, joined by `+`, change one thing each: `counted` only counts steps and exchanges nothing, `switch`
-        switches threads more often, `2bit` sends 2 bits.
+        switches threads more often, `2bit` sends 2 bits, `plain` has no error feedback, `alone` neither encodes nor
+        sends changes; on a GPU `resident` keeps the agreed weights there, and `ordinary` gives its streams no priority.
         """
         self.name, *self.words = name.split("+")
         task = task_of(spec)
@@ -89,6 +90,16 @@ class Profiled:
     def _watch(self, worker: LocalWorker) -> None:
         if "counted" in self.words:
             worker.step = lambda samples: None  # type: ignore[method-assign]
+        for fragment in worker.fragments:
+            if "resident" in self.words:
+                for name in ("agreed", "momentum", "_next"):
+                    setattr(fragment, name, getattr(fragment, name).to(self.device))
+            if "ordinary" in self.words and self.device.type == "cuda":
+                fragment._stream = torch.cuda.Stream(self.device)
+            if "alone" in self.words:
+                fragment._reduction = Nobody()
+        if "plain" in self.words:
+            worker.without_feedback()
         worker._runner.observe = self.stages.append
 
     def train(self) -> None:
@@ -169,6 +180,13 @@ class Profiled:
         settings = worker.settings
         found["settings"] = {key: getattr(settings, key) for key in ("every", "bits", "fragments", "delay")}
         return found
+
+
+class Nobody:
+    """A reduction with nobody."""
+
+    def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
+        return iter(())
 
 
 class TimedFragments:

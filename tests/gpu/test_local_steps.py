@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu.ranks import WaitingRunner, agree, on_slices, summed
@@ -11,9 +12,15 @@ from tests.support.requirements import requires
 from torch import nn
 
 import trimtab
+from trimtab.collectives import runner_for
 from trimtab.collectives.groups import private_groups
 from trimtab.control.local_steps import local_steps_of
 from trimtab.control.rank_values import LaterNumbers
+from trimtab.local.agreement import AgreedFragment
+from trimtab.local.device import streams_for
+from trimtab.local.fragments import Part
+from trimtab.local.workers import HOST, Workers
+from trimtab.planning.local_steps import local_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,6 +58,44 @@ def train(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[s
     return {"differing_weights": differing, "disagreeing_ranks": disagreeing}
 
 
+def exchange(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dict[str, float]:
+    """One exchange of the same change on both devices; on the GPU also from a checkpoint made while it is under way."""
+    assert dist.group.WORLD is not None
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    workers, runner = Workers(dist.group.WORLD, cuda), runner_for(HOST)
+    settings = local_settings(8, spec["bits"], workers.count, 1)
+    start = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    change = 0.01 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+
+    def fragment_on(device: torch.device) -> tuple[AgreedFragment, nn.Parameter]:
+        p = nn.Parameter(start.to(device))
+        stream = streams_for(device, 1)[0]
+        return AgreedFragment({Part("weight"): p}, workers, settings, seed=0, stream=stream), p
+
+    taken = []
+    for device in (HOST, cuda):
+        fragment, p = fragment_on(device)
+        p.data.add_(change.to(device))
+        fragment.send(runner, 0, 4)
+        state = fragment.state_dict()
+        p.data.add_(1.0)
+        resumed, its = fragment_on(device)
+        its.data.copy_(p.data)
+        agreed, momentum = ({"weight": state[key][Part("weight")]} for key in ("agreed", "momentum"))
+        resumed.load_state_dict(agreed, momentum)
+        resumed.load_own(state["own"])
+        for each, values in ((fragment, p), (resumed, its)):
+            each.take()
+            taken.append(torch.cat([each.agreed, values.detach().cpu().flatten(), each.momentum]))
+    workers.close()
+    runner.close()
+    return {
+        "devices": float((taken[0] - taken[2]).abs().max()),
+        "resumed": float((taken[2] - taken[3]).abs().max()),
+        "moved": float((taken[2][: start.numel()] - start.flatten()).abs().max()),
+    }
+
+
 def numbers(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list[list[list[float]] | None]:
     assert dist.group.WORLD is not None
     groups = private_groups(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()), 1)
@@ -63,6 +108,14 @@ def numbers(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> list
 def test_numbers_arrive_at_the_next_call() -> None:
     first, second = [[0.0, 1.0], [1.0, 1.0]], [[0.0, 2.0], [1.0, 2.0]]
     assert on_slices(2, numbers, values=[1.0, 2.0, 3.0]) == [None, first, second]
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_an_exchange_is_that_of_the_cpu(bits: int | None) -> None:
+    found = on_slices(2, exchange, bits=bits)
+    assert found["devices"] < 1e-6, "they may round the outer step differently"
+    assert found["resumed"] == 0.0
+    assert found["moved"] > 1e-3
 
 
 def test_overlapped_rounds_are_those_of_waiting_for_everything() -> None:

@@ -75,6 +75,4 @@ def test_what_is_exchanged_is_fp32_whatever_the_default_is() -> None:
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(fragment.agreed, weight.detach().view(-1))
-    assert {buffer.dtype for buffer in (fragment.momentum, fragment._shift, fragment._change)} == {
-        torch.float32
-    }
+    assert {buffer.dtype for buffer in (fragment.momentum, fragment._next)} == {torch.float32}

@@ -22,6 +22,8 @@ class Kernels:
     """What every implementation offers; it writes `_encode` and `_decode`, which get buffers that fit the packing."""
 
     name = ""
+    pinned = False
+    """Payloads are in pinned memory of the host, wherever the values are."""
 
     def encode(
         self,

@@ -72,7 +72,7 @@ class BlockReduction:
                 self._kernels.decode(row[: chunk.nbytes], chunk, flat)
 
     def _bytes(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device, pin_memory=self._kernels.pinned)
 
     def _transfer(
         self,

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from trimtab.codec import Block, ErrorFeedback
-from trimtab.collectives import Piece, reduction_for, runner_for
+from trimtab.collectives import Piece, runner_for
 from trimtab.collectives.groups import destroy_groups
 from trimtab.control.rank_values import gather_numbers
 from trimtab.doors.ddp import stage_groups
 from trimtab.local.agreement import outer_step
+from trimtab.local.device import host_reduction, in_stream, streams_for
+from trimtab.local.worker import STREAMS
 from trimtab.local.workers import HOST
-from trimtab.measure.exchange import measure_exchanges
-from trimtab.measure.timing import call_seconds, slowest_seconds
+from trimtab.measure.exchange import LARGEST, measure_exchanges
+from trimtab.measure.timing import call_seconds, slowest_seconds, synchronize
 from trimtab.planning.local_steps import (
     MOST_FRAGMENTS,
     TRIED_BITS,
@@ -55,20 +57,20 @@ def measured_choice(
         balanced: batches will be shared out by speeds, so that all ranks take the same time.
     """
     on_gpu = device.type == "cuda"
-    groups = stage_groups(group, HOST)
-    whole, work_s, trial = _exchanges(groups, HOST, numel)
-    exchange_s = {
-        bits: stream_s(whole[bits].compressed_s, _stream_s(bits, groups, trial) * numel / trial, on_gpu)
-        for bits in TRIED_BITS
-    }
-    destroy_groups(groups)
-    gradients = whole
+    groups = stage_groups(group, device)
+    gradients, work_s, trial = _exchanges(groups, device, numel)
     if on_gpu:
-        groups = stage_groups(group, device)
-        gradients, _, _ = _exchanges(groups, device, numel)
         destroy_groups(groups)
-    # A GPU computes on while the host exchanges, and only copies: ranks on the CPU lose computing time to all of it.
-    own = [step_s, _copies_s(numel, device) if on_gpu else work_s + _arithmetic_s(numel)]
+        groups, trial = stage_groups(group, HOST), min(numel, LARGEST)
+    exchange_s = {}
+    for bits in TRIED_BITS:
+        several_s = _stream_s(bits, groups, device, trial, STREAM) * numel / trial
+        alone_s = gradients[bits].compressed_s
+        if on_gpu:  # gradients take another way
+            alone_s = _stream_s(bits, groups, device, trial, 1) * numel / trial
+        exchange_s[bits] = stream_s(alone_s, several_s, on_gpu)
+    destroy_groups(groups)
+    own = [step_s, work_s + _arithmetic_s(numel, device)]
     steps_s, works_s = zip(*gather_numbers(own, group), strict=True)
     step_s, work_s = harmonic_mean(steps_s) if balanced else max(steps_s), max(works_s)
     # `trimtab.compress` sends 3 bits or so.
@@ -115,26 +117,34 @@ def stream_s(alone_s: float, several_s: float, on_gpu: bool = False) -> float:
     return max((several_s - alone_s) / (STREAM - 1), alone_s / turns)
 
 
-def _stream_s(bits: int, groups: Sequence[dist.ProcessGroup], numel: int) -> float:
+def _stream_s(
+    bits: int, groups: Sequence[dist.ProcessGroup], device: torch.device, numel: int, count: int
+) -> float:
     """Seconds of several exchanges of so many values that follow each other, as fragments do. Collective."""
     piece = Piece(name="", offset=0, numel=numel, bits=bits, block=128)
-    flats = torch.randn(STREAM, numel, generator=torch.Generator().manual_seed(0))
+    flats = torch.randn(count, numel, generator=torch.Generator().manual_seed(0)).to(device)
+    streams = streams_for(device, STREAMS)
     reductions = [
-        reduction_for(
-            [(piece, flat.shape)], flat.dtype, HOST, groups, _codec(bits), seed=0, feedback=ErrorFeedback()
-        )
+        host_reduction([(piece, flat.shape)], device, groups, _codec(bits), seed=0, feedback=ErrorFeedback())
         for flat in flats
     ]
     scale, runner = 1 / groups[0].size(), runner_for(HOST)
 
     def exchange_all() -> None:
-        for future in [
-            runner.submit(reduction.steps(flat, step=0, scale=scale), flat)
-            for reduction, flat in zip(reductions, flats, strict=True)
-        ]:
+        futures = []
+        for index, (reduction, flat) in enumerate(zip(reductions, flats, strict=True)):
+            steps, stream = reduction.steps(flat, step=0, scale=scale), streams[index % STREAMS]
+            if stream is not None:
+                steps = in_stream(steps, stream)
+            futures.append(runner.submit(steps, flat))
+        for future in futures:
             future.wait()
 
+    if device.type == "cuda":
+        exchange_all()  # compiles the kernels, and allocates
+        synchronize(device)
     seconds = slowest_seconds(exchange_all, HOST, groups[0])
+    synchronize(device)
     runner.close()
     return seconds
 
@@ -151,22 +161,17 @@ def codec_work_s(measured: Exchange, small: Exchange, numel: int) -> float:
     return MOST_FRAGMENTS * small.work_s + per_byte * numel * 4
 
 
-def _copies_s(numel: int, device: torch.device) -> float:
-    """Time of a GPU in which all weights are copied to the host and back."""
-    there = torch.zeros(min(numel, 1 << 22), device=device)
-    here = torch.zeros(there.numel(), pin_memory=True)
-
-    def copy() -> None:
-        here.copy_(there, non_blocking=True)
-        there.copy_(here, non_blocking=True)
-
-    copy()
-    return call_seconds(copy, device, gpu_calls=5) * numel / there.numel()
-
-
-def _arithmetic_s(numel: int) -> float:
+def _arithmetic_s(numel: int, device: torch.device) -> float:
     """Computing time of the outer gradients and steps of all weights."""
-    agreed, momentum, change = torch.zeros(3, min(numel, 1 << 20))
-    once = call_seconds(lambda: outer_step(agreed, momentum, change, 1.0, 0.5), HOST)
-    # The copies and differences before and after it are about as many passes over the weights.
-    return float(2 * once * numel / agreed.numel())
+    agreed, momentum, change = torch.zeros(
+        3, min(numel, 1 << 20 if device.type == "cpu" else LARGEST), device=device
+    )
+
+    def step() -> None:
+        outer_step(agreed, momentum, change, 1.0, 0.5)
+
+    if device.type == "cuda":
+        step()  # loads the kernels
+    once = call_seconds(step, device, gpu_calls=5)
+    # The copies and differences before and after it are about as many passes over the weights, and so is a GPU's codec.
+    return float((2 if device.type == "cpu" else 3) * once * numel / agreed.numel())

@@ -9,16 +9,17 @@ the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimtab.codec import Block, ErrorFeedback
+from trimtab.codec.host_payloads import sleep_until_done
 from trimtab.codec.packing import RAW
-from trimtab.collectives import Piece, reduction_for
+from trimtab.collectives import Piece
 from trimtab.collectives.reduction import PlainReduction, Reduction, started
+from trimtab.local.device import host_reduction, in_stream
 from trimtab.local.fragments import Part
 from trimtab.local.workers import HOST, Workers
 from trimtab.local_settings import LocalSettings
@@ -29,8 +30,10 @@ class AgreedFragment:
     """Some parameters: what all workers agreed on, the outer momentum, and the exchange that is under way.
 
     A worker's own thread only copies its weights when they are sent, and adds one tensor when the average is taken:
-    everything else happens beside the training, with the collectives, in the host's memory. That holds for a model
-    on a GPU too: an NCCL kernel that waits for a late worker would hold up all that synchronizes the device.
+    everything else happens beside the training, with the collectives, which are between the hosts' memories. Of a
+    model on a GPU too: an NCCL kernel that waits for a late worker would hold up all that synchronizes the device. So
+    there payloads are copied, and arithmetic and codec run on the device, in a stream of their own. The agreed weights
+    and the momentum stay in the host's memory meanwhile; residuals are on the device.
     """
 
     def __init__(
@@ -40,25 +43,25 @@ class AgreedFragment:
         settings: LocalSettings,
         *,
         seed: int,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.parameters = dict(parameters)
+        """`stream`: of a model on a GPU, where exchanges are computed; several fragments may share one."""
         self.settings = settings
+        # What is encoded comes first: one piece, however many parameters there are.
+        self.parameters = dict(sorted(parameters.items(), key=lambda item: not self._is_encoded(item[1])))
         weights = self._weights()
         self.device = weights[0].device
         self._shapes = [weight.shape for weight in weights]
-        numel = sum(weight.numel() for weight in weights)
-        on_gpu = self.device.type == "cuda"
-        self._copies = torch.cuda.Stream(self.device) if on_gpu else None
-        """On a GPU: copies to the host and back, which the training does not wait for."""
-        self._moved: torch.Tensor | None = None
-        """On a GPU: what to add to the weights, once it has arrived there."""
-        buffer = partial(torch.zeros, numel, dtype=torch.float32, device=HOST)
-        self.agreed = buffer(pin_memory=on_gpu)
-        self.momentum = buffer()
-        self._shift = buffer(pin_memory=on_gpu)
-        """While an exchange is under way: this worker's weights when it began, then what to add to the present ones."""
-        self._change = buffer(pin_memory=on_gpu)
-        """While an exchange is under way: the outer gradient, then the next agreed weights."""
+        self._numel = sum(weight.numel() for weight in weights)
+        self._stream = stream
+        self.agreed, self.momentum, self._next = (
+            torch.zeros(self._numel, dtype=torch.float32, device=HOST, pin_memory=stream is not None)
+            for _ in range(3)
+        )
+        """`_next`, when an exchange has ended: the weights that are agreed on from when they are taken."""
+        self._shift: torch.Tensor | None = None
+        """On the parameters' device, while an exchange is under way: this worker's weights when it began, then what to
+        add to the present ones."""
         self._workers, self._seed = workers, seed
         self.feedback = None if settings.bits is None else ErrorFeedback()
         self._reduction = self._plan(seed)
@@ -73,17 +76,26 @@ class AgreedFragment:
 
     def _plan(self, seed: int) -> Reduction:
         bits, stages = self.settings.bits, self._workers.stages
-        if bits is None:
+        if bits is None and self._stream is None:
             return PlainReduction(stages)
-        pieces, offset = [], 0
-        for (part, p), shape in zip(self.parameters.items(), self._shapes, strict=True):
-            own = bits if p.dim() > 1 and p.numel() >= MIN_NUMEL else RAW
-            numel = shape.numel()
-            piece = Piece(name=part.label, offset=offset, numel=numel, bits=own, block=self.settings.block)
-            pieces.append((piece, shape))
-            offset += numel
-        codec = Block(bits=bits, block=self.settings.block, stochastic=False)
-        return reduction_for(pieces, torch.float32, HOST, stages, codec, seed=seed, feedback=self.feedback)
+        whole = zip(self.parameters.values(), self._shapes, strict=True)
+        encoded = sum(shape.numel() for p, shape in whole if self._is_encoded(p))
+        pieces = [
+            (
+                Piece(name=name, offset=offset, numel=numel, bits=own, block=self.settings.block),
+                torch.Size([numel]),
+            )
+            for name, offset, numel, own in (
+                ("encoded", 0, encoded, bits or RAW),
+                ("exact", encoded, self._numel - encoded, RAW),
+            )
+            if numel
+        ]
+        codec = Block(bits=bits or 8, block=self.settings.block, stochastic=False)
+        return host_reduction(pieces, self.device, stages, codec, seed=seed, feedback=self.feedback)
+
+    def _is_encoded(self, p: torch.nn.Parameter) -> bool:
+        return self.settings.bits is not None and p.dim() > 1 and p.numel() >= MIN_NUMEL
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The values of a flat buffer that belong to each part of a parameter, in its shape."""
@@ -118,45 +130,50 @@ class AgreedFragment:
         A worker whose weights are not finite counts for nothing, and takes those of the others.
         """
         assert self._future is None, "a fragment is taken before it is sent again"
-        copied = None
-        if self._copies is None:
-            self.read(self._shift)
-        else:
-            weights = torch.empty(self._shift.numel(), dtype=torch.float32, device=self.device)
-            self.read(weights, wait=False)
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copies):
-                self._shift.copy_(weights, non_blocking=True)
-                copied = torch.cuda.Event(blocking=True)
-                copied.record()
-            weights.record_stream(self._copies)
-        self._future = runner.submit(self._exchange(round_, samples, copied), self._change)
+        if self._shift is None:
+            self._shift = torch.empty(self._numel, dtype=torch.float32, device=self.device)
+        self.read(self._shift, wait=False)
+        steps = self._exchange(self._shift, round_, samples)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._shift.record_stream(self._stream)
+            steps = in_stream(steps, self._stream)
+        self._future = runner.submit(steps, self._next)
 
-    def _exchange(self, round_: int, samples: int, copied: torch.cuda.Event | None) -> Iterator[dist.Work]:
+    def _exchange(self, shift: torch.Tensor, round_: int, samples: int) -> Iterator[dist.Work]:
         """1. sum the numbers of samples over all ranks.
         2. average the changes over the workers' leaders, weighted by samples.
         3. each leader hands the average to its worker's other ranks; all take the outer step.
         """
-        if copied is not None:
-            copied.synchronize()
-        torch.sub(self.agreed, self._shift, out=self._change)
-        self._lost = not bool(torch.isfinite(self._change.sum()))
+        on_gpu, workers, settings = self._stream is not None, self._workers, self.settings
+        change = torch.empty_like(shift) if on_gpu else self._next
+        agreed = self.agreed.to(self.device, non_blocking=True)  # on a CPU itself
+        torch.sub(agreed, shift, out=change)
+        total = change.sum()
+        sleep_until_done(self.device)
+        self._lost = not bool(torch.isfinite(total))
         if self._lost:
-            self._change.zero_()
-        workers = self._workers
+            change.zero_()
         report = workers.report(0 if self._lost else samples)
         yield started(dist.all_reduce(report, group=workers.everyone, async_op=True))
         scale = workers.part(report)
         if workers.leads:
-            yield from self._reduction.steps(self._change, step=round_, scale=scale)
+            yield from self._reduction.steps(change, step=round_, scale=scale)
         if workers.inside is not None:
-            yield started(dist.broadcast(self._change, group=workers.inside, group_src=0, async_op=True))
-        settings = self.settings
-        outer_step(self.agreed, self.momentum, self._change, settings.outer_lr, settings.outer_momentum)
-        torch.sub(self._change, self._shift, alpha=settings.keep, out=self._shift)
-        if self._copies is not None:
-            with torch.cuda.stream(self._copies):
-                self._moved = self._shift.to(self.device, non_blocking=True)
+            here = self._next
+            if on_gpu:
+                here.copy_(change, non_blocking=True)
+                sleep_until_done(self.device)
+            yield started(dist.broadcast(here, group=workers.inside, group_src=0, async_op=True))
+            if on_gpu:
+                change.copy_(here, non_blocking=True)
+        momentum = self.momentum.to(self.device, non_blocking=True)
+        outer_step(agreed, momentum, change, settings.outer_lr, settings.outer_momentum)
+        torch.sub(change, shift, alpha=settings.keep, out=shift)
+        if on_gpu:
+            self.momentum.copy_(momentum, non_blocking=True)
+            self._next.copy_(change, non_blocking=True)
+            sleep_until_done(self.device)
 
     def wait(self) -> None:
         """Wait until the average has arrived."""
@@ -171,20 +188,16 @@ class AgreedFragment:
         """
         self.wait()
         self._future = None
-        self.agreed, self._change = self._change, self.agreed
-        shift, self._moved = self._moved, None
+        self.agreed, self._next = self._next, self.agreed
+        shift = self._shift
+        assert shift is not None
+        if self._stream is not None:
+            self._shift = None  # no memory of the device between exchanges
         if self._lost or not self.settings.delay:
             self.write(self.agreed)
             return self._lost
         if self.settings.keep != 1:
             torch._foreach_mul_(self._weights(), self.settings.keep)
-        if shift is None or self._copies is None:  # on a CPU, or after a checkpoint was loaded
-            shift = self._shift.to(self.device)
-        else:
-            # The device reads the host's buffer before the next copy of the weights fills it: both are in one stream.
-            training = torch.cuda.current_stream(self.device)
-            training.wait_stream(self._copies)
-            shift.record_stream(training)
         torch._foreach_add_(self._weights(), self.views(shift))
         return False
 
@@ -197,12 +210,12 @@ class AgreedFragment:
     def state_dict(self) -> dict[str, Any]:
         """What all workers have alike, and this worker's residuals and exchange under way."""
         self.wait()
-        agreed = self.agreed if self._future is None else self._change
+        agreed = self.agreed if self._future is None else self._next
         own: dict[str, Any] = {"residuals": {} if self.feedback is None else self.feedback.state_dict()}
-        if self._future is not None:
+        if self._future is not None and self._shift is not None:
             own["flight"] = {
                 "before": self.agreed.clone(),
-                "shift": self._shift.clone(),
+                "shift": self._shift.cpu().clone(),
                 "lost": self._lost,
             }
         return {"agreed": self._named(agreed), "momentum": self._named(self.momentum), "own": own}
@@ -226,15 +239,15 @@ class AgreedFragment:
     def load_own(self, own: Mapping[str, Any]) -> None:
         """Continue with this worker's own residuals and exchange."""
         if self.feedback is not None:
-            residuals = {name: value.cpu() for name, value in own["residuals"].items()}
+            residuals = {name: value.to(self.device) for name, value in own["residuals"].items()}
             self.feedback.load_state_dict(residuals)
         if "flight" in own:
-            self.agreed, self._change = self._change, self.agreed
+            self.agreed, self._next = self._next, self.agreed
             self.agreed.copy_(own["flight"]["before"])
-            self._shift.copy_(own["flight"]["shift"])
+            self._shift = own["flight"]["shift"].to(self.device, copy=True)
             self._lost = own["flight"]["lost"]
             self._future = torch.futures.Future()
-            self._future.set_result(self._change)
+            self._future.set_result(self._next)
 
 
 class AveragedBuffers:

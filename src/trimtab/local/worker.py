@@ -16,12 +16,16 @@ from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
 from trimtab.local.agreement import AgreedFragment, AveragedBuffers
+from trimtab.local.device import streams_for
 from trimtab.local.fragments import Part, split, turns
 from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
 
 STATE_VERSION = 2
+STREAMS = 2
+"""On a GPU fragments compute in so many streams by turns: one that is sent waits there for the training's last kernels,
+and the one before, which arrives meanwhile, should not. Memory of the device is kept for so many fragments."""
 
 
 class LocalWorker(JobBound):
@@ -66,9 +70,16 @@ class LocalWorker(JobBound):
         buffers = [b for b in module.buffers() if b.is_floating_point()]
         weights = [p.detach() for p in trained.values()] if start is None else []
         start_alike(weights + buffers, group, self.device)
+        streams = streams_for(self.device, STREAMS)
         self.fragments = [
-            AgreedFragment({part: trained[part.name] for part in parts}, self.workers, settings, seed=seed)
-            for parts in split(shapes, settings.fragments)
+            AgreedFragment(
+                {part: trained[part.name] for part in parts},
+                self.workers,
+                settings,
+                seed=seed,
+                stream=streams[index % STREAMS],
+            )
+            for index, parts in enumerate(split(shapes, settings.fragments))
         ]
         if start is not None:
             for fragment in self.fragments:
