@@ -37,6 +37,7 @@ from trimtab.planning.local_steps import MAX_PENALTY, longest_round, penalty
 
 METHODS = ("ddp", "default", "local")
 WORKERS, LR, WARM_UP, EVALUATE = 4, 3e-4, 100, 100
+COMMAND = "python3 -m benchmarks.studies.local_loss {} FOLDER"
 HELD_OUT = 128
 """Sequences whose loss is measured."""
 
@@ -129,7 +130,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
 def keep(spec: Mapping[str, Any], result: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, Any]:
     """Write what is known of a method so far."""
     whole = {
-        "environment": environment(),
+        "environment": {**environment(), "command": COMMAND.format(spec["method"])},
         "method": spec["method"],
         "workers": WORKERS,
         "processes": 1 if spec["method"] == "ddp" else WORKERS,
@@ -148,23 +149,23 @@ def summary(folder: Path) -> dict[str, Any]:
     parts = {name: folder / f"{name}.json" for name in METHODS}
     found = {name: json.loads(file.read_text()) for name, file in parts.items() if file.exists()}
     curves = {name: {row["step"]: row["held_out"] for row in one["curve"]} for name, one in found.items()}
-    common = set.intersection(*(set(curve) for curve in curves.values()))
-    last = max(common)
-    rows = [
-        {
-            "method": name,
-            "step": last,
-            "held_out": curves[name][last],
-            "gap": curves[name][last] / curves["ddp"][last] - 1 if "ddp" in curves else None,
-            "explain": one.get("explain"),
-        }
-        for name, one in found.items()
-    ]
+    rows = []
+    for name, one in found.items():
+        last = max(curves[name].keys() & curves["ddp"].keys())
+        rows.append(
+            {
+                "method": name,
+                "step": last,
+                "held_out": curves[name][last],
+                "gap": curves[name][last] / curves["ddp"][last] - 1,
+                "explain": one.get("explain"),
+            }
+        )
     every = next((one["every"] for one in found.values() if one["every"]), None)
     return {
         "bench": "local_loss",
         "summary": {
-            "steps": last,
+            **{f"{row['method']}_steps": row["step"] for row in rows},
             **{f"{row['method']}_gap": row["gap"] for row in rows if row["method"] != "ddp"},
             "expected_gap": None if every is None else penalty(WORKERS, every),
             "every": every,
@@ -174,7 +175,7 @@ def summary(folder: Path) -> dict[str, Any]:
             name: {key: value for key, value in one.items() if key != "environment"}
             for name, one in found.items()
         },
-        "environment": next(iter(found.values()))["environment"],
+        "environment": {**found["ddp"]["environment"], "command": COMMAND.format("summary")},
     }
 
 

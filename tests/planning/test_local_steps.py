@@ -17,6 +17,7 @@ from trimtab.planning.local_steps import (
     longest_round,
     outer_rates,
     penalty,
+    small_batch,
 )
 
 seconds = st.floats(1e-3, 100.0)
@@ -137,6 +138,11 @@ def test_the_penalty_grows_with_workers_and_rounds(workers: int, every: int) -> 
     assert penalty(workers, every + 1) >= penalty(workers, every)
     assert penalty(1, every) == 0
     assert penalty(workers, every, 2) > penalty(workers, every, 4) == penalty(workers, every, None)
+
+
+def test_a_small_batch_is_said() -> None:
+    assert "8 samples" in small_batch(8)
+    assert small_batch(64) == small_batch(0) == ""
 
 
 def test_published_penalties() -> None:

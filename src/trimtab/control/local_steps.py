@@ -31,7 +31,7 @@ from trimtab.local.worker import LocalWorker
 from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound, JobHook, find_state
-from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings
+from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings, small_batch
 from trimtab.report import events
 
 WARM_UP, TIMED = 2, 4
@@ -86,7 +86,7 @@ class LocalSteps(JobBound):
         self._numbers: weakref.WeakKeyDictionary[object, LaterNumbers] = weakref.WeakKeyDictionary()
         self._number_groups: list[dist.ProcessGroup] = []
         self._start: dict[str, torch.Tensor] | None = None
-        self._samples = self._seen = self._skipped = 0
+        self._samples = self._batch = self._seen = self._skipped = 0
         self._ended = False
         self._began = 0.0
         self._times: list[float] = []
@@ -216,7 +216,8 @@ class LocalSteps(JobBound):
         if not self._ended or self._off:
             return
         self._ended = False
-        samples, self._samples = self._samples, 0
+        self._batch = samples = self._samples
+        self._samples = 0
         with nullcontext() if self.timer is None else self.timer.waiting():
             if self.worker is None:
                 self._seen += samples
@@ -330,7 +331,8 @@ class LocalSteps(JobBound):
         if self.worker.late:
             text += f"; {self.worker.late} fragments came late and were taken later"
         reason = None if self.choice is None else self.choice.reason
-        return f"{text}; {reason or expected_loss(workers.count, own.every, own.bits)}"
+        reason = reason or expected_loss(workers.count, own.every, own.bits)
+        return f"{text}; {reason}{small_batch(self._batch * len(workers.own))}"
 
     def close(self) -> None:
         self._off = True

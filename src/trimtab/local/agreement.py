@@ -281,6 +281,6 @@ def outer_step(
     agreed: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, factor: float
 ) -> None:
     """SGD with Nesterov momentum: the new weights replace the gradient."""
-    momentum.mul_(factor).add_(gradient)
+    torch.add(gradient, momentum, alpha=factor, out=momentum)
     gradient.add_(momentum, alpha=factor)
     torch.sub(agreed, gradient, alpha=lr, out=gradient)

@@ -27,6 +27,10 @@ OVERLAPPED = 0.5
 PENALTY = {1: 0.0, 2: 0.0048, 4: 0.0137, 8: 0.0287}
 """Relative increase of the loss by number of workers, with rounds of 30 steps (published fits for 124 M parameters)."""
 
+FEW_SAMPLES = 32
+"""With fewer samples in a worker's step, its own gradient is mostly noise, and the penalty many times larger
+(docs/local-steps.md)."""
+
 REFERENCE_EVERY = 30
 GROWTH = 0.5
 """The penalty grows with this power of the length of a round: assumed, between the constant of the published fits and
@@ -90,7 +94,14 @@ def penalty(workers: int, every: int, bits: int | None = 4) -> float:
 
 def expected_loss(workers: int, every: int, bits: int | None = 4) -> str:
     """The penalty in words."""
-    return f"the loss is expected to be {penalty(workers, every, bits):.1%} higher than DDP's"
+    return f"the loss is expected to be {penalty(workers, every, bits):.1%} higher than DDP's, with large batches"
+
+
+def small_batch(samples: int) -> str:
+    """What to expect of a worker's batch of so many samples; empty where it is not small."""
+    if not 0 < samples < FEW_SAMPLES:
+        return ""
+    return f"; {samples} samples in a worker's step are few, and the loss may end far higher than that"
 
 
 def _known(workers: int) -> float:
