@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from trimtab.errors import TrimtabError
+from trimtab.measure.local_clock import LocalClock
 
 WAITS = {
     "unshard": "all-gather",
@@ -34,15 +35,38 @@ class WaitObserver(Protocol):
 
 def observe_waits(model: nn.Module, observer: WaitObserver) -> None:
     """Tell `observer`, as long as it lives, of the collectives of a model's `fully_shard` modules, if it has some."""
+    alive = weakref.ref(observer)
+    _wrap(model, lambda method, name: _timed(method, name, alive))
+
+
+def leave_out_waits(model: nn.Module, clock: LocalClock) -> None:
+    """Do not count, as long as the clock lives, what a rank waits in a model's `fully_shard` modules."""
+    alive = weakref.ref(clock)
+    _wrap(model, lambda method, _name: _left_out(method, alive))
+
+
+def _wrap(model: nn.Module, wrapped: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
+    """Wrap every method in which a rank waits; it is called with the collective's name."""
     if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
         return
     from trimtab.doors.fsdp import param_groups, sharded_modules
 
-    alive = weakref.ref(observer)
     with suppress(TrimtabError):  # a module that is sharded over several meshes: its waits count as compute
         for group in [group for module in sharded_modules(model) for group in param_groups(module)]:
             for method, name in WAITS.items():
-                setattr(group, method, _timed(getattr(group, method), name, alive))
+                setattr(group, method, wrapped(getattr(group, method), name))
+
+
+def _left_out(method: Callable[..., Any], alive: weakref.ref[LocalClock]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def left_out(*args: Any, **kwargs: Any) -> Any:
+        clock = alive()
+        if clock is None:
+            return method(*args, **kwargs)
+        with clock.waiting():
+            return method(*args, **kwargs)
+
+    return left_out
 
 
 def _timed(method: Callable[..., Any], name: str, alive: weakref.ref[WaitObserver]) -> Callable[..., Any]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from tests.control.plans.plan_cases import WIDTH, corpus, net, plan_for, role
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import trimtab
@@ -68,23 +70,28 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
     roles = {"fast": replace(role("A", 5), compute_s=0.5), "slow": role("B", 3, **{"model.up": "bf16"})}
     plan = plan_for(model, roles=roles, batch="free")
     active = ActivePlan(plan)
-    ddp = Ddp(model)
+    wrapped: Any = model
+    if settings.get("sharded"):
+        for module in (model.model.up, model.model.middle, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        wrapped = Ddp(model)
     if settings.get("bits"):
-        trimtab.compress(ddp, Block(bits=4))
+        trimtab.compress(wrapped, Block(bits=4))
     attach_state(model).active_plan = active
 
     def switch(new: Plan) -> None:
         set_precision(model, new.roles[new.role_of(rank)].precisions)
 
     switch(plan)
-    follower = Follower(ddp, active, QUICK, switch=switch, make_plan=settings.get("anew", lower_all))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    data = trimtab.loader(corpus(8 * 40), 8, plan=ddp, adjust=None)
+    follower = Follower(wrapped, active, QUICK, switch=switch, make_plan=settings.get("anew", lower_all))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    data = trimtab.loader(corpus(8 * 40), 8, plan=wrapped, adjust=None)
     lowered, dealt = [], []
     for step, (batch,) in enumerate(data):
         if step == settings.get("slow_at", 10) and rank == 1:
             model.seconds = 4 * AT_FIRST
-        loss = (ddp(batch) - batch).square().mean()
+        loss = (wrapped(batch) - batch).square().mean()
         lowered.append(len(precisions_of(model)))
         dealt.append(len(batch))
         data.weigh(loss).backward()
@@ -95,9 +102,14 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
         "lowered": lowered,
         "dealt": dealt,
         "history": [(switch.step, switch.before, switch.after) for switch in active.history],
-        "explained": trimtab.explain(ddp),
-        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "explained": trimtab.explain(wrapped),
+        "parameters": torch.cat([_whole(p).detach().flatten() for p in model.parameters()]),
     }
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    whole: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole
 
 
 def test_all_ranks_take_up_another_plan_at_one_step(ranks: Pool) -> None:
@@ -121,9 +133,22 @@ def test_with_compressed_gradients(ranks: Pool) -> None:
     assert torch.equal(fast["parameters"], slow["parameters"])
 
 
+def test_sharded_by_fsdp2(ranks: Pool) -> None:
+    # Both ranks wait for the slow one in every unit; what each needs itself is seen all the same.
+    fast, slow = ranks(2, job, {"sharded": True}, allow_groups=True)
+    assert fast["history"] == slow["history"]
+    assert len(fast["history"]) == 1
+    at = fast["history"][0][0]
+    assert at > 10
+    assert fast["dealt"] == [5] * (at + 1) + [6] * (39 - at)
+    assert slow["lowered"] == [1] * at + [2] * (40 - at)
+    assert torch.equal(fast["parameters"], slow["parameters"])
+
+
 def test_a_steady_job_keeps_its_plan(ranks: Pool) -> None:
-    for one in ranks(2, job, {"slow_at": None}):
-        assert one["history"] == []
+    for settings in ({"slow_at": None}, {"slow_at": None, "sharded": True}):
+        for one in ranks(2, job, settings, allow_groups=True):
+            assert one["history"] == []
 
 
 def test_a_planner_that_fails_does_not_end_the_job(ranks: Pool) -> None:

@@ -109,9 +109,13 @@ def _agree_and_apply(
     _set_precisions(root, plan, rank, seed)
     attach_state(root).active_plan = active
     notes = [f"plan {plan.hash}: {_describe_roles(plan)}"]
-    if ddp is not None:
-        notes += [_compress(ddp, plan, seed), *_what_the_script_does(ddp, plan)]
-        state = attach_state(ddp)
+    sharded = is_fsdp(model)
+    if ddp is not None or sharded:
+        if ddp is not None:
+            notes += [_compress(ddp, plan, seed), *_what_the_script_does(ddp, plan)]
+        else:
+            notes.append(compress_sharded(model, plan, seed))
+        state = attach_state(model)
         if state.plan_follower is not None:
             state.plan_follower.close()
             state.plan_follower = None
@@ -123,12 +127,8 @@ def _agree_and_apply(
             )
         elif follow is not None and plan.world_size > 1:
             state.plan_follower = Follower(
-                ddp, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
+                model, active, follow, switch=lambda new: _set_precisions(root, new, rank, seed)
             )
-    elif is_fsdp(model):
-        notes.append(compress_sharded(model, plan, seed))
-        if follow is not None:
-            notes.append("the plan stays when speeds change: under FSDP2 a rank's own time is not known")
     elif plan.bits is not None and len(plan.tensor_groups) != 1:
         wrapped = "DDP" if plan.wrapper == "ddp" else "sharded"
         notes.append(f"gradients are not compressed: apply the plan to the {wrapped} module for that")

@@ -1,6 +1,7 @@
 """Follow a plan while it runs: compare measured with predicted times, and switch all ranks to a new plan together.
 
-1. In every step each rank measures its own time, without waiting for others (`LocalClock`).
+1. In every step each rank measures its own time, without waiting for others (`LocalClock`): under DDP they wait at
+   the end of backward, under FSDP2 in every unit.
 2. Every `look` steps the ranks exchange their medians in one small all-gather.
 3. Rank 0 compares them with the plan's predictions, role by role, in a low-priority thread. If the relative speed
    of the roles has changed for some looks, it makes a new plan (`trimtab.planning.replan`) and publishes it. Of tensor
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from trimtab.control.background import FAILED, Background
 from trimtab.control.plans.active_plan import ActivePlan, Switch, emit_plan, plan_text
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.environment import logger
 from trimtab.measure.local_clock import LocalClock
@@ -38,27 +40,31 @@ __all__ = ["Follow", "Follower"]
 
 
 class Follower:
-    """Follows the plan of one DDP module; every rank makes the same calls."""
+    """Follows the plan of one DDP module or `fully_shard` model; every rank makes the same calls."""
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        model: nn.Module,
         active: ActivePlan,
         rules: Follow,
         *,
         switch: Callable[[Plan], None],
         make_plan: Callable[[Plan, Mapping[str, float]], Plan] = replan,
     ) -> None:
-        """`switch` sets another plan's precisions on this rank."""
+        """
+        Args:
+            switch: sets another plan's precisions on this rank.
+        """
         self._active, self._rules = active, rules
         self._switch, self._make_plan = switch, make_plan
-        self._group = ddp.process_group
-        if active.plan.tensor_groups:  # of these DDP has only the ranks in the same place
-            world = dist.group.WORLD
-            assert world is not None
-            self._group = world
+        world = dist.group.WORLD
+        assert world is not None
+        # Of tensor groups DDP has only the ranks in the same place, and of HSDP a model's group only one copy's.
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._group = world if ddp is None or active.plan.tensor_groups else ddp.process_group
         self._rank = dist.get_rank(self._group)
-        self._clock = LocalClock(next(ddp.parameters()).device)
+        self._clock = LocalClock(next(model.parameters()).device)
+        leave_out_waits(model, self._clock)
         active.clocks.add(self._clock)
         self._background = Background(self._group)
         self._failed = False
@@ -66,7 +72,7 @@ class Follower:
         self._step = 0
         self._shares: tuple[int, ...] | None = None
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
-        self._steps = TrainingSteps(ddp, {id(p) for p in ddp.parameters()}, self)
+        self._steps = TrainingSteps(model, {id(p) for p in model.parameters()}, self, first=ddp is None)
         alive = weakref.ref(self)
 
         def after_forward(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -75,8 +81,8 @@ class Follower:
                 follower._time_backward(output)
 
         # A compiled model calls the hook between its graphs; it must not be traced.
-        self._handle = ddp.register_forward_hook(JobHook(torch.compiler.disable(after_forward)))
-        weakref.finalize(ddp, self._background.close).atexit = False
+        self._handle = model.register_forward_hook(JobHook(torch.compiler.disable(after_forward)))
+        weakref.finalize(model, self._background.close).atexit = False
 
     def close(self) -> None:
         """Stop following."""
