@@ -127,6 +127,21 @@ def test_operators_with_one_key_have_one_time() -> None:
     assert len(found) == len(keys) + 1
 
 
+def test_pauses_that_fall_into_a_few_operators_of_every_pass_are_counted() -> None:
+    model, batch = tiny()
+    workload = capture_workload(model, batch)
+    count = len(workload.operators)
+
+    def paused(place: int) -> StepTimes:
+        """Operators of 1 s, and one pause of 10 s in each pass, in another place every time."""
+        times = tuple(11.0 if index == place else 1.0 for index in range(count))
+        return StepTimes(forward=times, backward=times, optimizer=0.0)
+
+    found = operator_times(PrecisionGraph(workload), [paused(place) for place in range(4)], {})
+    total = sum(found[str(key_of(o))].forward_s for o in workload.operators)
+    assert total == pytest.approx(count + 10)
+
+
 def test_what_follows_a_lowered_operator_is_timed_in_the_type_that_it_hands_on() -> None:
     model, batch = tiny()
     workload = capture_workload(model, batch)

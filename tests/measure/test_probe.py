@@ -218,11 +218,14 @@ def test_the_codec_is_fitted_in_both_directions() -> None:
     assert all(line.a >= 0 and line.c >= 0 and line.a + line.c > 0 for line in vars(times).values())
 
 
-def _probe_link() -> dict[str, list[tuple[float, float, float]]]:
+def _probe_link() -> dict[str, list[tuple[float, ...]]]:
     trial = LinkProbe(Placement.of((2,)), CPU, rows=((1 << 12,) * 3, (1 << 16, 1 << 12)))
     trial.round()
     trial.round()
-    return {k: [(f.per_message_s, f.per_byte_s, f.drag) for f in fits] for k, fits in trial.fits().items()}
+    return {
+        k: [(f.per_message_s, f.per_byte_s, f.drag, f.busy_message_s) for f in fits]
+        for k, fits in trial.fits().items()
+    }
 
 
 def test_every_rank_gets_the_same_figures_of_the_link(ranks: Any) -> None:
@@ -231,7 +234,8 @@ def test_every_rank_gets_the_same_figures_of_the_link(ranks: Any) -> None:
     assert set(one) == {"all_reduce", "all_gather", "all_to_all"}
     for fits in one.values():
         assert len(fits) == 2
-        assert all(m >= 0 and b >= 0 and m + b > 0 and d >= 0 for m, b, d in fits)
+        assert all(m >= 0 and b >= 0 and m + b > 0 and d >= 0 and busy >= 0 for m, b, d, busy in fits)
+    assert any(busy > 0 for fits in one.values() for *_, busy in fits)
 
 
 def _row_sums() -> list[tuple[float, float]]:

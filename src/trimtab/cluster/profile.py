@@ -66,6 +66,10 @@ class CollectiveTime:
     drag: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """By device class: fraction of the device that a transfer uses while it flows."""
 
+    busy_message_s: Seconds = 0.0
+    """As `per_message_s`, while the ranks compute: what passes a message on waits for its turn on the core. 0 where it
+    makes no difference."""
+
     per_bucket_s: Seconds = 0.0
     """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
 

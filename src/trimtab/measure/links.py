@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -68,6 +69,7 @@ def link_times(probe: LinkProbe, devices: Sequence[str]) -> dict[str, Collective
         collective: CollectiveTime(
             per_message_s=fits[0].per_message_s,
             per_byte_s=fits[0].per_byte_s,
+            busy_message_s=fits[0].busy_message_s,
             drag={name: fit.drag for name, fit in zip(devices, fits, strict=True)},
         )
         for collective, fits in probe.fits().items()
@@ -106,19 +108,23 @@ class LinkProbe:
         }
         self._times: dict[tuple[Collective, tuple[int, ...]], list[float]] = {}
         self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
+        self._busy: dict[Collective, list[float]] = {c: [] for c in collectives}
         self._unit = _Unit(device)
         self._trials = {(c, row): self._row(c, row) for c in self._collectives for row in self._rows[c]}
 
     def round(self) -> None:
-        """Time every trial of every collective once, and the largest one also during a computation."""
+        """Time every trial of every collective once, the smallest and the largest one also during a computation."""
         for key, run in self._trials.items():
             self._times.setdefault(key, []).append(
                 slowest_seconds(partial(_complete, run), self._device, self._group)
             )
         for collective in self._collectives:
-            self._drags[collective].append(
-                self._lost_compute(self._trials[collective, self._rows[collective][-1]])
-            )
+            rows = self._rows[collective]
+            _, lost = self._beside_compute(self._trials[collective, rows[-1]])
+            self._drags[collective].append(lost)
+            if self._device.type == "cpu":  # a GPU's host has nothing else to do than to pass on messages
+                taken, _ = self._beside_compute(self._trials[collective, rows[0]])
+                self._busy[collective].append(max(taken))
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
         """For each collective a fit per rank; they differ only in drag."""
@@ -134,11 +140,20 @@ class LinkProbe:
                 )
                 points.append((messages, sent, median(self._times[collective, row])))
             largest_s = points[-1][2]
+            busy = self._busy_message_s(collective, points)
             fits[collective] = tuple(
-                fit(points, drag=max(0.0, median(lost) / largest_s))
+                replace(fit(points, drag=max(0.0, median(lost) / largest_s)), busy_message_s=busy)
                 for lost in zip(*self._drags[collective], strict=True)
             )
         return fits
+
+    def _busy_message_s(self, collective: Collective, points: Sequence[tuple[float, float, float]]) -> float:
+        """Seconds of a message while the ranks compute: those of the smallest trial, without its bytes."""
+        messages, sent, _ = points[0]
+        if not self._busy[collective] or not messages:
+            return 0.0
+        flow_s = fit(points).per_byte_s * sent
+        return max(0.0, median(self._busy[collective]) - flow_s) / messages
 
     def _row(self, collective: Collective, row: Sequence[int]) -> Callable[[], list[dist.Work]]:
         transfers = [self._make(collective, size) for size in row]
@@ -159,27 +174,30 @@ class LinkProbe:
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
 
-    def _lost_compute(self, run: Callable[[], list[dist.Work]]) -> list[float]:
-        """For each rank, the seconds of computing that it loses to the transfers."""
+    def _beside_compute(self, run: Callable[[], list[dist.Work]]) -> tuple[list[float], list[float]]:
+        """For each rank, how long the transfers take while it computes, and the seconds that computing loses."""
         alone = self._unit.seconds()
         meet(self._device, self._group)
         start = time.perf_counter()
         if self._device.type == "cuda":
             lost = self._unit.lost_to(run, alone)
+            taken = 0.0
         else:
             works = run()
             units = 0
             while not all(work.is_completed() for work in works):
                 self._unit.run()
                 units += 1
-            lost = time.perf_counter() - start - units * alone
+            taken = time.perf_counter() - start
+            lost = taken - units * alone
             for work in works:
                 work.wait()
-        mine = torch.tensor([lost], dtype=torch.float64, device=self._device)
-        everyone = torch.empty(self._world_size, dtype=torch.float64, device=self._device)
+        mine = torch.tensor([taken, lost], dtype=torch.float64, device=self._device)
+        everyone = torch.empty(2 * self._world_size, dtype=torch.float64, device=self._device)
         of: dist.ProcessGroup = self._group or dist.group.WORLD  # type: ignore[assignment]
         all_gather_single(everyone, mine, of)
-        return [float(x) for x in everyone.tolist()]
+        values = everyone.tolist()
+        return values[0::2], values[1::2]
 
 
 def _complete(run: Callable[[], list[dist.Work]]) -> None:
@@ -195,14 +213,18 @@ class _Unit:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         cuda = device.type == "cuda"
-        side, dtype = (4096, torch.bfloat16) if cuda else (128, torch.float32)
-        self._a = torch.randn(side, side, device=device, dtype=dtype)
+        rows, side, dtype = (4096, 4096, torch.bfloat16) if cuda else (64, 384, torch.float32)
+        # A step is as much memory traffic as arithmetic, and a transfer disturbs the traffic more: on a CPU it also
+        # evicts the weights, which a small matrix would keep in the cache.
+        self._weights = torch.randn(1 if cuda else 24, side, side, device=device, dtype=dtype).unbind()
+        self._a = torch.randn(rows, side, device=device, dtype=dtype)
         self._out = torch.empty_like(self._a)
-        # A step on a GPU is as much memory traffic as arithmetic, and a transfer disturbs the traffic more.
         self._traffic = torch.zeros(1 << 26, device=device, dtype=dtype) if cuda else None
+        self._runs = 0
 
     def run(self) -> None:
-        torch.mm(self._a, self._a, out=self._out)
+        torch.mm(self._a, self._weights[self._runs % len(self._weights)], out=self._out)
+        self._runs += 1
         if self._traffic is not None:
             self._traffic.mul_(0.5)
 

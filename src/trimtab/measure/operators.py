@@ -289,6 +289,9 @@ def operator_times(
 ) -> dict[str, OperatorTime]:
     """Times by operator key: medians over steps, then means over the operators with this key.
 
+    They are scaled so that they add up to the median pass: the median of a short operator leaves out the pauses of a
+    rank with a CPU quota, which fall into a few of its calls, but into every pass.
+
     Args:
         graph: of the workload with the timed batch size, in its own precision.
         precisions: those that were set, by operator name.
@@ -296,18 +299,27 @@ def operator_times(
     for name, chosen in precisions.items():
         graph.set(name, chosen)
     gathered: dict[str, list[tuple[float, float]]] = {}
+    forward_s = _medians([step.forward for step in steps])
+    backward_s = _medians([step.backward for step in steps])
     for operator in graph.workload.operators:
         precision = precisions.get(operator.setting) if operator.setting is not None else None
         # What was not lowered may compute in the type that the operator before it hands on.
         follows = graph.leaving[operator.index] != graph.captured[operator.index] and precision is None
         dtype = graph.leaving[operator.index] if follows else None
-        forward = median(step.forward[operator.index] for step in steps)
-        backward = median(step.backward[operator.index] for step in steps)
-        gathered.setdefault(str(key_of(operator, precision, dtype)), []).append((forward, backward))
+        times = forward_s[operator.index], backward_s[operator.index]
+        gathered.setdefault(str(key_of(operator, precision, dtype)), []).append(times)
     return {
         key: OperatorTime(forward_s=mean(f for f, _ in taken), backward_s=mean(b for _, b in taken))
         for key, taken in gathered.items()
     }
+
+
+def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each place, scaled so that they add up to the median sum."""
+    medians = [median(times) for times in zip(*passes, strict=True)]
+    whole = sum(medians)
+    scale = median(map(sum, passes)) / whole if whole else 1.0
+    return [seconds * scale for seconds in medians]
 
 
 def with_steps(

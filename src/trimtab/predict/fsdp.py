@@ -365,5 +365,12 @@ def _transfers(exchange: _Exchange, links: JobLinks, inside: bool) -> tuple[Tran
     for traffic in exchange.replicas if inside else exchange.shard:
         fits = links.fits(traffic.collective)
         drag = links.drag[traffic.collective]
-        transfers.append(Transfer(latency_s=traffic.latency_s(fits), seconds=traffic.flow_s(fits), drag=drag))
+        transfers.append(
+            Transfer(
+                latency_s=traffic.latency_s(fits),
+                busy_latency_s=traffic.busy_latency_s(fits),
+                seconds=traffic.flow_s(fits),
+                drag=drag,
+            )
+        )
     return tuple(transfers)

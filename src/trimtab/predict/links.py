@@ -28,6 +28,9 @@ class Fit:
     drag: float = 0.0
     """Fraction of a rank's device that the transfer uses."""
 
+    busy_message_s: float = 0.0
+    """As `per_message_s`, while the ranks compute; less than that counts as that."""
+
     per_bucket_s: float = 0.0
     """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
 

@@ -231,7 +231,10 @@ def measured_rates(profile: Profile, link: str) -> dict[Collective, Fit]:
     """The measured rates of a link; collectives that were not measured are missing."""
     return {
         collective: Fit(
-            per_message_s=time.per_message_s, per_byte_s=time.per_byte_s, per_bucket_s=time.per_bucket_s
+            per_message_s=time.per_message_s,
+            per_byte_s=time.per_byte_s,
+            busy_message_s=time.busy_message_s,
+            per_bucket_s=time.per_bucket_s,
         )
         for collective in COLLECTIVES
         if (time := profile.links.get(link, {}).get(collective)) is not None

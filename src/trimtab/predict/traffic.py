@@ -48,6 +48,10 @@ class Traffic:
         """Time before and between the bytes; `fits` are those of the host classes' links."""
         return max((self.messages * fit.per_message_s for fit in fits), default=0.0)
 
+    def busy_latency_s(self, fits: Sequence[Fit]) -> float:
+        """The same while the ranks compute."""
+        return max((self.messages * max(fit.per_message_s, fit.busy_message_s) for fit in fits), default=0.0)
+
     def flow_s(self, fits: Sequence[Fit]) -> float:
         """Time of the bytes, through the interface that needs most of it."""
         return max((sent * fit.per_byte_s for sent, fit in zip(self.nbytes, fits, strict=True)), default=0.0)

@@ -106,6 +106,20 @@ def test_latency_comes_before_the_bytes_and_overlaps_nothing_of_its_own_bucket()
     assert done.step_s == pytest.approx(3 + 0.25 + 0.5)
 
 
+def test_messages_take_longer_while_a_rank_computes() -> None:
+    def step_s(roles: int, latency: float, busy: float) -> float:
+        transfer = Transfer(latency_s=latency, busy_latency_s=busy, seconds=0.2)
+        sent = [BucketTransfers(name=f"bucket {i}", transfers=(transfer,)) for i in range(2)]
+        return replay([role(str(i)) for i in range(roles)], sent).step_s
+
+    # The first bucket's message is under way when the second half of backward ends: half of its 2 s are done, the rest
+    # takes half of the 0.5 s of an idle rank. The second bucket's finds the ranks idle.
+    expected = 1 + 2 + (0.25 + 0.2) + (0.5 + 0.2) + 0.5
+    assert step_s(1, 0.5, 2.0) == pytest.approx(expected)
+    assert step_s(9, 0.5, 2.0) == pytest.approx(expected), "also where roles and buckets are joined"
+    assert step_s(1, 0.5, 0.0) == pytest.approx(step_s(1, 0.5, 0.5)), "never shorter than on idle ranks"
+
+
 def test_what_a_transfer_takes_of_the_device_slows_backward_down() -> None:
     done = replay([role(backward=(1.0, 2.0))], buckets(1.0, 0.0, drag=(0.25,)))
     # One second of transfer took a quarter of a second of computing away.

@@ -90,6 +90,7 @@ def _transfer(traffic: Traffic, links: JobLinks, overhead_s: float = 0.0) -> Tra
         drag = tuple(part / 2 if spared else part for part, spared in zip(drag, links.spared, strict=True))
     return Transfer(
         latency_s=traffic.latency_s(fits) + overhead_s,
+        busy_latency_s=traffic.busy_latency_s(fits) + overhead_s,
         seconds=traffic.flow_s(fits),
         drag=drag,
         way=traffic.way(fits),

@@ -46,7 +46,12 @@ def coarse(
 def _joined(buckets: Sequence[BucketTransfers]) -> BucketTransfers:
     stages = zip(*(bucket.transfers for bucket in buckets), strict=True)
     transfers = tuple(
-        replace(stage[0], latency_s=sum(t.latency_s for t in stage), seconds=sum(t.seconds for t in stage))
+        replace(
+            stage[0],
+            latency_s=sum(t.latency_s for t in stage),
+            busy_latency_s=sum(max(t.latency_s, t.busy_latency_s) for t in stage),
+            seconds=sum(t.seconds for t in stage),
+        )
         for stage in stages
     )
     return replace(buckets[-1], transfers=transfers)

@@ -78,10 +78,13 @@ class Transfer:
     """One collective of one bucket, over all ranks."""
 
     latency_s: float
-    """Before the bytes flow; uses no device."""
+    """Before the bytes flow, while no rank computes; uses no device."""
 
     seconds: float
     """While the bytes flow, with the wire free and every rank available."""
+
+    busy_latency_s: float = 0.0
+    """The same while a rank computes; less than `latency_s` counts as that."""
 
     drag: tuple[float, ...] = ()
     """For each role, the fraction of its device that the transfer uses while it flows."""

@@ -3,8 +3,9 @@
 Every role (identical ranks) is simulated once. A role has one device, which its compute stream, its codec
 stages and the active transfers share as threads share a core: each gets what it demands as long as there is
 enough, else an equal share. A transfer belongs to all roles at once: it starts when the last one is
-ready and proceeds at the rate of the wire, or of the rank that has least capacity for it. Buckets pass through
-the stages in order, as `trimtab.collectives.pipeline` runs them.
+ready and proceeds at the rate of the wire, or of the rank that has least capacity for it. Its messages take longer
+while a rank computes, where that was measured. Buckets pass through the stages in order, as
+`trimtab.collectives.pipeline` runs them.
 """
 
 from __future__ import annotations
@@ -155,11 +156,12 @@ class _Replay:
         """Divide every device among its tasks, and the wire among the transfers."""
         by_role: list[list[_Task]] = [[] for _ in self.roles]
         flows: list[_Task] = []
+        computing = any(task.kind == "compute" for task in self.active)
         for task in self.active:
             if task.kind == "flow":
                 flows.append(task)
             elif task.kind == "latency":
-                task.rate = 1.0
+                task.rate = task.demand if computing else 1.0
             else:
                 assert task.role is not None
                 by_role[task.role].append(task)
@@ -316,9 +318,9 @@ class _Replay:
         if needs[stage]:
             return
         transfer = self.buckets[bucket].transfers[stage]
-        task = _Task(
-            "latency", None, bucket, stage, transfer.latency_s, 1.0, "wire", self.buckets[bucket].name
-        )
+        latency, busy = transfer.latency_s, transfer.busy_latency_s
+        rate = latency / busy if busy > latency else 1.0  # while a rank computes
+        task = _Task("latency", None, bucket, stage, latency, rate, "wire", self.buckets[bucket].name)
         self._start(task, cause)
 
     def _flow(self, task: _Task) -> None:
