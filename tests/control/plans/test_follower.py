@@ -72,7 +72,8 @@ def job(settings: dict[str, Any]) -> dict[str, Any]:
     active = ActivePlan(plan)
     wrapped: Any = model
     if settings.get("sharded"):
-        for module in (model.model.up, model.model.middle, model):
+        inner: Any = model.model
+        for module in (inner.up, inner.middle, model):
             fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     else:
         wrapped = Ddp(model)
