@@ -68,7 +68,7 @@ def exchange(spec: Mapping[str, Any], report: Callable[[int, int], None]) -> dic
     change = 0.01 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
 
     def fragment_on(device: torch.device) -> tuple[AgreedFragment, nn.Parameter]:
-        p = nn.Parameter(start.to(device))
+        p = nn.Parameter(start.to(device, copy=True))
         stream = streams_for(device, 1)[0]
         return AgreedFragment({Part("weight"): p}, workers, settings, seed=0, stream=stream), p
 
