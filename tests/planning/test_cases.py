@@ -34,6 +34,7 @@ def test_each_change_is_made_by_itself_and_planned() -> None:
     # Planned, a cluster is never slower than with even shares.
     assert base.step_s < simulate(cluster(), workload(), even(cluster(), 3)).timeline.step_s
     assert changed_clusters(cluster()) == []
+    assert changed_clusters(cluster(), always=True) == [("as given, planned", cluster())]
 
 
 def case(name: str, samples_per_s: float, price: float | None) -> Case:

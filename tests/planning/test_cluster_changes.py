@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.predict.profiles import FAST, SLOW, cluster
+from tests.predict.profiles import FAST, SLOW, cluster, profile
 
 from trimtab.cluster import Host
 from trimtab.errors import TrimtabError
@@ -15,6 +15,7 @@ from trimtab.planning.cluster_changes import (
     faster_links,
     parsed_prices,
     priced,
+    require_one_kind,
     with_link,
     without,
 )
@@ -62,6 +63,24 @@ def test_a_card_is_found_as_people_write_it(text: str) -> None:
     (name,) = grown.hosts[-1].devices
     assert grown.devices[name].model == "RTX 3090"
     assert grown.world_size - cluster().world_size == int(text[0]) if text[0].isdigit() else 1
+
+
+def test_one_job_has_one_kind_of_device() -> None:
+    require_one_kind(added(cluster(), FAST))
+    with pytest.raises(
+        TrimtabError, match=rf"cpu \({FAST}, {SLOW}\) and cuda \(T4\), and one job cannot use both"
+    ):
+        require_one_kind(added(cluster(), "T4"))
+
+
+def test_faster_links_leave_the_exchange_inside_hosts_as_it_is() -> None:
+    known = profile()
+    inside = replace(known, links={**known.links, "local": known.links["lan"]})
+    faster = faster_links(replace(cluster(), profile=inside), 2.0).profile
+    assert faster is not None
+    assert faster.links["local"] == known.links["lan"]
+    before, after = known.links["lan"]["all_reduce"], faster.links["lan"]["all_reduce"]
+    assert after.per_byte_s == pytest.approx(before.per_byte_s / 2)
 
 
 def test_the_same_card_is_added_twice() -> None:

@@ -10,10 +10,10 @@ from trimtab.predict.extrapolation import nearby, out_of_reach
 
 @pytest.mark.parametrize(("samples", "far"), [(1, False), (6, False), (12, False), (13, True), (100, True)])
 def test_twice_the_largest_is_the_end(samples: int, far: bool) -> None:
-    said = out_of_reach(profile(), workload().model, [(FAST, 4), (SLOW, samples)])
+    said = out_of_reach(profile(), workload().model, [(FAST, 4), (SLOW, samples), (SLOW, samples)])
     assert (said is not None) == far
     if said is not None:
-        assert said.startswith(f"{SLOW} has {samples} samples and was probed at 2, 6: ")
+        assert said.startswith(f"{SLOW} has {samples} samples and was probed at 2, 6: "), "once"
 
 
 def test_half_the_smallest_is_the_end() -> None:

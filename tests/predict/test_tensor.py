@@ -123,6 +123,18 @@ def test_groups_inside_a_host_do_not_use_the_link_between_hosts() -> None:
     assert measured.step(across).all_reduce_s > 0
 
 
+def test_what_is_measured_inside_hosts_need_not_be_an_all_reduce() -> None:
+    """A probe of several hosts measures how their ranks exchange values through shared memory, and nothing else."""
+    given = links(1e-3, 1e-8)
+    shared = replace(given.links["lan"]["all_gather"], per_message_s=5e-3, per_byte_s=0.0)
+    local = {"all_gather": shared, "all_to_all": shared}
+    two = tuple(Host(name=name, devices={FAST: 2}, link="lan") for name in "ab")
+    pairs = setting(0.5, 0.5, groups=((0, 1), (2, 3)))
+    step = job(replace(given, links={**given.links, "local": local}), two).step(pairs)
+    blocks = len(workload().units)
+    assert step.all_reduce_s == pytest.approx(2 * blocks * 2 * 5e-3), "two messages, in both passes"
+
+
 def test_compressed_shards_are_sent_sooner() -> None:
     two = TensorSetting(groups=((0, 1), (2, 3)), counts=(counts(0.5),) * 2, samples=(SAMPLES, SAMPLES))
     slow = job(links(0, 1e-6), four())

@@ -23,6 +23,7 @@ from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.models.data import calibration
 from trimtab.models.spec import load_model
+from trimtab.planning.cluster_changes import require_one_kind
 from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
@@ -115,7 +116,7 @@ def plan(
         )
     offered = _precisions(target, profile, precisions)
     kinds = measured_kinds(target, profile)
-    _require_one_kind(target, kinds)
+    require_one_kind(target)
     stored = _stored(model, profile, kinds)
     workload = None if stored is None else stored.workload(kinds, autocast)
     damages: Damage = {}
@@ -169,19 +170,6 @@ def plan(
     if workload.caveat is not None:
         made = replace(made, reasons=(*made.reasons, workload.caveat))
     return made
-
-
-def _require_one_kind(cluster: Cluster, kinds: Collection[str]) -> None:
-    """Raise for ranks on CPUs and GPUs in one job: they compute other operators, and no backend serves both."""
-    if len(kinds) > 1:
-        by_kind: dict[str, list[str]] = {}
-        for name in rank_counts(cluster):
-            by_kind.setdefault(cluster.devices[name].kind, []).append(name)
-        both = " and ".join(f"{kind} ({', '.join(names)})" for kind, names in sorted(by_kind.items()))
-        raise TrimtabError(
-            f"plan: the cluster has ranks on {both}, and one job cannot use both; plan for one kind, without the "
-            "others' hosts (--remove NAME)"
-        )
 
 
 class _Job(NamedTuple):

@@ -92,7 +92,7 @@ def simulate(
     from trimtab.cli.terminal import print_table
     from trimtab.cluster import check_profile, load_cluster, model_name
     from trimtab.planning.cases import changed_clusters, verdicts
-    from trimtab.planning.cluster_changes import parsed_prices, priced, with_link
+    from trimtab.planning.cluster_changes import parsed_prices, priced, require_one_kind, with_link
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
@@ -104,7 +104,16 @@ def simulate(
         workload = _workload(base, model, batch, autocast, real)
         prices = parsed_prices(price or [])
         base = priced(base if link is None else with_link(base, link), prices)
-        changes = changed_clusters(base, remove=remove or [], add=add or [], link_factor=link_factor)
+        changes = changed_clusters(
+            base,
+            remove=remove or [],
+            add=add or [],
+            link_factor=link_factor,
+            always=budget_per_hour is not None,
+        )
+        if len({base.devices[rank.device].kind for rank in base.ranks()}) == 1:
+            for _, changed in changes:
+                require_one_kind(changed)
         changes = [(name, priced(changed, prices)) for name, changed in changes]
         job, setting = base, even(base, batch)
         if plan is not None:

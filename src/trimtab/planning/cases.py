@@ -76,13 +76,14 @@ def changed_clusters(
     remove: Sequence[str] = (),
     add: Sequence[str] = (),
     link_factor: float | None = None,
+    always: bool = False,
 ) -> list[tuple[str, Cluster]]:
-    """The cluster as given, and with each single change; empty if none is asked for."""
+    """The cluster as given, and with each single change; empty if none is asked for, unless `always`."""
     changes = [(f"without {what}", without(cluster, what)) for what in remove]
     changes += [(f"with {what}", added(cluster, what)) for what in add]
     if link_factor is not None:
         changes.append((f"links {link_factor:g} times as fast", faster_links(cluster, link_factor)))
-    return [(GIVEN, cluster), *changes] if changes else []
+    return [(GIVEN, cluster), *changes] if changes or always else []
 
 
 def planned_case(

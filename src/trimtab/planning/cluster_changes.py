@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from trimtab.cluster import Cluster, Device, Host, Link, parse_rate
 from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup_typed
+from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 
 
@@ -70,6 +71,21 @@ def added(cluster: Cluster, what: str) -> Cluster:
     return replace(cluster, devices=devices, hosts=(*cluster.hosts, host))
 
 
+def require_one_kind(cluster: Cluster) -> None:
+    """Raise for ranks on CPUs and GPUs in one job: they compute other operators, and no backend serves both."""
+    by_kind: dict[str, list[str]] = {}
+    for host in cluster.hosts:
+        for name in host.devices:
+            names = by_kind.setdefault(cluster.devices[name].kind, [])
+            names += [name] * (name not in names)
+    if len(by_kind) > 1:
+        both = " and ".join(f"{kind} ({', '.join(names)})" for kind, names in sorted(by_kind.items()))
+        raise TrimtabError(
+            f"the cluster has ranks on {both}, and one job cannot use both; plan for one kind, without the "
+            "others' hosts (--remove NAME)"
+        )
+
+
 def _counted(what: str) -> tuple[int, str]:
     matched = re.fullmatch(r"(?:(\d+) *x *)?([A-Za-z0-9][A-Za-z0-9_ -]*)", what.strip())
     if matched is None or int(matched[1] or 1) < 1:
@@ -124,7 +140,7 @@ def priced(cluster: Cluster, prices: Mapping[str, float]) -> Cluster:
 
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with links this many times as fast; latencies stay the same."""
+    """The cluster with links this many times as fast; latencies stay the same, and what ranks of one host exchange."""
     if not factor > 0:
         raise TrimtabError(f"a link cannot be {factor:g} times as fast")
     links = {
@@ -133,7 +149,9 @@ def faster_links(cluster: Cluster, factor: float) -> Cluster:
     profile = cluster.profile
     if profile is not None:
         scaled = {
-            name: {c: replace(time, per_byte_s=time.per_byte_s / factor) for c, time in collectives.items()}
+            name: collectives
+            if name == LOCAL and cluster.links
+            else {c: replace(time, per_byte_s=time.per_byte_s / factor) for c, time in collectives.items()}
             for name, collectives in profile.links.items()
         }
         profile = replace(profile, links=scaled)

@@ -210,7 +210,8 @@ def planned(plan: Plan, cluster: Cluster) -> tuple[Cluster, JobSetting]:
     if plan.tensor_groups:
         raise TrimtabError(
             "simulate: only steps of DDP and FSDP2 are replayed here, and this plan uses tensor parallelism; the plan "
-            f"itself holds what is predicted for it: {plan.predicted.step_s * 1e3:.4g} ms a step"
+            f"itself holds what is predicted for it: {plan.predicted.step_s * 1e3:.4g} ms a step; for what-ifs "
+            "leave out --plan: they are planned anew, tensor groups included"
         )
     roles = {
         name: RoleSetting(device=role.device, samples=role.samples, precisions=role.precisions)

@@ -18,7 +18,7 @@ def out_of_reach(profile: Profile, model: str, samples: Sequence[tuple[str, int]
         samples: of each kind of rank, with its device class in the profile.
     """
     far = []
-    for name, own in samples:
+    for name, own in dict.fromkeys(samples):
         sizes = profile.devices[name].batches.get(model, ()) if name in profile.devices else ()
         if sizes and not (min(sizes) <= FAR * own and own <= FAR * max(sizes)):
             far.append((name, own, sizes))

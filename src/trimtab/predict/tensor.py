@@ -32,7 +32,7 @@ from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.build import compressed_buckets, plain_buckets, plain_transfer
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.share_time import ShareTime
-from trimtab.predict.step import codec_time, job_links
+from trimtab.predict.step import codec_time, job_links, measured_rates
 from trimtab.predict.step_setting import StepSetting
 from trimtab.workload import Workload
 from trimtab.workload.units import sharded, shares_of
@@ -305,8 +305,12 @@ class TensorJob:
             )
             part = replace(self.cluster, hosts=hosts)
             placement = Placement.on(part)
-            inside = placement.hosts == 1 and len(self._links) > 1 and not profile.links.get(LOCAL)
-            links = JobLinks.uniform(SHARED_MEMORY) if inside else job_links(part, profile)
+            local = measured_rates(profile, LOCAL)
+            if placement.hosts == 1 and len(self._links) > 1 and "all_reduce" not in local:
+                # Of several hosts only what their ranks exchange inside is measured, and no all-reduce.
+                links = JobLinks.uniform(local.get("all_gather", SHARED_MEMORY))
+            else:
+                links = job_links(part, profile)
             self._between[key] = placement, links
         return self._between[key]
 
