@@ -337,7 +337,7 @@ def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json
 @_measures("autopilot", "autopilot.rows")
 def autopilot(
     device: Device = "cpu",
-    steps: Steps = 20,
+    steps: Steps = 18,
     only: Annotated[
         str, typer.Option(help="Scripts, comma-separated: ddp, trainer, lightning; all when absent.")
     ] = "",

@@ -57,7 +57,7 @@ TAKES_EFFECT = 3
 
 FEWEST_TIMED = 3
 
-ALONE_STEPS = 12
+ALONE_STEPS = 10
 """Steps of the ranks that train alone: their loss is not compared."""
 
 
