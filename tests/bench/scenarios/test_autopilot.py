@@ -70,6 +70,8 @@ def test_what_follows_the_last_change_is_timed() -> None:
 def test_ranks_alone_are_timed_while_both_train() -> None:
     fast, slow = ({"steps": [{"time": pace * k} for k in range(8)]} for pace in (1.0, 2.0))
     assert [len(log["steps"]) for log in rows.together([fast, slow])] == [8, 4]
+    late = {"steps": [{"time": 5.0 + k} for k in range(8)]}
+    assert [len(log["steps"]) for log in rows.together([fast, late])] == [8, 8], "too few steps in common"
 
 
 def test_launches() -> None:

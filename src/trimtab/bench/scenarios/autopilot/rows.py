@@ -192,9 +192,15 @@ def steady(record: Mapping[str, Any], last_change: int = 0) -> tuple[float, floa
 
 
 def together(logs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of ranks that trained alone, as long as all of them did: afterwards the machine is quieter."""
+    """The records of ranks that trained alone, as long as all of them did: afterwards the machine is quieter.
+
+    Whole records where steps are so short that one rank was done before another had begun.
+    """
     end = min(record["steps"][-1]["time"] for record in logs)
-    return [{"steps": [step for step in record["steps"] if step["time"] <= end]} for record in logs]
+    common = [[step for step in record["steps"] if step["time"] <= end] for record in logs]
+    if min(map(len, common)) <= FEWEST_TIMED:
+        return [dict(record) for record in logs]
+    return [{"steps": steps} for steps in common]
 
 
 def judged(
