@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,17 @@ POINTERS = {
     "codes": "*i8",
     "transposed": "*i8",
     "largest": "*i32",
-    "sums": "*i32",
-    "out": "*fp32",
+    "a": "*i8",
+    "b": "*i8",
+    "out": "*bf16",
     "row_scale": "*fp32",
     "column_scale": "*fp32",
     "bias": "*fp32",
+    "sums": "*i32",
 }
+ALIGNED = {*POINTERS, "columns", "length", "stride_a", "stride_b"}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Bytes that one program may use, by compute capability."""
 
 
 def test_interpreted_it_has_no_faults() -> None:
@@ -49,22 +55,48 @@ def test_interpreted_it_has_no_faults() -> None:
 def test_it_compiles_to_the_specified_arithmetic(
     capability: int, formats: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from trimtab.precision import triton_int8 as int8_kernels
     from trimtab.precision import triton_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for form in formats:
-        drawn = {"FORMAT": form, "STOCHASTIC": True}
-        rows = drawn | {"OPERAND": 2, "FACTOR": True, "BLOCK": 1024, "CHUNKS": 1}
-        tiles = drawn | {"DIRECT": True, "TRANSPOSED": True, "BM": 64, "BN": 64}
+        drawn = {"FORMAT": form, "STOCHASTIC": True, "FACTOR": True}
+        rows = drawn | {"OPERAND": 2, "BLOCK": 1024, "CHUNKS": 1}
+        tiles = drawn | {"BY_COLUMN": True, "DIRECT": True, "TRANSPOSED": True, "BM": 64, "BN": 64}
         for kernel, constants in ((kernels.quantize_rows, rows), (kernels.quantize_tiles, tiles)):
-            assert "fma.rn.f32" not in _ptx(kernel, constants, capability)
-    surveyed = {"OPERAND": 2, "STOCHASTIC": True, "ROWS": 16, "BLOCK": 1024}
-    assert ".max" in _ptx(kernels.find_largest, surveyed, capability)
-    scaled = {"ROW": True, "COLUMN": True, "BIAS": True, "BLOCK": 1024}
-    assert "fma.rn.f32" not in _ptx(kernels.dequantize, scaled, capability)
+            assert "fma.rn.f32" not in _compiled(kernel, constants, capability)["ptx"]
+    surveyed = {"OPERAND": 2, "STOCHASTIC": True}
+    whole = surveyed | {"ROWS": 16, "BLOCK": 1024}
+    columns = surveyed | {"FACTOR": True, "BM": 32, "BN": 64, "CHUNKS": 4}
+    assert ".max" in _compiled(kernels.find_largest, whole, capability)["ptx"]
+    scaled = {"ROW": True, "COLUMN": True, "BIAS": True, "ADD": True, "BLOCK": 1024}
+    assert "fma.rn.f32" not in _compiled(int8_kernels.scale_sums, scaled, capability)["ptx"]
+    assert _compiled(int8_kernels.transpose, {"BM": 128, "BN": 128}, capability)["cubin"]
+    assert ".max" in _compiled(kernels.find_largest_of_columns, columns, capability)["ptx"]
 
 
-def _ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+def test_the_int8_product_compiles_for_real_cards(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code, with integer tensor-core instructions and no more shared memory than the card has."""
+    from trimtab.precision import triton_int8 as kernels
+    from trimtab.precision.triton_products import TILES
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for tile in TILES[max(known for known in TILES if known <= capability)]:
+        chosen = {"ROW": True, "COLUMN": True, "BIAS": True, "ADD": False, "EVEN": True, "GROUP": 8}
+        sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.length}
+        compiled = _compiled(kernels.multiply, chosen | sizes, capability, warps=tile.warps, stages=tile.stages)
+        assert re.search(r"mma.*\.s8\.s8", compiled["ptx"])
+        assert "fma.rn.f32" not in compiled["ptx"]
+        assert len(compiled["cubin"]) > 0
+        assert (tile.rows + tile.columns) * tile.length * tile.stages <= SHARED_MEMORY[capability]
+
+
+def _compiled(
+    kernel: Any, constants: dict[str, Any], capability: int, *, warps: int = 4, stages: int = 3
+) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -73,7 +105,8 @@ def _ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
         name: "constexpr" if name in constants else POINTERS.get(name, "i64" if name == "base" else "i32")
         for name in kernel.arg_names
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return str(compiled.asm["ptx"])
+    # As in a launch: pointers and strides are multiples of 16.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in ALIGNED}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm

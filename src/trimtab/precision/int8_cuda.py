@@ -1,4 +1,4 @@
-"""int8 products on a GPU: `torch._int_mm` between Triton kernels; scales are folded as in `trimtab.precision.int8`."""
+"""int8 products on a GPU, by Triton kernels; scales are folded as in `trimtab.precision.int8`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from torch import Tensor
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.int8 import Int8
 from trimtab.precision.products import Operands, Sizes
+from trimtab.precision.triton_products import product, transpose
 from trimtab.precision.triton_quantize import (
-    PAD,
-    dequantize,
     pad_codes,
     padded,
+    quantize_by_column,
     quantize_by_row,
     quantize_whole,
 )
-
-MIN_ROWS = 32
-"""`torch._int_mm` needs more than 16 rows on a GPU."""
 
 
 class Int8Cuda(Int8):
     """Operands are (padded codes, scales by row)."""
 
     saves_input = saves_weight = True
+
+    def weight(self, w: Tensor, draw: Draw) -> Operands:
+        if self.by_row and not w.is_contiguous() and w.t().is_contiguous():
+            _, codes, scales = quantize_by_column(w.t(), draw, Operand.WEIGHT)
+            return codes, scales
+        return self._operand(w, draw, Operand.WEIGHT)
 
     def saved_like(self, values: Tensor) -> Operands:
         rows, columns = values.shape
@@ -34,23 +37,30 @@ class Int8Cuda(Int8):
     def forward(
         self, x: Operands, w: Operands, bias: Tensor | None, sizes: Sizes, dtype: torch.dtype
     ) -> Tensor:
-        sums = integer_product(x[0], w[0])
-        return dequantize(sums, sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
+        return product(x[0], w[0], sizes.m, sizes.n, dtype, row_scale=x[1], column_scale=w[1], bias=bias)
 
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
-        codes, scales = quantize_by_row(g[0], torch.int8, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
-        sums = integer_product(codes, w[0].t().contiguous())
-        return dequantize(sums, sizes.m, sizes.k, dtype, row_scale=scales)
+        operand = Operand.GRAD_FOR_INPUT
+        if self.by_row:
+            codes, scales = quantize_by_row(g[0], torch.int8, draw, operand, column_factor=w[1])
+        else:
+            folded = g[0].float() * w[1]
+            codes, _, scale = quantize_whole(folded, torch.int8, draw, operand, transposed=False)
+            scales = scale.expand(sizes.m).contiguous()
+        return product(codes, transpose(w[0]), sizes.m, sizes.k, dtype, row_scale=scales)
 
     def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
-        folded = g[0].float() * x[1][:, None]
-        _, codes, scale = quantize_whole(folded, torch.int8, draw, Operand.GRAD_FOR_WEIGHT, direct=False)
-        inputs = x[0].t().contiguous()
-        if transposed:
-            sums, rows, columns = integer_product(inputs, codes), sizes.k, sizes.n
+        operand = Operand.GRAD_FOR_WEIGHT
+        if self.by_row:
+            _, codes, scales = quantize_by_column(g[0], draw, operand, row_factor=x[1])
         else:
-            sums, rows, columns = integer_product(codes, inputs), sizes.n, sizes.k
-        return dequantize(sums, rows, columns, torch.float32, row_scale=scale.expand(rows).contiguous())
+            folded = g[0].float() * x[1][:, None]
+            _, codes, scale = quantize_whole(folded, torch.int8, draw, operand, direct=False)
+            scales = scale.expand(sizes.n).contiguous()
+        inputs = transpose(x[0])
+        if transposed:
+            return product(inputs, codes, sizes.k, sizes.n, torch.float32, column_scale=scales)
+        return product(codes, inputs, sizes.n, sizes.k, torch.float32, row_scale=scales)
 
     def samples(self, rows: Tensor, draw: Draw, operand: Operand) -> Operands:
         codes, scales = self._operand(rows, draw, operand)
@@ -64,14 +74,3 @@ class Int8Cuda(Int8):
             return quantize_by_row(values, torch.int8, draw, operand)
         codes, _, scale = quantize_whole(values, torch.int8, draw, operand, transposed=False)
         return codes, scale.expand(len(values)).contiguous()
-
-
-def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ in int32, both row-major and padded."""
-    assert a.shape[1] % PAD == 0
-    assert len(b) % PAD == 0
-    if 0 in (*a.shape, len(b)):
-        return torch.zeros((len(a), len(b)), dtype=torch.int32, device=a.device)
-    if len(a) < MIN_ROWS:
-        a = torch.nn.functional.pad(a, (0, 0, 0, MIN_ROWS - len(a)))
-    return torch._int_mm(a, b.t())

@@ -26,7 +26,7 @@ def quantize_rows(values, codes, scales, factor, calls, base: tl.int64, columns,
         x = _loaded(values, factor, i, columns, FACTOR)
         inverse, scale = _inverse_and_scale(tl.max(_size_bits(x), 0), FORMAT)
         even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
-        even, odd = _codes(even, odd, inverse, key, pair, FORMAT, STOCHASTIC)
+        even, odd = _codes(even * inverse, odd * inverse, key, pair, FORMAT, STOCHASTIC)
         tl.store(codes + i, tl.reshape(tl.join(even, odd), [BLOCK]), mask=i < padded)
     else:
         most = tl.zeros([BLOCK], tl.int32)
@@ -38,7 +38,8 @@ def quantize_rows(values, codes, scales, factor, calls, base: tl.int64, columns,
             at = chunk * BLOCK + i
             x = _loaded(values, factor, at, columns, FACTOR)
             even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
-            even, odd = _codes(even, odd, inverse, key, chunk * (BLOCK // 2) + pair, FORMAT, STOCHASTIC)
+            at_pair = chunk * (BLOCK // 2) + pair
+            even, odd = _codes(even * inverse, odd * inverse, key, at_pair, FORMAT, STOCHASTIC)
             tl.store(codes + at, tl.reshape(tl.join(even, odd), [BLOCK]), mask=at < padded)
     tl.store(scales + row, scale)
 
@@ -67,11 +68,42 @@ def find_largest(values, largest, keys, calls, base: tl.int64, numel, rows, OPER
     tl.atomic_max(largest, tl.max(most, 0))
 
 
+@triton.jit(do_not_specialize=["base"])
+def find_largest_of_columns(values, factor, largest, keys, calls, base: tl.int64, rows, columns,
+                            OPERAND: tl.constexpr, STOCHASTIC: tl.constexpr, FACTOR: tl.constexpr,
+                            BM: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    """Raise `largest` of BN columns as `find_largest` does, from CHUNKS · BM rows; a FACTOR multiplies each row."""
+    top = tl.program_id(0).to(tl.int64) * (CHUNKS * BM)
+    left = tl.program_id(1) * BN
+    i = tl.arange(0, BM)
+    j = tl.arange(0, BN)[None, :]
+    most = tl.zeros([BM, BN], tl.int32)
+    for _ in range(CHUNKS):
+        at = top + i
+        if STOCHASTIC:
+            if left == 0:
+                key = _row_key(calls, base, at, OPERAND)
+                tl.store(keys + at, key.to(tl.int64, bitcast=True), mask=at < rows)
+        inside = (at[:, None] < rows) & (left + j < columns)
+        x = tl.load(values + (top * columns + left) + (i[:, None] * columns + j), mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        if FACTOR:
+            x *= tl.load(factor + at, mask=at < rows, other=0.0)[:, None]
+        most = tl.maximum(most, _size_bits(x))
+        top += BM
+    j = left + tl.arange(0, BN)
+    tl.atomic_max(largest + j, tl.max(most, 0), mask=j < columns)
+
+
 @triton.jit
-def quantize_tiles(values, largest, keys, codes, transposed, scales, rows, columns, padded_rows,
-                   padded_columns, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, DIRECT: tl.constexpr,
-                   TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Codes with one scale for the whole matrix: in the order of the values (DIRECT), and transposed (TRANSPOSED)."""
+def quantize_tiles(values, factor, largest, keys, codes, transposed, scales, rows, columns, padded_rows,
+                   padded_columns, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, FACTOR: tl.constexpr,
+                   BY_COLUMN: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr):  # fmt: skip
+    """Codes in the order of the values (DIRECT), and transposed (TRANSPOSED).
+
+    There is one scale for each column (BY_COLUMN), or one for the whole matrix. A FACTOR multiplies each row.
+    """
     tiles = tl.cdiv(padded_columns, BN)
     top = (tl.program_id(0) // tiles).to(tl.int64) * BM
     left = (tl.program_id(0) % tiles) * BN
@@ -81,10 +113,26 @@ def quantize_tiles(values, largest, keys, codes, transposed, scales, rows, colum
     inside = (top + i < rows) & (left + j < columns)
     x = tl.load(values + (top * columns + left) + (i * columns + j), mask=inside, other=0.0)
     even, odd = tl.split(tl.reshape(x, [BM, BN // 2, 2]))
-    inverse, scale = _inverse_and_scale(tl.load(largest), FORMAT)
+    even, odd = even.to(tl.float32), odd.to(tl.float32)
+    if FACTOR:
+        row_factor = tl.load(factor + top + i, mask=top + i < rows, other=0.0)
+        even, odd = even * row_factor, odd * row_factor
     pair = left // 2 + tl.arange(0, BN // 2)[None, :]
+    if BY_COLUMN:
+        inverse, scale = _inverse_and_scale(tl.load(largest + 2 * pair, mask=2 * pair < columns, other=0), FORMAT)
+        even *= inverse
+        tl.store(scales + 2 * pair, scale, mask=(2 * pair < columns) & (top == 0))
+        second = 2 * pair + 1
+        inverse, scale = _inverse_and_scale(tl.load(largest + second, mask=second < columns, other=0), FORMAT)
+        odd *= inverse
+        tl.store(scales + second, scale, mask=(second < columns) & (top == 0))
+    else:
+        inverse, scale = _inverse_and_scale(tl.load(largest), FORMAT)
+        even, odd = even * inverse, odd * inverse
+        if tl.program_id(0) == 0:
+            tl.store(scales, scale)
     key = tl.load(keys + top + i, mask=(top + i < rows) & STOCHASTIC, other=0).to(tl.uint64, bitcast=True)
-    even, odd = _codes(even.to(tl.float32), odd.to(tl.float32), inverse, key, pair, FORMAT, STOCHASTIC)
+    even, odd = _codes(even, odd, key, pair, FORMAT, STOCHASTIC)
     code = tl.reshape(tl.join(even, odd), [BM, BN])
     room = (top + i < padded_rows) & (left + j < padded_columns)
     if DIRECT:
@@ -92,26 +140,6 @@ def quantize_tiles(values, largest, keys, codes, transposed, scales, rows, colum
     if TRANSPOSED:
         at = transposed + (left.to(tl.int64) * padded_rows + top) + (tl.trans(j) * padded_rows + tl.trans(i))
         tl.store(at, tl.trans(code), mask=tl.trans(room))
-    if tl.program_id(0) == 0:
-        tl.store(scales, scale)
-
-
-@triton.jit
-def dequantize(sums, out, row_scale, column_scale, bias, columns, stride, ROW: tl.constexpr,
-               COLUMN: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program per BLOCK values of a row: sum · (row scale · column scale) + bias."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < columns
-    scale = tl.full([BLOCK], 1.0, tl.float32)
-    if ROW:
-        scale *= tl.load(row_scale + row)
-    if COLUMN:
-        scale *= tl.load(column_scale + i, mask=inside, other=0.0)
-    value = tl.load(sums + row * stride + i, mask=inside, other=0).to(tl.float32) * scale
-    if BIAS:
-        value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + i, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -140,14 +168,13 @@ def _inverse_and_scale(bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _codes(even, odd, inverse, key, pair, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes, as bytes, of elements 2 · pair and 2 · pair + 1, which share one random number."""
+def _codes(even, odd, key, pair, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes, as bytes, of scaled elements 2 · pair and 2 · pair + 1, which share one random number."""
     if STOCHASTIC:
         drawn = _uniform32(key, pair)
-        low, high = drawn & 0xFFFF, drawn >> 16
-        return _code(even * inverse, low, FORMAT, True), _code(odd * inverse, high, FORMAT, True)
+        return _code(even, drawn & 0xFFFF, FORMAT, True), _code(odd, drawn >> 16, FORMAT, True)
     else:
-        return _code(even * inverse, 0, FORMAT, False), _code(odd * inverse, 0, FORMAT, False)
+        return _code(even, 0, FORMAT, False), _code(odd, 0, FORMAT, False)
 
 
 @triton.jit

@@ -23,6 +23,9 @@ VALUES_PER_WARP = 2048
 TILE = (64, 128, 4)
 """Rows and columns of the tile that one program quantizes and transposes, and its number of warps."""
 
+COLUMN_TILE = (32, 128, 4)
+"""Rows and columns of the tiles in which columns' largest magnitudes are found, and the number of warps."""
+
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
@@ -57,6 +60,37 @@ def quantize_by_row(
     return codes, scales
 
 
+def quantize_by_column(
+    values: Tensor,
+    draw: Draw,
+    operand: Operand,
+    *,
+    row_factor: Tensor | None = None,
+    direct: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 codes (if requested) and transposed codes, both padded with zeros, and a scale for each column."""
+    values = values.contiguous()
+    rows, columns = values.shape
+    codes, transposed = _codes_of(rows, columns, torch.int8, values.device, direct, True)
+    scales = torch.empty(columns, dtype=torch.float32, device=values.device)
+    if rows == 0 or columns == 0:
+        return codes.zero_(), transposed.zero_(), scales.zero_()
+    largest = torch.zeros(columns, dtype=torch.int32, device=values.device)
+    keys = _keys(rows, draw, values.device)
+    bm, bn, warps = COLUMN_TILE
+    across = triton.cdiv(columns, bn)
+    # As many rows for each program as still give every processor several programs.
+    chunks = max(1, min(64, rows * across // (bm * 8 * processors(values.device))))
+    chunks = triton.next_power_of_2(chunks)
+    kernels.find_largest_of_columns[(triton.cdiv(rows, bm * chunks), across)](
+        values, values if row_factor is None else row_factor, largest, keys, draw.calls, draw.base, rows, columns,
+        OPERAND=int(operand), STOCHASTIC=draw.stochastic, FACTOR=row_factor is not None, BM=bm, BN=bn,
+        CHUNKS=chunks, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    _quantize_tiles(values, row_factor, largest, keys, codes, transposed, scales, draw, by_column=True)
+    return codes, transposed, scales
+
+
 def quantize_whole(
     values: Tensor,
     dtype: torch.dtype,
@@ -71,26 +105,42 @@ def quantize_whole(
     rows, columns = values.shape
     largest = torch.zeros((), dtype=torch.int32, device=values.device)
     scale = torch.empty((), dtype=torch.float32, device=values.device)
-    m, n = padded(rows), padded(columns)
-    codes = _empty(m if direct else 0, n, dtype, values.device)
-    transposed_codes = _empty(n if transposed else 0, m, dtype, values.device)
-    if m == 0 or n == 0:
+    codes, transposed_codes = _codes_of(rows, columns, dtype, values.device, direct, transposed)
+    if rows == 0 or columns == 0:
         return codes, transposed_codes, scale.zero_()
     block = 8192
-    programs = min(triton.cdiv(values.numel(), block), 8 * _processors(values.device))
-    keys = torch.empty(rows if draw.stochastic else 1, dtype=torch.int64, device=values.device)
+    programs = min(triton.cdiv(values.numel(), block), 8 * processors(values.device))
+    keys = _keys(rows, draw, values.device)
     kernels.find_largest[(programs,)](
         values, largest, keys, draw.calls, draw.base, values.numel(), rows, OPERAND=int(operand),
         STOCHASTIC=draw.stochastic, ROWS=triton.next_power_of_2(triton.cdiv(rows, programs)), BLOCK=block,
         num_warps=8,
     )  # fmt: skip
+    _quantize_tiles(values, None, largest, keys, codes, transposed_codes, scale, draw, by_column=False)
+    return codes, transposed_codes, scale
+
+
+def _quantize_tiles(
+    values: Tensor,
+    row_factor: Tensor | None,
+    largest: Tensor,
+    keys: Tensor,
+    codes: Tensor,
+    transposed: Tensor,
+    scales: Tensor,
+    draw: Draw,
+    *,
+    by_column: bool,
+) -> None:
+    rows, columns = values.shape
+    m, n = padded(rows), padded(columns)
     bm, bn, warps = TILE
     kernels.quantize_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-        values, largest, keys, codes.view(torch.int8), transposed_codes.view(torch.int8), scale, rows, columns,
-        m, n, FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic, DIRECT=direct, TRANSPOSED=transposed,
-        BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
+        values, values if row_factor is None else row_factor, largest, keys, codes.view(torch.int8),
+        transposed.view(torch.int8), scales, rows, columns, m, n, FORMAT=_FORMATS[codes.dtype],
+        STOCHASTIC=draw.stochastic, FACTOR=row_factor is not None, BY_COLUMN=by_column, DIRECT=len(codes) > 0,
+        TRANSPOSED=len(transposed) > 0, BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    return codes, transposed_codes, scale
 
 
 def pad_codes(codes: Tensor) -> Tensor:
@@ -102,29 +152,6 @@ def pad_codes(codes: Tensor) -> Tensor:
     return torch.nn.functional.pad(raw, extra).contiguous().view(codes.dtype)
 
 
-def dequantize(
-    sums: Tensor,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    *,
-    row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The unpadded sums, scaled: sum · (row scale · column scale) + bias, in `dtype`."""
-    out = torch.empty((rows, columns), dtype=dtype, device=sums.device)
-    if out.numel() == 0:
-        return out
-    block = 1024
-    kernels.dequantize[(rows, triton.cdiv(columns, block))](
-        sums, out, sums if row_scale is None else row_scale, sums if column_scale is None else column_scale,
-        sums if bias is None else bias, columns, sums.stride(0), ROW=row_scale is not None,
-        COLUMN=column_scale is not None, BIAS=bias is not None, BLOCK=block, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
-
-
 def _empty(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
 ) -> Tensor:
@@ -133,8 +160,21 @@ def _empty(
     return make((rows, columns), dtype=torch.int8, device=device).view(dtype)
 
 
+def _codes_of(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, direct: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Room for codes and for transposed codes; none where they are not requested."""
+    m, n = padded(rows), padded(columns)
+    codes = _empty(m if direct else 0, n, dtype, device)
+    return codes, _empty(n if transposed else 0, m, dtype, device)
+
+
+def _keys(rows: int, draw: Draw, device: torch.device) -> Tensor:
+    return torch.empty(rows if draw.stochastic else 1, dtype=torch.int64, device=device)
+
+
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

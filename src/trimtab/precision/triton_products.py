@@ -1,0 +1,140 @@
+"""Products of int8 codes on a GPU: launches the kernels of `triton_int8`, without host synchronization.
+
+Both operands are contiguous along the summed axis, because tensor cores read 8-bit operands in that order only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from trimtab.precision import triton_int8 as kernels
+from trimtab.precision.int8 import LONGEST_SUM
+from trimtab.precision.triton_quantize import PAD, processors
+
+
+class Tile(NamedTuple):
+    """What one program of the product computes."""
+
+    rows: int
+    columns: int
+    length: int
+    """Of the part of the sum that is in shared memory at a time."""
+
+    warps: int
+    stages: int
+    """Parts in shared memory at the same time: (rows + columns) · length · stages bytes."""
+
+
+TILES: dict[int, tuple[Tile, ...]] = {
+    # From the largest to the smallest. Measured on sm_90; the others fit the shared memory of their cards.
+    80: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
+    86: (Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
+    90: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
+}
+"""The tiles by compute capability: those of the newest one that is not newer than the card's.
+
+Triton has no int8 tensor-core products before sm_80. There cuBLAS multiplies, and a kernel scales its sums.
+"""
+
+MIN_ROWS = 32
+"""cuBLAS needs more than 16 rows."""
+
+GROUP = 8
+"""Rows of tiles computed together."""
+
+TRANSPOSED_TILE = (128, 128, 8)
+"""Rows and columns of the tile that one program transposes, and its number of warps."""
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a bᵀ · (row scale · column scale) + bias in `dtype`, from padded codes, without the padding."""
+    length = a.shape[1]
+    assert length == b.shape[1]
+    assert length % PAD == 0
+    out = torch.empty((rows, columns), dtype=dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    if length > LONGEST_SUM and dtype != torch.float32:
+        wide = product(a, b, rows, columns, torch.float32, row_scale=row_scale, column_scale=column_scale, bias=bias)
+        return wide.to(dtype)
+    scales = {
+        "row_scale": out if row_scale is None else row_scale,
+        "column_scale": out if column_scale is None else column_scale,
+        "ROW": row_scale is not None,
+        "COLUMN": column_scale is not None,
+    }
+    for start in range(0, max(length, 1), LONGEST_SUM):
+        end = min(length, start + LONGEST_SUM)
+        added = {"bias": out if bias is None else bias, "BIAS": bias is not None and start == 0, "ADD": start > 0}
+        _add_product(a[:, start:end], b[:, start:end], out, scales | added)
+    return out
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """The transpose of int8 codes, in memory."""
+    rows, columns = codes.shape
+    out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
+    if out.numel():
+        bm, bn, warps = TRANSPOSED_TILE
+        grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)
+        kernels.transpose[grid](codes, out, rows, columns, BM=bm, BN=bn, num_warps=warps)
+    return out
+
+
+def _add_product(a: Tensor, b: Tensor, out: Tensor, scales: dict[str, Any]) -> None:
+    rows, columns = out.shape
+    length = a.shape[1]
+    tile = _tile(rows, columns, a.device)
+    if tile is None:
+        sums = _sums(a.contiguous(), b.contiguous())
+        block = 1024
+        kernels.scale_sums[(rows, triton.cdiv(columns, block))](
+            sums, out, columns=columns, stride=sums.stride(0), BLOCK=block, enable_fp_fusion=False, **scales
+        )
+        return
+    kernels.multiply[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        a, b, out, rows=rows, columns=columns, length=length, stride_a=a.stride(0), stride_b=b.stride(0),
+        EVEN=length % tile.length == 0, BM=tile.rows, BN=tile.columns, BK=tile.length, GROUP=GROUP,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **scales,
+    )  # fmt: skip
+
+
+def _sums(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ in int32."""
+    if a.numel() == 0:
+        return torch.zeros((len(a), len(b)), dtype=torch.int32, device=a.device)
+    if len(a) < MIN_ROWS:
+        a = torch.nn.functional.pad(a, (0, 0, 0, MIN_ROWS - len(a)))
+    return torch._int_mm(a, b.t())
+
+
+def _tile(rows: int, columns: int, device: torch.device) -> Tile | None:
+    """The largest tile that still occupies most processors; None before sm_80."""
+    tiles = _tiles(device)
+    for tile in tiles:
+        if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.8 * processors(device):
+            return tile
+    return tiles[-1] if tiles else None
+
+
+@cache
+def _tiles(device: torch.device) -> tuple[Tile, ...]:
+    if device.type != "cuda":
+        return TILES[86]  # interpreted
+    major, minor = torch.cuda.get_device_capability(device)
+    return next((TILES[known] for known in sorted(TILES, reverse=True) if known <= 10 * major + minor), ())
