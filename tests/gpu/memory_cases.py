@@ -14,6 +14,8 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import offers
+from trimtab.precision.setting import precisions_of
+from trimtab.precision_names import ATTENTION
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.precision_patterns import matched
 
@@ -23,10 +25,19 @@ SETTINGS: dict[str, tuple[str | None, dict[str, str]]] = {
     "fp32": (None, {}),
     "bf16 autocast": ("bf16", {}),
     "bf16 set": (None, {"*": "bf16"}),
+    "bf16 set, attention too": (None, {"*": "bf16", "*.attention/attention": "bf16"}),
     "int8 set": (None, {"*": "int8"}),
+    "int8 set, attention in bf16": (None, {"*": "int8", "*.attention/attention": "bf16"}),
+    "int8 set, convolutions in bf16": (None, {"*": "int8", "?*": "bf16"}),
     "int8 set in bf16 autocast": ("bf16", {"*": "int8"}),
     "fp8 set in bf16 autocast": ("bf16", {"*": "fp8"}),
 }
+ONLY = {
+    "bf16 set, attention too": "vit",
+    "int8 set, attention in bf16": "vit",
+    "int8 set, convolutions in bf16": "resnet",
+}
+"""Settings that not every model has operators for."""
 
 
 class Loss(nn.Module):
@@ -101,8 +112,14 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
     model, batch = make(name)
     model = model.to(CUDA).train()
     workload = capture_workload(model, batch, autocast=autocast, device="cuda")
-    precisions = matched(workload, patterns) if patterns else {}
     set_precision(model, patterns)
+    # A wildcard skips operators for which this device does not offer its precision.
+    chosen = precisions_of(model)
+    precisions = {
+        name: str(chosen.get(name, precision))
+        for name, precision in (matched(workload, patterns) if patterns else {}).items()
+        if name in chosen or name.endswith(ATTENTION)
+    }
     predicted = step_memory(
         workload,
         precisions,
@@ -128,7 +145,7 @@ def cases(name: str) -> list[dict[str, Any]]:
     return [
         case(name, setting, fused, workspace)
         for setting, (_, patterns) in SETTINGS.items()
-        if set(patterns.values()) <= set(offers(CUDA)["linear"])
+        if set(patterns.values()) <= set(offers(CUDA)["linear"]) and ONLY.get(setting, name) == name
         for fused in ((True, False) if setting == "fp32" else (True,))
     ]
 

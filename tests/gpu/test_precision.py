@@ -71,7 +71,7 @@ def skip_unless_offered(kind: Any, name: str) -> None:
 @pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
 @pytest.mark.parametrize(("rows", "columns"), [(37, 53), (64, 4096), (5, 20000), (300, 130)])
 def test_quantize_gives_the_reference_bits(rows: int, columns: int, stochastic: bool) -> None:
-    from trimtab.precision.triton_quantize import quantize_by_row, quantize_whole
+    from trimtab.precision.triton_quantize import quantize_by_column, quantize_by_row, quantize_whole
 
     x = torch.randn(rows, columns) * torch.rand(rows, 1) * 2.0 ** -torch.randint(0, 24, (rows, columns))
     draw = Draw(base_key(1, 0, 99), torch.tensor([3], device=CUDA), stochastic)
@@ -88,12 +88,49 @@ def test_quantize_gives_the_reference_bits(rows: int, columns: int, stochastic: 
     assert torch.equal(transposed, codes.t())
     assert scale.cpu() == scales[0]
 
+    factor = torch.rand(rows)
+    expected, scales = reference.quantize(x, "columns", key=key, stochastic=stochastic, row_factor=factor)
+    codes, transposed, column_scales = quantize_by_column(
+        x.cuda(), draw, Operand.INPUT, row_factor=factor.cuda(), direct=True
+    )
+    assert torch.equal(codes[:rows, :columns].cpu(), expected)
+    assert torch.equal(transposed, codes.t())
+    assert torch.equal(column_scales.cpu(), scales)
+
     for dtype in (E4M3, E5M2):
         codes, transposed, scale = quantize_whole(x.cuda(), dtype, draw, Operand.INPUT)
         expected, scales = reference.quantize_fp8(x, dtype, key=key, stochastic=stochastic)
         assert torch.equal(codes[:rows, :columns].cpu().view(torch.int8), expected.view(torch.int8))
         assert torch.equal(transposed.float(), codes.float().t())
         assert torch.equal(scale.cpu(), scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "columns", "length"), [(130, 70, 80), (1, 3, 16), (1000, 2000, 1024), (700, 500, 208)]
+)
+def test_int8_products_are_the_exact_sums(rows: int, columns: int, length: int, dtype: torch.dtype) -> None:
+    """Scaled as the reference does, bit by bit."""
+    from trimtab.precision.triton_products import product, transpose
+
+    a, b = (torch.randint(-127, 128, (n, length), dtype=torch.int8, device=CUDA) for n in (rows, columns))
+    row, column, bias = (torch.rand(n, device=CUDA) / 64 for n in (rows, columns, columns))
+    sums = (a.double() @ b.double().t()).to(torch.int64)
+    expected = reference.dequantize(sums, row, column, bias).to(dtype)
+    actual = product(a, b, rows, columns, dtype, row_scale=row, column_scale=column, bias=bias)
+    assert torch.equal(actual, expected)
+    assert torch.equal(transpose(a), a.t().contiguous())
+
+
+def test_sums_too_long_for_int32_are_divided() -> None:
+    from trimtab.precision.int8 import LONGEST_SUM
+    from trimtab.precision.triton_products import product
+
+    a, b = (torch.full((16, LONGEST_SUM + 4096), 127, dtype=torch.int8, device=CUDA) for _ in range(2))
+    exact = 127.0 * 127.0 * (LONGEST_SUM + 4096)
+    for dtype in (torch.float32, torch.bfloat16):
+        actual = product(a, b, 16, 16, dtype).double()
+        assert bool(((actual / exact - 1).abs() < 2**-8).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3, E5M2], ids=["int8", "e4m3", "e5m2"])
@@ -239,12 +276,15 @@ def test_bandwidth_of_quantizing(record_property: Callable[[str, object], None])
 
 def test_speed_of_the_products(record_property: Callable[[str, object], None]) -> None:
     """The bare matrix products, to tell what quantizing costs from what the product gains."""
+    from trimtab.precision.triton_products import product
+
     m, k, n = 8192, 4096, 16384
     a, b = torch.randn(m, k, device=CUDA).bfloat16(), torch.randn(n, k, device=CUDA).bfloat16()
     products: dict[str, Callable[[], object]] = {"bf16": lambda: a @ b.t()}
     if "int8" in offers(CUDA)["linear"]:
         a_int8, b_int8 = (t.clamp(-2, 2).mul(60).to(torch.int8) for t in (a, b))
-        products["int8"] = lambda: torch._int_mm(a_int8, b_int8.t())
+        products["int8 of cuBLAS"] = lambda: torch._int_mm(a_int8, b_int8.t())
+        products["int8"] = lambda: product(a_int8, b_int8, m, n, torch.bfloat16)
     if "fp8" in offers(CUDA)["linear"]:
         one, b_fp8 = torch.ones((), device=CUDA), b.to(E4M3)
 

@@ -10,7 +10,8 @@ from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.precision import devices
 from trimtab.precision.devices import cpu_features, cuda_precisions, offers, working_halves
-from trimtab.precision_names import OPERATOR_PRECISIONS
+from trimtab.precision.setting import match
+from trimtab.precision_names import NOT_ON_GPUS, OPERATOR_PRECISIONS
 
 CPU = torch.device("cpu")
 
@@ -64,3 +65,15 @@ def test_bf16_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -
         TrimtabError, match=r"does not offer bf16 for forward of this linear; it offers fp32, fp16$"
     ):
         set_precision(nn.Sequential(nn.Linear(4, 4)), {"0": "bf16"})
+
+
+def test_a_wildcard_skips_what_the_device_offers_for_other_operators_only() -> None:
+    on_gpu = {
+        kind: tuple(name for name in names if name not in NOT_ON_GPUS.get(kind, ()))
+        for kind, names in OPERATOR_PRECISIONS.items()
+    }
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
+    chosen = match(model, {"*": "int8", "?*": "bf16"}, on_gpu)
+    assert {name: str(precision) for name, (_, precision) in chosen.items()} == {"0": "bf16", "1": "int8"}
+    # A name is not a wildcard: it is refused later, with what the device offers.
+    assert set(match(model, {"0": "int8"}, on_gpu)) == {"0"}

@@ -87,7 +87,9 @@ def test_the_int8_product_compiles_for_real_cards(
     for tile in TILES[max(known for known in TILES if known <= capability)]:
         chosen = {"ROW": True, "COLUMN": True, "BIAS": True, "ADD": False, "EVEN": True, "GROUP": 8}
         sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.length}
-        compiled = _compiled(kernels.multiply, chosen | sizes, capability, warps=tile.warps, stages=tile.stages)
+        compiled = _compiled(
+            kernels.multiply, chosen | sizes, capability, warps=tile.warps, stages=tile.stages
+        )
         assert re.search(r"mma.*\.s8\.s8", compiled["ptx"])
         assert "fma.rn.f32" not in compiled["ptx"]
         assert len(compiled["cubin"]) > 0

@@ -11,9 +11,10 @@ import torch
 from trimtab.precision import reference
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.fp8 import Fp8
+from trimtab.precision.int8 import LONGEST_SUM
 from trimtab.precision.int8_cuda import Int8Cuda
 from trimtab.precision.products import Products, Sizes
-from trimtab.precision.triton_products import LONGEST_SUM, product, transpose
+from trimtab.precision.triton_products import product, transpose
 from trimtab.precision.triton_quantize import (
     LONGEST_ROW_IN_REGISTERS,
     quantize_by_column,
@@ -52,9 +53,7 @@ def kernel_faults() -> list[str]:
             codes, flipped, scales = quantize_by_column(
                 x, draw, Operand.INPUT, row_factor=row_factor, direct=True
             )
-            expected = reference.quantize(
-                x, "columns", key=key, stochastic=stochastic, row_factor=row_factor
-            )
+            expected = reference.quantize(x, "columns", key=key, stochastic=stochastic, row_factor=row_factor)
             faults += differing(f"columns {name}", codes, scales, expected)
             if not torch.equal(codes.t(), flipped):
                 faults.append(f"columns, transposed {name}")

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -30,6 +30,7 @@ from trimtab.measure.out_of_memory import Agreement, OutOfMemoryOnRanksError
 from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
+from trimtab.precision_names import PRECISIONS
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.precision_patterns import matched
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
@@ -320,7 +321,15 @@ class DeviceProbe:
         return min(len(self._cache.steps.get(cell.unit, ())), self._task.rounds - 1)
 
     def _chosen(self, precision: str | None) -> dict[str, str]:
-        return matched(self.workload, {"*": precision}) if precision else {}
+        if not precision:
+            return {}
+        offered: Mapping[Any, tuple[str, ...]] = offers(self._device)
+        settings = self.workload.settings
+        return {
+            name: chosen
+            for name, chosen in matched(self.workload, {"*": precision}).items()
+            if precision in offered.get(self.workload.operators[settings[name][0]].kind, PRECISIONS)
+        }
 
     def _time_is_up(self) -> bool:
         """Whether the time is up on any rank. Collective."""

@@ -1,8 +1,8 @@
 """A convolution in a chosen precision: 2-D, grouped, strided, dilated (1-D is 2-D with one row).
 
-fp32, tf32 and half types use cuDNN or oneDNN. int8 and fp8 become matrix products: the input is quantized once,
-with one scale per sample, and its codes are unfolded into rows, one for each position of the kernel. Backward saves
-the codes, not the rows. Codes are stored channels last, so that unfolding copies contiguous channels.
+fp32, tf32 and half types use cuDNN or oneDNN. int8, which CPUs offer, becomes matrix products: the input is quantized
+once, with one scale per sample, and its codes are unfolded into rows, one for each position of the kernel. Backward
+saves the codes, not the rows. Codes are stored channels last, so that unfolding copies contiguous channels.
 """
 
 from __future__ import annotations
@@ -237,9 +237,10 @@ def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
     by_name: dict[PrecisionName, Any] = {}
     for name in precision.names:
         if name not in by_name:
-            if name in ("int8", "fp8"):
-                products = products_for(name, precision.scales, precision.rounding, device_type)
-                by_name[name] = _Columns(products)
+            if name == "int8":
+                by_name[name] = _Columns(
+                    products_for(name, precision.scales, precision.rounding, device_type)
+                )
             else:
                 by_name[name] = _Direct(name)
     return by_name[precision.forward], by_name[precision.grad_input], by_name[precision.grad_weight]

@@ -13,6 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import (
     HALVES,
+    NOT_ON_GPUS,
     OPERATOR_PRECISIONS,
     PASSES,
     OperatorKind,
@@ -31,8 +32,10 @@ def offers(device: torch.device) -> dict[OperatorKind, tuple[PrecisionName, ...]
         offered = cuda_precisions(torch.cuda.get_device_capability(device.index))
     else:
         offered = cpu_precisions() if device.type == "cpu" else working_halves(device)
+    without = NOT_ON_GPUS if device.type == "cuda" else {}
     return {
-        kind: tuple(name for name in names if name in offered) for kind, names in OPERATOR_PRECISIONS.items()
+        kind: tuple(name for name in names if name in offered and name not in without.get(kind, ()))
+        for kind, names in OPERATOR_PRECISIONS.items()
     }
 
 

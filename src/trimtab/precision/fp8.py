@@ -71,22 +71,6 @@ class Fp8(Products):
         y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
         return y[: sizes.n, : sizes.k].contiguous()
 
-    def samples(self, rows: Tensor, draw: Draw, operand: Operand) -> Operands:
-        """See `Int8.samples`; all rows have the same scale."""
-        from trimtab.precision.triton_quantize import quantize_whole
-
-        codes, _, scale = quantize_whole(
-            rows, torch.float8_e4m3fn, self._inputs(draw), operand, transposed=False
-        )
-        return codes[: len(rows), : rows.shape[1]], scale.expand(len(rows)).contiguous()
-
-    def assemble(self, codes: Tensor, scales: Tensor) -> Operands:
-        """See `Int8.assemble`."""
-        from trimtab.precision.triton_quantize import pad_codes
-
-        codes = pad_codes(codes)
-        return codes, codes.view(torch.int8).t().contiguous().view(codes.dtype), scales[0]
-
     def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
         from trimtab.precision.triton_quantize import quantize_whole
 

@@ -10,7 +10,6 @@ from trimtab.precision.int8 import Int8
 from trimtab.precision.products import Operands, Sizes
 from trimtab.precision.triton_products import product, transpose
 from trimtab.precision.triton_quantize import (
-    pad_codes,
     padded,
     quantize_by_column,
     quantize_by_row,
@@ -61,13 +60,6 @@ class Int8Cuda(Int8):
         if transposed:
             return product(inputs, codes, sizes.k, sizes.n, torch.float32, column_scale=scales)
         return product(codes, inputs, sizes.n, sizes.k, torch.float32, row_scale=scales)
-
-    def samples(self, rows: Tensor, draw: Draw, operand: Operand) -> Operands:
-        codes, scales = self._operand(rows, draw, operand)
-        return codes[: len(rows), : rows.shape[1]], scales
-
-    def assemble(self, codes: Tensor, scales: Tensor) -> Operands:
-        return pad_codes(codes), scales.contiguous()
 
     def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
         if self.by_row:

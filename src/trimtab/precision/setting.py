@@ -12,11 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
-from trimtab.precision.devices import refuse_unsupported
+from trimtab.precision.devices import offers, refuse_unsupported
 from trimtab.precision.draw import base_key
 from trimtab.precision.operators import LowPrecisionForward, install, operators, refusals, restore
 from trimtab.precision.results import LOW, CallCounter, hand_on_low_results
-from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, OperatorKind, Precision
+from trimtab.precision_names import (
+    ATTENTION,
+    OPERATOR_PRECISIONS,
+    OperatorKind,
+    Precision,
+    PrecisionName,
+)
 from trimtab.random_bits import name_hash
 
 
@@ -34,8 +40,8 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
             "precision everywhere pass {'*': 'bf16'}, and {} to restore the model"
         )
     root = _unwrapped(model)
-    chosen = match(root, precisions)
     device = _device(root)
+    chosen = match(root, precisions, offers(device))
     for name, (kind, precision) in chosen.items():
         refuse_unsupported(name, kind, precision, device)
     restore(root)
@@ -64,9 +70,16 @@ def precisions_of(model: nn.Module) -> dict[str, Precision]:
 
 
 def match(
-    root: nn.Module, precisions: Mapping[str, Precision | str]
+    root: nn.Module,
+    precisions: Mapping[str, Precision | str],
+    offered: Mapping[OperatorKind, tuple[PrecisionName, ...]] = OPERATOR_PRECISIONS,
 ) -> dict[str, tuple[OperatorKind, Precision]]:
-    """Every operator that a pattern matches, with the precision of the first such pattern."""
+    """Every operator that a pattern matches, with the precision of the first such pattern.
+
+    Args:
+        offered: what the device offers, by kind of operator.
+    """
+    somewhere = {name for names in offered.values() for name in names}
     patterns = {pattern: _precision(pattern, value) for pattern, value in precisions.items()}
     known: dict[str, OperatorKind] = dict(operators(root))
     if any(pattern.endswith(ATTENTION) for pattern in patterns):
@@ -82,8 +95,12 @@ def match(
             if not fnmatchcase(name, pattern) or (kind == "attention") != pattern.endswith(ATTENTION):
                 continue
             unused.discard(pattern)
-            if name != pattern and not set(precision.names) <= set(OPERATOR_PRECISIONS[kind]):
-                continue  # a wildcard skips operators that cannot have its precision on any device
+            # A wildcard skips operators that cannot have its precision: on any device, or on this one, if it
+            # offers it for others.
+            wanted = set(precision.names)
+            possible = offered[kind] if wanted <= somewhere else OPERATOR_PRECISIONS[kind]
+            if name != pattern and not wanted <= set(possible):
+                continue
             chosen[name] = (kind, precision)
             break
     refused = refusals(root)

@@ -80,7 +80,7 @@ def find_largest_of_columns(values, factor, largest, keys, calls, base: tl.int64
     most = tl.zeros([BM, BN], tl.int32)
     for _ in range(CHUNKS):
         at = top + i
-        if STOCHASTIC:
+        if STOCHASTIC:  # noqa: SIM102 (only what is known when compiling may be left out)
             if left == 0:
                 key = _row_key(calls, base, at, OPERAND)
                 tl.store(keys + at, key.to(tl.int64, bitcast=True), mask=at < rows)
@@ -119,7 +119,9 @@ def quantize_tiles(values, factor, largest, keys, codes, transposed, scales, row
         even, odd = even * row_factor, odd * row_factor
     pair = left // 2 + tl.arange(0, BN // 2)[None, :]
     if BY_COLUMN:
-        inverse, scale = _inverse_and_scale(tl.load(largest + 2 * pair, mask=2 * pair < columns, other=0), FORMAT)
+        inverse, scale = _inverse_and_scale(
+            tl.load(largest + 2 * pair, mask=2 * pair < columns, other=0), FORMAT
+        )
         even *= inverse
         tl.store(scales + 2 * pair, scale, mask=(2 * pair < columns) & (top == 0))
         second = 2 * pair + 1

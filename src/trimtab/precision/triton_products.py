@@ -6,7 +6,7 @@ Both operands are contiguous along the summed axis, because tensor cores read 8-
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.precision import triton_int8 as kernels
 from trimtab.precision.int8 import LONGEST_SUM
+from trimtab.precision.triton_launch import launch
 from trimtab.precision.triton_quantize import PAD, processors
 
 
@@ -31,10 +32,10 @@ class Tile(NamedTuple):
 
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    # From the largest to the smallest. Measured on sm_90; the others fit the shared memory of their cards.
-    80: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
+    # From the largest to the smallest. Measured on sm_90, where two of the largest fit a processor at a time, and
+    # faster than twice as large ones; on sm_86 and 89 one fits.
+    80: (Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 4)),
     86: (Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
-    90: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
 }
 """The tiles by compute capability: those of the newest one that is not newer than the card's.
 
@@ -70,18 +71,20 @@ def product(
     if out.numel() == 0:
         return out
     if length > LONGEST_SUM and dtype != torch.float32:
-        wide = product(a, b, rows, columns, torch.float32, row_scale=row_scale, column_scale=column_scale, bias=bias)
+        wide = product(
+            a, b, rows, columns, torch.float32, row_scale=row_scale, column_scale=column_scale, bias=bias
+        )
         return wide.to(dtype)
-    scales = {
-        "row_scale": out if row_scale is None else row_scale,
-        "column_scale": out if column_scale is None else column_scale,
-        "ROW": row_scale is not None,
-        "COLUMN": column_scale is not None,
-    }
+    scales = (
+        out if row_scale is None else row_scale,
+        out if column_scale is None else column_scale,
+        out if bias is None else bias,
+    )
+    given: dict[str, int | bool] = {"ROW": row_scale is not None, "COLUMN": column_scale is not None}
     for start in range(0, max(length, 1), LONGEST_SUM):
         end = min(length, start + LONGEST_SUM)
-        added = {"bias": out if bias is None else bias, "BIAS": bias is not None and start == 0, "ADD": start > 0}
-        _add_product(a[:, start:end], b[:, start:end], out, scales | added)
+        added = given | {"BIAS": bias is not None and start == 0, "ADD": start > 0}
+        _add_product(a[:, start:end], b[:, start:end], out, scales, added)
     return out
 
 
@@ -91,26 +94,35 @@ def transpose(codes: Tensor) -> Tensor:
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     if out.numel():
         bm, bn, warps = TRANSPOSED_TILE
-        grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)
-        kernels.transpose[grid](codes, out, rows, columns, BM=bm, BN=bn, num_warps=warps)
+        grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn), 1, 1)
+        launch(kernels.transpose, grid, (codes, out, rows, columns), {"BM": bm, "BN": bn}, num_warps=warps)
     return out
 
 
-def _add_product(a: Tensor, b: Tensor, out: Tensor, scales: dict[str, Any]) -> None:
+def _add_product(
+    a: Tensor, b: Tensor, out: Tensor, scales: tuple[Tensor, Tensor, Tensor], given: dict[str, int | bool]
+) -> None:
     rows, columns = out.shape
     length = a.shape[1]
     tile = _tile(rows, columns, a.device)
     if tile is None:
         sums = _sums(a.contiguous(), b.contiguous())
         block = 1024
-        kernels.scale_sums[(rows, triton.cdiv(columns, block))](
-            sums, out, columns=columns, stride=sums.stride(0), BLOCK=block, enable_fp_fusion=False, **scales
-        )
+        grid = (rows, triton.cdiv(columns, block), 1)
+        arguments = (sums, out, *scales, columns, sums.stride(0))
+        launch(kernels.scale_sums, grid, arguments, given | {"BLOCK": block}, enable_fp_fusion=False)
         return
-    kernels.multiply[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
-        a, b, out, rows=rows, columns=columns, length=length, stride_a=a.stride(0), stride_b=b.stride(0),
-        EVEN=length % tile.length == 0, BM=tile.rows, BN=tile.columns, BK=tile.length, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **scales,
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), 1, 1)
+    sizes = {
+        "EVEN": length % tile.length == 0,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.length,
+        "GROUP": GROUP,
+    }
+    launch(
+        kernels.multiply, grid, (a, b, out, *scales, rows, columns, length, a.stride(0), b.stride(0)), given | sizes,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trimtab.precision import triton_kernels as kernels
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.triton_launch import launch
 
 PAD = 16
 """Tensor-core products need every axis to be a multiple of this."""
@@ -51,11 +52,15 @@ def quantize_by_row(
         return codes.zero_(), scales.zero_()
     block = max(16, triton.next_power_of_2(padded(columns))) if columns <= LONGEST_ROW_IN_REGISTERS else 4096
     chunks = triton.cdiv(padded(columns), block)
-    kernels.quantize_rows[(rows,)](
-        values, codes.view(torch.int8), scales, values if column_factor is None else column_factor, draw.calls,
-        draw.base, columns, padded(columns), OPERAND=int(operand), FORMAT=_FORMATS[dtype], STOCHASTIC=draw.stochastic,
-        FACTOR=column_factor is not None, BLOCK=block, CHUNKS=chunks, enable_fp_fusion=False,
-        num_warps=min(16, max(1, block // VALUES_PER_WARP)),
+    factor = values if column_factor is None else column_factor
+    launch(
+        kernels.quantize_rows, (rows, 1, 1),
+        (values, _bytes(codes), scales, factor, draw.calls, draw.base, columns, padded(columns)),
+        {
+            "OPERAND": int(operand), "FORMAT": _FORMATS[dtype], "STOCHASTIC": draw.stochastic,
+            "FACTOR": column_factor is not None, "BLOCK": block, "CHUNKS": chunks,
+        },
+        num_warps=min(16, max(1, block // VALUES_PER_WARP)), enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales
 
@@ -82,10 +87,15 @@ def quantize_by_column(
     # As many rows for each program as still give every processor several programs.
     chunks = max(1, min(64, rows * across // (bm * 8 * processors(values.device))))
     chunks = triton.next_power_of_2(chunks)
-    kernels.find_largest_of_columns[(triton.cdiv(rows, bm * chunks), across)](
-        values, values if row_factor is None else row_factor, largest, keys, draw.calls, draw.base, rows, columns,
-        OPERAND=int(operand), STOCHASTIC=draw.stochastic, FACTOR=row_factor is not None, BM=bm, BN=bn,
-        CHUNKS=chunks, num_warps=warps, enable_fp_fusion=False,
+    factor = values if row_factor is None else row_factor
+    launch(
+        kernels.find_largest_of_columns, (triton.cdiv(rows, bm * chunks), across, 1),
+        (values, factor, largest, keys, draw.calls, draw.base, rows, columns),
+        {
+            "OPERAND": int(operand), "STOCHASTIC": draw.stochastic, "FACTOR": row_factor is not None, "BM": bm,
+            "BN": bn, "CHUNKS": chunks,
+        },
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     _quantize_tiles(values, row_factor, largest, keys, codes, transposed, scales, draw, by_column=True)
     return codes, transposed, scales
@@ -111,9 +121,13 @@ def quantize_whole(
     block = 8192
     programs = min(triton.cdiv(values.numel(), block), 8 * processors(values.device))
     keys = _keys(rows, draw, values.device)
-    kernels.find_largest[(programs,)](
-        values, largest, keys, draw.calls, draw.base, values.numel(), rows, OPERAND=int(operand),
-        STOCHASTIC=draw.stochastic, ROWS=triton.next_power_of_2(triton.cdiv(rows, programs)), BLOCK=block,
+    launch(
+        kernels.find_largest, (programs, 1, 1),
+        (values, largest, keys, draw.calls, draw.base, values.numel(), rows),
+        {
+            "OPERAND": int(operand), "STOCHASTIC": draw.stochastic,
+            "ROWS": triton.next_power_of_2(triton.cdiv(rows, programs)), "BLOCK": block,
+        },
         num_warps=8,
     )  # fmt: skip
     _quantize_tiles(values, None, largest, keys, codes, transposed_codes, scale, draw, by_column=False)
@@ -135,29 +149,28 @@ def _quantize_tiles(
     rows, columns = values.shape
     m, n = padded(rows), padded(columns)
     bm, bn, warps = TILE
-    kernels.quantize_tiles[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-        values, values if row_factor is None else row_factor, largest, keys, codes.view(torch.int8),
-        transposed.view(torch.int8), scales, rows, columns, m, n, FORMAT=_FORMATS[codes.dtype],
-        STOCHASTIC=draw.stochastic, FACTOR=row_factor is not None, BY_COLUMN=by_column, DIRECT=len(codes) > 0,
-        TRANSPOSED=len(transposed) > 0, BM=bm, BN=bn, num_warps=warps, enable_fp_fusion=False,
+    factor = values if row_factor is None else row_factor
+    launch(
+        kernels.quantize_tiles, (triton.cdiv(m, bm) * triton.cdiv(n, bn), 1, 1),
+        (values, factor, largest, keys, _bytes(codes), _bytes(transposed), scales, rows, columns, m, n),
+        {
+            "FORMAT": _FORMATS[codes.dtype], "STOCHASTIC": draw.stochastic, "FACTOR": row_factor is not None,
+            "BY_COLUMN": by_column, "DIRECT": len(codes) > 0, "TRANSPOSED": len(transposed) > 0, "BM": bm, "BN": bn,
+        },
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def pad_codes(codes: Tensor) -> Tensor:
-    """The codes padded with zeros at the end of both axes to multiples of `PAD`."""
-    rows, columns = codes.shape
-    # As bytes: torch cannot pad 8-bit floats, and a zero byte is zero in every 8-bit type.
-    raw = codes.view(torch.int8)
-    extra = (0, padded(columns) - columns, 0, padded(rows) - rows)
-    return torch.nn.functional.pad(raw, extra).contiguous().view(codes.dtype)
 
 
 def _empty(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
 ) -> Tensor:
     # As bytes: torch cannot fill every 8-bit float type.
-    make = torch.zeros if zero else torch.empty
-    return make((rows, columns), dtype=torch.int8, device=device).view(dtype)
+    codes = (torch.zeros if zero else torch.empty)((rows, columns), dtype=torch.int8, device=device)
+    return codes if dtype == torch.int8 else codes.view(dtype)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes if codes.dtype == torch.int8 else codes.view(torch.int8)
 
 
 def _codes_of(

@@ -17,7 +17,7 @@ from trimtab.measure.damage.recorder import OperatorCall, Recorder
 from trimtab.measure.damage.rounding import of_weight
 from trimtab.precision.operators import operators
 from trimtab.precision.setting import set_operators
-from trimtab.precision_names import OPERATOR_PRECISIONS, PRECISIONS, OperatorKind
+from trimtab.precision_names import NOT_ON_GPUS, OPERATOR_PRECISIONS, PRECISIONS, OperatorKind
 from trimtab.predict.damage import Damage, TensorStatistics, bidirectional, damage_of
 from trimtab.random_bits import absorb, stream
 
@@ -101,6 +101,10 @@ def measure(dry_run: DryRun, precisions: Sequence[str], draws: int = DRAWS) -> d
     for name, kind in {call.name: call.kind for call in _calls(dry_run)}.items():
         own = ("fp32", dry_run.own_precision(name))
         for precision in (p for p in precisions if p in OPERATOR_PRECISIONS[kind] and p not in own):
+            if precision in NOT_ON_GPUS.get(kind, ()) and dry_run.device.type == "cuda":
+                # It cannot be tried here, and a plan must not choose what nobody has measured.
+                changes.setdefault(name, {})[precision] = Change(math.inf, math.inf)
+                continue
             effects = []
             for draw in range(draws if precision in ("int8", "fp8") else 1):
                 set_operators(dry_run.model, {name: precision}, seed=absorb(dry_run.seed, draw))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
 
-from trimtab.precision_names import ATTENTION
+from trimtab.precision_names import ATTENTION, NOT_ON_GPUS
 from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 from trimtab.predict.operators.low_precision import (
     DeviceKind,
@@ -230,8 +230,10 @@ class CostMapper:
             graph = PrecisionGraph(self.workload, results=self.graph.results, kind=self.kind)
             if graph.results == "own":
                 for name, (first, *_) in self.workload.settings.items():
-                    offered = settable(self.workload.operators[first].kind)
-                    if not name.endswith(ATTENTION) and set(passes(precision)) <= set(offered):
+                    kind = self.workload.operators[first].kind
+                    without = NOT_ON_GPUS.get(kind, ()) if self.kind == "cuda" else ()
+                    offered = set(settable(kind)) - set(without)
+                    if not name.endswith(ATTENTION) and set(passes(precision)) <= offered:
                         graph.set(name, precision)
             self._probed[precision] = graph
         return self._probed[precision]

@@ -160,7 +160,9 @@ def forward_workspace(operator: Operator, precision: str, arriving: str, device:
         total += 0 if saved else weight.numel * BYTES[name]
     if name in CODES:
         total += operator.input_tensors[0].numel if name == "fp8" else 0
-        total += out * 4 if name == "int8" else 0  # sums of codes, before they are scaled back
+        total += (
+            out * 4 if name == "int8" and device == "cpu" else 0
+        )  # sums of codes, before they are scaled back
         return total + _gathered(operator)
     if name != arriving:
         total += out * BYTES[name]
@@ -179,16 +181,14 @@ def backward_workspace(
     values = sum(t.numel for t in values_of(operator))
     weights = 0 if weight is None else weight.numel
     if name in CODES and operator.kind == "conv":
-        return _unfolded_backward(operator, arriving, device)
+        return _unfolded_backward(operator, arriving)
     if name == "fp8":
         return 2 * out
     if name == "int8" and device == "cpu":
         # Codes of g and w, and sums: of the input's gradient while the weight's does not exist yet, then its own.
         return out + weights + 4 * max(values - weights, weights)
     if name == "int8":
-        first = out + weights + 4 * (values - weights)
-        # g with x's scales folded in, its codes, x's codes turned, sums.
-        return max(first, 5 * out + values + 4 * weights)
+        return out + values  # codes of g, and x's codes turned, for the gradient of the weight
     total = plain_workspace(operator, device) * BYTES[name] // 4
     if name != leaving:
         total += (out + values) * BYTES[name]
@@ -197,13 +197,13 @@ def backward_workspace(
     return total
 
 
-def _unfolded_backward(operator: Operator, arriving: str, device: DeviceKind) -> int:
+def _unfolded_backward(operator: Operator, arriving: str) -> int:
     """Temporary bytes of the backward pass of a convolution of codes, which has two moments that may be the peak."""
     out, gathered = operator.outputs[0].numel, _gathered(operator)
     weight = weight_of(operator)
     assert weight is not None
-    # The weight's gradient: codes of what lies under the kernel (on a GPU also turned), g in fp32 and in codes, sums.
-    for_weight = gathered * (2 if device == "cuda" else 1) + 5 * out + 4 * weight.numel
+    # The weight's gradient: codes of what lies under the kernel, g in fp32 and in codes, sums.
+    for_weight = gathered + 5 * out + 4 * weight.numel
     if operator.gradients < 2:
         return for_weight
     # Before it the input's: gradients of what lies under the kernel are added up, both in fp32. Neither the weight's

@@ -330,7 +330,8 @@ class Job:
         return dict.fromkeys(names[::2], 8) | dict.fromkeys(names[::5])
 
     def _may_be_low(self, index: int) -> bool:
-        return self.workload.operators[index].kind in ("linear", "conv")
+        kind = self.workload.operators[index].kind
+        return kind in ("linear", "conv") and self._low in {**offers(self.device)}[kind]
 
     def _chosen(self, low: str) -> dict[str, str]:
         names = list(self.low)
