@@ -114,12 +114,11 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
     workload = capture_workload(model, batch, autocast=autocast, device="cuda")
     set_precision(model, patterns)
     # A wildcard skips operators for which this device does not offer its precision.
-    chosen = precisions_of(model)
     precisions = {
-        name: str(chosen.get(name, precision))
-        for name, precision in (matched(workload, patterns) if patterns else {}).items()
-        if name in chosen or name.endswith(ATTENTION)
+        name: str(precision) for name, precision in precisions_of(model).items() if name in workload.settings
     }
+    attention = {pattern: value for pattern, value in patterns.items() if pattern.endswith(ATTENTION)}
+    precisions |= matched(workload, attention) if attention else {}
     predicted = step_memory(
         workload,
         precisions,

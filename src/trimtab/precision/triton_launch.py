@@ -40,6 +40,16 @@ def launch(
         _compiled[key] = compiled
 
 
+def ceil_div(n: int, by: int) -> int:
+    """n / by, rounded up; triton.cdiv wraps every number that it is given."""
+    return -(-n // by)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def _kind(argument: Tensor | int) -> Any:
     """What Triton compiles for."""
     if isinstance(argument, Tensor):

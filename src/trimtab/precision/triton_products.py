@@ -9,12 +9,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from trimtab.precision import triton_int8 as kernels
 from trimtab.precision.int8 import LONGEST_SUM
-from trimtab.precision.triton_launch import launch
+from trimtab.precision.triton_launch import ceil_div, launch
 from trimtab.precision.triton_quantize import PAD, processors
 
 
@@ -32,10 +31,10 @@ class Tile(NamedTuple):
 
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    # From the largest to the smallest. Measured on sm_90, where two of the largest fit a processor at a time, and
-    # faster than twice as large ones; on sm_86 and 89 one fits.
-    80: (Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 4)),
+    # From the largest to the smallest. Measured on sm_90; the others fit the shared memory of their cards.
+    80: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
     86: (Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
+    90: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)),
 }
 """The tiles by compute capability: those of the newest one that is not newer than the card's.
 
@@ -94,7 +93,7 @@ def transpose(codes: Tensor) -> Tensor:
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     if out.numel():
         bm, bn, warps = TRANSPOSED_TILE
-        grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn), 1, 1)
+        grid = (ceil_div(rows, bm) * ceil_div(columns, bn), 1, 1)
         launch(kernels.transpose, grid, (codes, out, rows, columns), {"BM": bm, "BN": bn}, num_warps=warps)
     return out
 
@@ -108,11 +107,11 @@ def _add_product(
     if tile is None:
         sums = _sums(a.contiguous(), b.contiguous())
         block = 1024
-        grid = (rows, triton.cdiv(columns, block), 1)
+        grid = (rows, ceil_div(columns, block), 1)
         arguments = (sums, out, *scales, columns, sums.stride(0))
         launch(kernels.scale_sums, grid, arguments, given | {"BLOCK": block}, enable_fp_fusion=False)
         return
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), 1, 1)
+    grid = (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), 1, 1)
     sizes = {
         "EVEN": length % tile.length == 0,
         "BM": tile.rows,
@@ -136,10 +135,11 @@ def _sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tile(rows: int, columns: int, device: torch.device) -> Tile | None:
-    """The largest tile that still occupies most processors; None before sm_80."""
+    """The largest tile of which there are enough for all processors; None before sm_80."""
     tiles = _tiles(device)
     for tile in tiles:
-        if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.8 * processors(device):
+        enough = (16 if tile.columns > 128 else 0.8) * processors(device)
+        if ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns) >= enough:
             return tile
     return tiles[-1] if tiles else None
 

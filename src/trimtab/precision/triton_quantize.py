@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from trimtab.precision import triton_kernels as kernels
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.triton_launch import launch
+from trimtab.precision.triton_launch import ceil_div, launch, power_of_2
 
 PAD = 16
 """Tensor-core products need every axis to be a multiple of this."""
@@ -50,8 +49,8 @@ def quantize_by_row(
     scales = torch.empty(rows, dtype=torch.float32, device=values.device)
     if rows == 0 or columns == 0:
         return codes.zero_(), scales.zero_()
-    block = max(16, triton.next_power_of_2(padded(columns))) if columns <= LONGEST_ROW_IN_REGISTERS else 4096
-    chunks = triton.cdiv(padded(columns), block)
+    block = max(16, power_of_2(padded(columns))) if columns <= LONGEST_ROW_IN_REGISTERS else 4096
+    chunks = ceil_div(padded(columns), block)
     factor = values if column_factor is None else column_factor
     launch(
         kernels.quantize_rows, (rows, 1, 1),
@@ -83,13 +82,13 @@ def quantize_by_column(
     largest = torch.zeros(columns, dtype=torch.int32, device=values.device)
     keys = _keys(rows, draw, values.device)
     bm, bn, warps = COLUMN_TILE
-    across = triton.cdiv(columns, bn)
+    across = ceil_div(columns, bn)
     # As many rows for each program as still give every processor several programs.
     chunks = max(1, min(64, rows * across // (bm * 8 * processors(values.device))))
-    chunks = triton.next_power_of_2(chunks)
+    chunks = power_of_2(chunks)
     factor = values if row_factor is None else row_factor
     launch(
-        kernels.find_largest_of_columns, (triton.cdiv(rows, bm * chunks), across, 1),
+        kernels.find_largest_of_columns, (ceil_div(rows, bm * chunks), across, 1),
         (values, factor, largest, keys, draw.calls, draw.base, rows, columns),
         {
             "OPERAND": int(operand), "STOCHASTIC": draw.stochastic, "FACTOR": row_factor is not None, "BM": bm,
@@ -119,14 +118,14 @@ def quantize_whole(
     if rows == 0 or columns == 0:
         return codes, transposed_codes, scale.zero_()
     block = 8192
-    programs = min(triton.cdiv(values.numel(), block), 8 * processors(values.device))
+    programs = min(ceil_div(values.numel(), block), 8 * processors(values.device))
     keys = _keys(rows, draw, values.device)
     launch(
         kernels.find_largest, (programs, 1, 1),
         (values, largest, keys, draw.calls, draw.base, values.numel(), rows),
         {
             "OPERAND": int(operand), "STOCHASTIC": draw.stochastic,
-            "ROWS": triton.next_power_of_2(triton.cdiv(rows, programs)), "BLOCK": block,
+            "ROWS": power_of_2(ceil_div(rows, programs)), "BLOCK": block,
         },
         num_warps=8,
     )  # fmt: skip
@@ -151,7 +150,7 @@ def _quantize_tiles(
     bm, bn, warps = TILE
     factor = values if row_factor is None else row_factor
     launch(
-        kernels.quantize_tiles, (triton.cdiv(m, bm) * triton.cdiv(n, bn), 1, 1),
+        kernels.quantize_tiles, (ceil_div(m, bm) * ceil_div(n, bn), 1, 1),
         (values, factor, largest, keys, _bytes(codes), _bytes(transposed), scales, rows, columns, m, n),
         {
             "FORMAT": _FORMATS[codes.dtype], "STOCHASTIC": draw.stochastic, "FACTOR": row_factor is not None,
