@@ -36,5 +36,6 @@ def test_every_rank_measures_the_same(ranks: Pool) -> None:
 def test_costs_of_owning_and_leasing() -> None:
     transfer = Transfer(fixed=0.001, per_byte=1e-9, exposed=0.5)
     assert transfer.own(1e9, 3, 4)(0.25) == pytest.approx(0.004 + 0.75)
-    assert transfer.lease(1e9, 4)(0.25) == pytest.approx(0.5 * (0.008 + 0.5))
+    assert transfer.lease(1e9, 4, 2)(0.25) == pytest.approx(0.5 * (0.006 + 0.5))  # 2 messages out, 4 back
+    assert transfer.lease(1e9, 4, 9)(0.25) == pytest.approx(0.5 * (0.008 + 0.5))
     assert transfer.own(1e9, 3, 4)(0.0) == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH = 24, 6, 2, 17, 7, 3
 KINDS = ("gpt", "gpt2", "llama", "vit", "sequential")
@@ -73,6 +77,17 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x.square().mean()
+
+
+@contextmanager
+def heads(count: int) -> Iterator[None]:
+    """Models made inside have that many heads."""
+    global HEADS
+    before, HEADS = HEADS, count
+    try:
+        yield
+    finally:
+        HEADS = before
 
 
 def make(kind: str, seed: int = 0, p: float = 0.0) -> nn.Module:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.sharding.jobs import Pair, convert
-from tests.sharding.models import KINDS, make
+from tests.sharding.models import KINDS, heads, make
 
+from trimtab.sharding import assignment_for, lease, move
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -44,6 +45,24 @@ def test_trains_as_a_single_device(ranks: Pool, kind: str, world: int, shares: A
 def test_relatives_of_llama_train_as_a_single_device(ranks: Pool, kind: str) -> None:
     for worst, _ in ranks(2, train, kind, {"shares": [1.0, 2.0]}):
         assert worst < CLOSE
+
+
+def eight(kind: str) -> float:
+    """Uneven shares of eight ranks, some without a unit; then a move and a lease."""
+    with heads(12):
+        pair = Pair.make(kind, shares=[1, 2, 1, 0, 1, 3, 2, 1])
+    worst = pair.step()
+    blocks = {b.name: b for b in sharded_model(pair.spread, "").blocks.values() if not b.vocabulary}
+    counts = {name: block.table.counts[::-1] for name, block in blocks.items()}
+    move(pair.spread, pair.spread_optimizer, assignment_for(pair.spread, counts))
+    worst = max(worst, pair.step())
+    lease(pair.spread, {name: block.table.counts[::-1] for name, block in blocks.items()})
+    return max(worst, pair.step())
+
+
+@pytest.mark.soak
+def test_eight_ranks_train_as_a_single_device(ranks: Pool) -> None:
+    assert max(ranks(8, eight, "shallow", timeout=100)) < 1e-9
 
 
 def test_units_need_not_be_neighbors(ranks: Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,7 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.control.tensor.resizing import clear_resize, set_resize
 from trimtab.errors import TrimtabError
 from trimtab.sharding import Checkpoint, clip_grad_norm_, move
-from trimtab.sharding.lease import end_leases, lease, leased, loans
+from trimtab.sharding.lease import MESSAGES, _messages, end_leases, lease, leased, loans
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -157,7 +158,65 @@ def traffic() -> list[int]:
 def test_only_the_slices_of_leased_units_travel(ranks: Pool) -> None:
     width = 24
     unit = width + 1 + width
-    assert ranks(2, traffic) == [[0, 10 * unit], [10 * unit, 0]]
+    # Gradients to the owner in backward, then the new weights to the borrower after the optimizer's step.
+    assert ranks(2, traffic) == [[10 * unit, 0], [0, 10 * unit]]
+
+
+def messages(passes: int) -> tuple[int, int, float]:
+    """All-to-alls of a step with several backward passes and a lease of every block; messages; exactness after it."""
+    pair = Pair.make("gpt")
+    pair.step()
+    blocks = sharded_model(pair.spread, "test").blocks
+    lease(pair.spread, {name: [block.units, 0] for name, block in blocks.items()})
+    sent = []
+    exchange = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        sent.append(1)
+        return exchange(*args, **kwargs)
+
+    for model in (pair.alone, pair.spread):
+        model.zero_grad()
+        dist.all_to_all_single = counted if model is pair.spread else exchange
+        for step in range(passes):
+            loss_of("gpt", model, step).backward()
+    dist.all_to_all_single = counted
+    pair.spread_optimizer.step()
+    dist.all_to_all_single = exchange
+    pair.alone_optimizer.step()
+    with torch.no_grad():  # by other means than an optimizer
+        for model in (pair.alone, pair.spread):
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    leases = sharded_model(pair.spread, "test").leases
+    assert leases is not None
+    return len(sent), len(leases._messages), pair.step()
+
+
+def test_weights_travel_once_per_change_in_few_messages(ranks: Pool) -> None:
+    blocks, passes = 4, 3
+    for sent, count, worst in ranks(2, messages, passes):
+        assert count < blocks
+        assert sent == passes * blocks + count  # gradients of each pass, weights after the step
+        assert worst < 1e-9
+
+
+def many_blocks() -> list[list[int]]:
+    """Sizes of the messages for ten equal blocks and a small one."""
+    blocks = [SimpleNamespace(tensors=[SimpleNamespace(parameter=torch.zeros(1))]) for _ in range(11)]
+    loan = loans([2, 0], [1, 1])
+    leases: Any = [
+        SimpleNamespace(index=i, loans=loan, unit_size=10 if i else 1, block=b) for i, b in enumerate(blocks)
+    ]
+    every: Any = _messages(leases)
+    return [[each.index for each in message] for message in every]
+
+
+def test_messages_keep_the_order_of_blocks() -> None:
+    grouped = many_blocks()
+    assert len(grouped) == MESSAGES
+    assert [each for message in grouped for each in message] == list(range(11))
+    assert max(map(len, grouped)) - min(map(len, grouped)) <= 2  # the first blocks' weights are the smallest
 
 
 def dropped_out() -> list[float]:

@@ -6,6 +6,7 @@ the spec, and rank 0 returns the function's result through a file.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ def hosts(
     device: str = "cpu",
     *,
     link: str | None = None,
-    names: Sequence[str] = "abcd",
+    names: Sequence[str] = "abcdefgh",
     per_host: int | Sequence[int] = 1,
 ) -> Cluster:
     """A host for each speed.
@@ -131,6 +132,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a rank that dies of a signal says where
     job = Path(sys.argv[1])
     description = json.loads(job.read_text())
     module, name = description["function"].split(":")

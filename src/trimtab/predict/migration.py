@@ -29,8 +29,9 @@ class Transfer:
         """The cost of moving parameters and optimizer state permanently: one all-to-all per block."""
         return MigrationCost(fixed=self.fixed * blocks, slope=self.per_byte * work_bytes * copies)
 
-    def lease(self, work_bytes: float, blocks: int) -> MigrationCost:
-        """The cost of sending weights out and gradients back in every step."""
+    def lease(self, work_bytes: float, blocks: int, messages: int) -> MigrationCost:
+        """The cost of sending weights out, in a few messages, and gradients back, block by block, in every step."""
         return MigrationCost(
-            fixed=self.exposed * self.fixed * 2 * blocks, slope=self.exposed * self.per_byte * work_bytes * 2
+            fixed=self.exposed * self.fixed * (min(messages, blocks) + blocks),
+            slope=self.exposed * self.per_byte * work_bytes * 2,
         )

@@ -1,20 +1,21 @@
 """Lease migration: temporarily, a rank computes some units that another rank owns.
 
-In every training step the units' weights are sent to the borrower and their gradients are sent back; parameters,
-optimizer state, clipping and checkpoints stay with the owner. Evaluation ignores leases. The steps, the same on every
-rank:
+Parameters, optimizer state, clipping and checkpoints stay with the owner. Evaluation ignores leases. The steps, the
+same on every rank:
 
-1. Forward, entering a block: wait for its leased weights, which were requested on entering the previous block, and
-   request those of the next block (one all-to-all per block, overlapped with this block's products).
-2. Compute the block with the units kept and borrowed.
-3. Backward, after the all-reduce of the gradient of the block's input: send the gradients of borrowed units back (one
+1. After an optimizer step: send the leased weights to their borrowers, all blocks in few messages (`MESSAGES`), while
+   the script goes on. Without an optimizer step, as in gradient accumulation, nothing is sent.
+2. Forward, entering a block: wait for its message.
+3. Compute the block with the units kept and borrowed; their outputs are part of the block's own all-reduce.
+4. Backward, after the all-reduce of the gradient of the block's input: send the gradients of borrowed units back (one
    all-to-all, overlapped with the products of the previous block).
-4. At the end of the backward pass, wait for them and add them to the owners' gradients. Where gradients are needed
-   earlier (data parallelism, hooks on parameters), wait in step 3.
+5. At the end of the backward pass, wait for them and add them to the owners' gradients. Where gradients are needed
+   earlier (data parallelism, hooks on parameters), wait in step 4.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trimtab.errors import TrimtabError
 from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.unit_block import UnitBlock, grown, sharded_model
+
+MESSAGES = 4
+"""All leased weights travel in at most so many messages, the first blocks' first."""
 
 _LOST = (
     "lease: a rank was lost while units were leased; every unit is still with its owner. "
@@ -90,15 +95,19 @@ def lease(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
         lost=_LOST,
     )
     hooked = any(getattr(t.parameter, "_post_accumulate_grad_hooks", None) for _, t in sharded.tensors())
-    sharded.leases = Leases(early=hooked or dist.get_world_size() > sharded.group.size)
     for name, block_loans in new_loans.items():
         block = sharded.blocks[name]
         block.lease = BlockLease(block=block, loans=block_loans) if block_loans else None
+    every = [block.lease for block in sharded.blocks.values() if block.lease is not None]
+    sharded.leases = Leases(every, early=hooked or dist.get_world_size() > sharded.group.size)
+    sharded.leases.send()
 
 
 def end_leases(model: nn.Module) -> None:
     """Let every rank compute its own units again. Every rank calls it, between two steps."""
-    for block in sharded_model(model, "end_leases").blocks.values():
+    sharded = sharded_model(model, "end_leases")
+    sharded.leases = None
+    for block in sharded.blocks.values():
         block.lease = None
 
 
@@ -117,9 +126,11 @@ class BlockLease:
     units: list[int] = field(default_factory=list)
     """The units that this rank computes: those kept, then those borrowed."""
 
-    _requested: tuple[dist.Work, Tensor] | None = None
+    _sent: tuple[int, ...] = ()
+    """The state of the weights (`_state`) when they were last sent."""
+
     _borrowed: list[Tensor] | None = None
-    """The borrowed rows of each parameter, kept for recomputation in the backward pass."""
+    """The borrowed rows of each parameter, until the weights change."""
 
     def __post_init__(self) -> None:
         rank, table = self.block.group.rank, self.block.table
@@ -133,8 +144,9 @@ class BlockLease:
             ]
         tensors = self.block.tensors
         self._row_sizes = [tensor.by_unit(tensor.parameter.data).shape[1] for tensor in tensors]
-        self.out = _split(self.lent, "borrower", self.block.group.size, sum(self._row_sizes))
-        self.into = _split(self.taken, "owner", self.block.group.size, sum(self._row_sizes))
+        self.unit_size = sum(self._row_sizes)
+        self.out = _split(self.lent, "borrower", self.block.group.size, self.unit_size)
+        self.into = _split(self.taken, "owner", self.block.group.size, self.unit_size)
 
     @property
     def counts(self) -> list[int]:
@@ -145,8 +157,27 @@ class BlockLease:
         return counts
 
     def fetch(self) -> None:
-        """Wait for the borrowed rows of the pass that begins."""
-        self._borrowed = self._fetch()
+        """Have the borrowed rows of the pass that begins."""
+        leases = self.block.sharded.leases
+        assert leases is not None
+        if not leases.recomputing and self._sent != self.state(leases.steps):
+            leases.start(self)
+        if self._borrowed is None:
+            leases.finish(self)
+
+    def state(self, steps: int) -> tuple[int, ...]:
+        """Changes with the weights: after an optimizer step, and when they are written to by other means."""
+        return (steps, *(tensor.parameter._version for tensor in self.block.tensors))
+
+    def sends(self, steps: int, to: int) -> Tensor:
+        """The rows lent to one rank, packed; from here on they count as sent."""
+        self._sent, self._borrowed = self.state(steps), None
+        stored = [tensor.parameter.data for tensor in self.block.tensors]
+        return self._packed(stored, [loan for loan in self.lent if loan.borrower == to])
+
+    def receive(self, packed: Tensor) -> None:
+        """The borrowed rows have arrived, packed by owner."""
+        self._borrowed = self._unpacked(packed, self.taken)
 
     def rows(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Of each parameter the kept rows, then the borrowed ones."""
@@ -177,42 +208,9 @@ class BlockLease:
             if leases.early:
                 _wait(work, self.block.group)
                 self.add(received, own)
-                self.forget()
             else:
                 leases.expect(self, work, received)
         return own
-
-    def request(self) -> None:
-        """Start to send the lent rows and to receive the borrowed ones."""
-        with torch.no_grad():
-            sent = self._packed([t.parameter.data for t in self.block.tensors], self.lent)
-            received = sent.new_empty(sum(self.into))
-        self._requested = (_exchange(received, sent, self.into, self.out, self.block.group), received)
-
-    def _fetch(self) -> list[Tensor]:
-        recomputing = torch._C._current_graph_task_id() != -1
-        if recomputing and self._borrowed is not None:
-            return self._borrowed
-        if self._requested is None:
-            self.request()
-        assert self._requested is not None
-        work, received = self._requested
-        self._requested = None
-        _wait(work, self.block.group)
-        if not recomputing:
-            following = _next_lease(self.block)
-            if following is not None:
-                following.forget()
-                following.request()
-        self._borrowed = self._unpacked(received, self.taken)
-        return self._borrowed
-
-    def forget(self) -> None:
-        """Drop fetched and requested rows: a step has ended, and weights change."""
-        self._borrowed = None
-        if self._requested is not None:
-            _wait(self._requested[0], self.block.group)
-            self._requested = None
 
     def return_gradients(self, gradients: list[Tensor]) -> tuple[dist.Work, Tensor]:
         """Start to send the gradients of borrowed units to their owners; their rows follow the kept ones."""
@@ -259,16 +257,81 @@ class BlockLease:
         ]
 
 
-@dataclass(kw_only=True, eq=False)
 class Leases:
-    """The gradients of a model's leased units that are in flight to their owners."""
+    """The weights and gradients of a model's leased units that are under way."""
 
-    early: bool = False
-    """Whether gradients are needed before the backward pass ends, so that each block must wait for its own."""
+    def __init__(self, leases: list[BlockLease], *, early: bool) -> None:
+        self.early = early
+        """Whether gradients are needed before the backward pass ends, so that each block must wait for its own."""
+        self.steps = 0
+        """Optimizer steps of leased parameters so far."""
+        self._messages = _messages(leases)
+        self._under_way: dict[int, tuple[list[BlockLease], dist.Work, Tensor]] = {}
+        """Weights, by index of the message: whose they are, and where they arrive."""
+        self._in_flight: list[tuple[BlockLease, dist.Work, Tensor]] = []
+        """Gradients."""
+        alive = weakref.ref(self)
 
-    _in_flight: list[tuple[BlockLease, dist.Work, Tensor]] = field(default_factory=list)
+        def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            own = alive()
+            if own is not None:
+                own._stepped(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove).atexit = False
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether activations are computed once more, inside a backward pass: with the weights of the first time."""
+        return torch._C._current_graph_task_id() != -1
+
+    def send(self) -> None:
+        """Start to send all weights."""
+        for message in self._messages:
+            if message:
+                self.start(message[0])
+
+    @torch.no_grad()
+    def start(self, lease: BlockLease) -> None:
+        """Start to send the weights of the message that this lease is in."""
+        index = next(i for i, message in enumerate(self._messages) if lease in message)
+        group = lease.block.group
+        before = self._under_way.pop(index, None)
+        if before is not None:  # nobody needed it, and the weights have changed
+            _wait(before[1], group)
+        leases = [each for each in self._messages[index] if each.block.lease is each]
+        sent = torch.cat([each.sends(self.steps, rank) for rank in range(group.size) for each in leases])
+        into = [sum(sizes) for sizes in zip(*(each.into for each in leases), strict=True)]
+        out = [sum(sizes) for sizes in zip(*(each.out for each in leases), strict=True)]
+        received = sent.new_empty(sum(into))
+        self._under_way[index] = (leases, _exchange(received, sent, into, out, group), received)
+
+    def finish(self, lease: BlockLease) -> None:
+        """Wait for the weights of the message that this lease is in."""
+        index = next(i for i, (leases, *_) in self._under_way.items() if lease in leases)
+        leases, work, received = self._under_way.pop(index)
+        _wait(work, lease.block.group)
+        pieces: list[list[Tensor]] = [[] for _ in leases]
+        sizes = [each.into[rank] for rank in range(lease.block.group.size) for each in leases]
+        for place, piece in enumerate(received.split(sizes)):
+            pieces[place % len(leases)].append(piece)
+        for each, parts in zip(leases, pieces, strict=True):
+            each.receive(torch.cat(parts))
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        live = [each for message in self._messages for each in message if each.block.lease is each]
+        trained = [t.parameter for each in live for t in each.block.tensors if t.parameter.requires_grad]
+        updated = [id(parameter) in held for parameter in trained]
+        if any(updated):
+            self.steps += 1
+        if all(updated):  # with several optimizers, the weights are sent when they are needed
+            for message in self._messages:
+                first = next((each for each in message if each in live), None)
+                if first is not None:
+                    self.start(first)
 
     def expect(self, lease: BlockLease, work: dist.Work, received: Tensor) -> None:
+        """Gradients are on their way to this rank."""
         if not self._in_flight:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish)
@@ -280,19 +343,23 @@ class Leases:
         for lease, work, received in in_flight:
             _wait(work, lease.block.group)
             lease.add(received, [tensor.parameter.grad for tensor in lease.block.tensors])
-            lease.forget()
+
+
+def _messages(leases: list[BlockLease]) -> list[list[BlockLease]]:
+    """The leases in the order of their blocks, in messages of about equal size and of one dtype."""
+    sizes = [sum(loan.count for loan in lease.loans) * lease.unit_size for lease in leases]
+    messages: dict[tuple[int, torch.dtype], list[BlockLease]] = {}
+    before = 0
+    for lease, size in zip(leases, sizes, strict=True):
+        place = (MESSAGES * before // sum(sizes), lease.block.tensors[0].parameter.dtype)
+        messages.setdefault(place, []).append(lease)
+        before += size
+    return list(messages.values())
 
 
 def _split(which: list[Loan], end: str, size: int, unit: int) -> list[int]:
     """The number of values to or from each rank."""
     return [sum(loan.count for loan in which if getattr(loan, end) == rank) * unit for rank in range(size)]
-
-
-def _next_lease(block: UnitBlock) -> BlockLease | None:
-    """The lease of the next block that has one."""
-    blocks = list(block.sharded.blocks.values())
-    following = (other.lease for other in blocks[blocks.index(block) + 1 :])
-    return next((lease for lease in following if lease is not None), None)
 
 
 def _exchange(

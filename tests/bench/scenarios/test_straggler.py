@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.straggler import links, straggler
+from trimtab.bench.scenarios.straggler import bursts, links, straggler
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -54,6 +54,20 @@ def test_contention_has_figures_of_both_phases(ranks: Pool) -> None:
     assert figures["contention_speedup"] == even["step_ms"] / semi["step_ms"]
     assert figures["contention_semi_over_ideal"] == semi["over_ideal"]
     assert figures["contention_semi_over_ideal_after"] == semi["over_ideal_after"]
+
+
+def burst() -> list[dict[str, Any]]:
+    spec = {**SMALL, "model": "gpt", "speeds": [1.0, 1.0], "speed": 0.25, "slow": 4, "calm": 4, "rounds": 2}
+    return bursts.on_rank({**spec, "balance": bursts._BALANCE}, lambda done, total: None)
+
+
+def test_methods_train_alike_through_bursts(ranks: Pool) -> None:
+    rows = ranks(2, burst)[0]
+    assert [row["method"] for row in rows] == list(bursts.METHODS)
+    assert max(row["loss_gap"] for row in rows) < 1e-4
+    modes = {row["method"]: {each["mode"] for each in row.get("decisions", [])} for row in rows}
+    assert "lease" not in modes["own"]
+    assert "own" not in modes["lease"]
 
 
 def test_figures_are_taken_from_the_rows_that_they_name() -> None:

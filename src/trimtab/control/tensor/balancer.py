@@ -42,7 +42,7 @@ from trimtab.planning.tensor.rebalance import (
 )
 from trimtab.predict.migration import Transfer
 from trimtab.report import events
-from trimtab.sharding.lease import end_leases, lease
+from trimtab.sharding.lease import MESSAGES, end_leases, lease
 from trimtab.sharding.migration import assignment_for, can_move, move_in_replica
 from trimtab.sharding.unit_block import sharded_model
 
@@ -316,7 +316,7 @@ class Balancer:
             own = replace(
                 own, fixed=own.fixed * self._move_cost_ratio, slope=own.slope * self._move_cost_ratio
             )
-        lent = self.transfer.lease(self._bytes, blocks) if self.rules.lease else None
+        lent = self.transfer.lease(self._bytes, blocks, MESSAGES) if self.rules.lease else None
         return Costs(own=own, lease=lent)
 
     def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:

@@ -31,7 +31,8 @@ _BLOCK = 6
 _SPEC: dict[str, Any] = {
     "model": "gpt", "device": "cpu", "speeds": [1.0, 1.0],
     # Few activations and large matrices, so that the links differ in the cost of moving.
-    "width": 1024, "heads": 16, "layers": 1, "batch": 4, "length": 64, "horizon": _STEPS,
+    "width": 1024, "heads": 16, "layers": 1, "batch": 4, "length": 64,
+    "balance": {"horizon": _STEPS},
 }  # fmt: skip
 
 

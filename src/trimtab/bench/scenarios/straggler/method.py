@@ -44,9 +44,13 @@ class Method(TensorTrainer):
                 lease(model, leased)
 
         balance = None
-        if method.startswith("semi"):
-            resize = GAMMA_MAX if method == "semi-resize" else 0.0
-            balance = Balance(resize=resize, horizon=spec.get("horizon", Balance.horizon))
+        if method.startswith("semi") or method in ("own", "lease"):
+            balance = Balance(
+                own=method != "lease",
+                lease=method != "own",
+                resize=GAMMA_MAX if method == "semi-resize" else 0.0,
+                **spec.get("balance", {}),
+            )
         super().__init__(
             make_task(spec),
             balance=balance,

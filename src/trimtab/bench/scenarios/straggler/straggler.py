@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from trimtab.bench.harness import AA, Progress, Result, Timing, interleave, part
 from trimtab.bench.ranks import hosts, run_on_cluster
+from trimtab.bench.scenarios.straggler.bursts import bursts
 from trimtab.bench.scenarios.straggler.links import links
 from trimtab.bench.scenarios.straggler.method import SIZES, Method
 from trimtab.bench.trainer import ideal
@@ -33,6 +34,7 @@ STATIC: dict[str, dict[str, dict[str, Any]]] = {
         "gpt-half": {"model": "gpt", "speeds": [1.0, 0.5]},
         "gpt-quarter": {"model": "gpt", "speeds": [1.0, 0.25]},
         "gpt-two": {"model": "gpt", "speeds": [1.0, 1.0, 0.5, 0.5]},
+        "gpt-eight": {"model": "gpt", "speeds": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5]},
         "vit-half": {"model": "vit", "speeds": [1.0, 0.5]},
     },
 }
@@ -50,7 +52,17 @@ SEEDS = 5
 NEAR = 1.15
 """Steps count as settled once they stay within this many times their final length."""
 
-ONLY = ("gpt-half", "gpt-quarter", "gpt-two", "vit-half", "contention", "links", "seeds")
+ONLY = (
+    "gpt-half",
+    "gpt-quarter",
+    "gpt-two",
+    "gpt-eight",
+    "vit-half",
+    "contention",
+    "bursts",
+    "links",
+    "seeds",
+)
 
 
 def straggler(device: str, repeats: int, only: Sequence[str], progress: Progress) -> Result:
@@ -59,7 +71,13 @@ def straggler(device: str, repeats: int, only: Sequence[str], progress: Progress
     if unknown:
         raise TrimtabError(f"bench straggler: there is no setting {unknown[0]!r}; choose {', '.join(ONLY)}")
     # What leaving work out does to the loss is always measured on CPU ranks; on a GPU machine only if named.
-    every = (*STATIC[device], "contention", "links", *(("seeds",) if device == "cpu" or only else ()))
+    every = (
+        *STATIC[device],
+        "contention",
+        "bursts",
+        "links",
+        *(("seeds",) if device == "cpu" or only else ()),
+    )
     wanted = [name for name in every if not only or name in only]
     if not wanted:
         raise TrimtabError(
@@ -99,6 +117,8 @@ def _setting(
         spec |= {**CONTENTION, "model": "gpt", "speeds": [1.0, 1.0]}
         rows = run_on_cluster(hosts(spec["speeds"], device), follow_contention, spec, progress)
         return [{"setting": name, **row} for row in rows], _contention_figures(rows)
+    if name == "bursts":
+        return bursts(device, progress)
     return links(device, progress) if name == "links" else _seeds(progress)
 
 
