@@ -30,7 +30,7 @@ SCRIPTS = {"ddp": "ddp_gpt.py", "trainer": "hf_trainer.py", "lightning": "lightn
 SPEEDS, LINK = {"cpu": (1.0, 0.5), "cuda": (1 / 2, 1 / 4)}, {"cpu": "300mbit", "cuda": None}
 TORCHRUN, AGAIN = "torchrun", "torchrun" + AA
 BITS, RUN, AUTO = "bits only", "trimtab run", "trimtab run --auto"
-IDEAL, CANARY = "ideal-fp32", "1-nearest (canary)"
+IDEAL, CANARY = "ideal-fp32", "1 bit (canary)"
 VARIANTS = "trimtab.bench.scenarios.autopilot.variants"
 METHODS: dict[str, RunSettings | str | None] = {
     TORCHRUN: None,

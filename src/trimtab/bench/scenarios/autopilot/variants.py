@@ -29,7 +29,7 @@ def alone() -> None:
 
 
 def canary() -> None:
-    """Gradients in one bit of large blocks, to the nearest, biases and norms too: the losses must show it soon."""
+    """Gradients in one bit of large blocks, biases and norms too: more noise than gradient, and losses must show it."""
     from torch.nn.parallel import DistributedDataParallel
 
     from trimtab.api.compress import compress
@@ -40,7 +40,7 @@ def canary() -> None:
     @functools.wraps(construct)
     def construct_damaged(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        one_bit = Block(bits=1, block=1 << 16, stochastic=False)
+        one_bit = Block(bits=1, block=1 << 16)
         compress(self, one_bit, overrides={"*": one_bit}, error_feedback=False)
 
     DistributedDataParallel.__init__ = construct_damaged  # type: ignore[method-assign]
