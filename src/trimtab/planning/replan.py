@@ -38,8 +38,9 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
 
     It chooses among the `choices` of the plan's roles, whose seconds are assumed to add up and to grow with samples;
     what the step takes beyond its slowest rank's computation is assumed to stay the same. A new plan must make the step
-    faster by a factor of `MIN_SPEEDUP`, or be as fast with at most `SPARED` of the damage. Model, ranks, batch size,
-    mode, budget and bits stay.
+    faster by a factor of `MIN_SPEEDUP`, or be as fast with at most `SPARED` of the damage; it need not be as fast where
+    the running plan's damage has outgrown its budget (`with_current_damages`). Model, ranks, batch size, mode, budget
+    and bits stay.
 
     Args:
         observed: measured compute seconds of a step by role, without waiting and communication. Roles that are
@@ -65,7 +66,10 @@ def replan(plan: Plan, observed: Mapping[str, float]) -> Plan:
         return plan
     as_fast = proposed.step_s <= present.step_s * (1 + 1e-3)
     faster = present.step_s >= MIN_SPEEDUP * proposed.step_s
-    if not faster and not (as_fast and proposed.damage <= SPARED * present.damage):
+    spares = proposed.damage <= SPARED * present.damage
+    # Damages that were sampled since may be more than was allowed; then a slower step is right.
+    beyond = 0 < plan.budget < SPARED * present.damage
+    if not faster and not (spares and (as_fast or beyond)):
         return plan
     drift = ", ".join(
         f"{name} took {seconds / plan.roles[name].compute_s:.3g} times the predicted time"

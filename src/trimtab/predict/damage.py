@@ -40,6 +40,17 @@ class Source:
         return self.error * self.gain
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How much an operator's rounding matters, up to a factor that all operators share."""
+
+    size: float
+    """‖input‖² · ‖gradient of the result‖² of a row: what an error of the operands is multiplied by."""
+
+    errors: Mapping[str, float]
+    """By precision: ‖rounding error‖² / ‖values‖², summed over its sources."""
+
+
 Sources = dict[str, dict[str, dict[str, Source]]]
 """By operator, precision and the source's name."""
 

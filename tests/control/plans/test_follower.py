@@ -7,8 +7,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.control.plans.plan_cases import WIDTH, corpus, net, plan_for, role
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,10 +20,13 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 import trimtab
 from trimtab.api.set_precision import set_precision
 from trimtab.codec import Block
+from trimtab.control.plans import sensitivity_watch
 from trimtab.control.plans.active_plan import ActivePlan, active_plan_of
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.environment import logger
 from trimtab.model_state import attach_state
+from trimtab.planning.plan import Choice
+from trimtab.planning.replan import replan
 from trimtab.precision.setting import precisions_of
 
 if TYPE_CHECKING:
@@ -247,3 +252,67 @@ def test_a_plan_applied_again_replaces_the_followed_one_on_all_ranks(ranks: Pool
         assert applied != followed, "the job switched again, by its own decision"
         assert explained.startswith(f"plan {applied}")
         assert followed not in explained
+
+
+class Branches(nn.Module):
+    """Two layers; how much each counts can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
+        self.counts = [0.1, 1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.counts
+        return torch.tanh(a * self.left(x) + b * self.right(x.relu()))
+
+
+def at_the_same_pace(plan: Plan, observed: Mapping[str, float]) -> Plan:
+    return replan(plan, {})
+
+
+def learns_otherwise(changes: bool) -> list[dict[str, str]]:
+    """The slow rank has the layer in bf16 that counts less; from step 10 on it may be the other one that does."""
+    torch.manual_seed(0)
+    inner = Branches()
+    model = Slowed(inner)
+    choices = {
+        f"model.{name}": {
+            "own": Choice(seconds=3e-3, damage=0.0),
+            "bf16": Choice(seconds=5e-4, damage=damage),
+        }
+        for name, damage in (("left", 1.0), ("right", 4.0))
+    }
+    roles = {
+        "fast": replace(role("A", 4), compute_s=9.8e-3, choices={}),
+        "slow": replace(role("B", 4, **{"model.left": "bf16"}), compute_s=8.5e-3, choices=choices),
+    }
+    active = ActivePlan(plan_for(model, roles=roles, batch="fixed"))
+    ddp = Ddp(model)
+    lowered = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sensitivity_watch, "SHARE", 10.0)  # the job is short
+
+        def switch(new: Plan) -> None:
+            set_precision(model, new.roles[new.role_of(dist.get_rank())].precisions)
+
+        switch(active.plan)
+        follower = Follower(ddp, active, QUICK, switch=switch, make_plan=at_the_same_pace)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(40):
+            if step == 10:
+                inner.counts = [1.0, 0.1] if changes else inner.counts
+                model.seconds *= 4 if dist.get_rank() == 1 else 1
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            F.mse_loss(ddp(x), x[:, :16].sin()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lowered.append({name: str(own) for name, own in precisions_of(model).items()})
+        follower.close()
+    return [lowered[0], lowered[-1]]
+
+
+def test_the_next_plan_lowers_what_is_least_sensitive_by_then(ranks: Pool) -> None:
+    left, right = {"model.left": "bf16"}, {"model.right": "bf16"}
+    assert ranks(2, learns_otherwise, True) == [[{}, {}], [left, right]]
+    assert ranks(2, learns_otherwise, False) == [[{}, {}], [left, left]]

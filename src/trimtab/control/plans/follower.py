@@ -6,6 +6,8 @@
 3. Rank 0 compares them with the plan's predictions, role by role, in a low-priority thread. If the relative speed
    of the roles has changed for some looks, it makes a new plan (`trimtab.planning.replan`) and publishes it. Of tensor
    groups the whole group counts, and only their samples change (`trimtab.planning.tensor.resample`).
+   Which operators are sensitive changes while a model learns: rank 0 samples it in few steps (`SensitivityWatch`), and
+   the new plan is made with damages as they are now.
 4. All ranks switch to the new plan at a step that was fixed at the look.
 """
 
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.control.background import FAILED, Background
 from trimtab.control.plans.active_plan import ActivePlan, Switch, emit_plan, plan_text
+from trimtab.control.plans.sensitivity_watch import SensitivityWatch
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.training_steps import TrainingSteps
@@ -33,6 +36,7 @@ from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
 from trimtab.planning.plan import Plan, parse_plan
+from trimtab.planning.precision.current_damage import with_current_damages
 from trimtab.planning.replan import replan
 from trimtab.planning.tensor.resample import resample
 
@@ -69,6 +73,9 @@ class Follower:
         self._background = Background(self._group)
         self._failed = False
         self._drift = Drift(rules)
+        self._watch: SensitivityWatch | None = None
+        if ddp is not None and self._rank == 0 and not active.plan.tensor_groups:
+            self._watch = SensitivityWatch(ddp.module, active.plan)
         self._step = 0
         self._shares: tuple[int, ...] | None = None
         self._pending: tuple[int, Future[dict[str, Any]]] | None = None
@@ -87,13 +94,17 @@ class Follower:
     def close(self) -> None:
         """Stop following."""
         self._handle.remove()
+        if self._watch is not None:
+            self._watch.close()
         self._background.close()
 
     def begins(self) -> None:
         """Nothing to do: the clock runs from one average to the next."""
 
     def ends(self) -> None:
-        """Nothing to do: the optimizer's time counts as the rank's own."""
+        """The optimizer's time counts as the rank's own; a step that was sampled does not count at all."""
+        if self._watch is not None:
+            self._watch.ends()
 
     def between(self, model: nn.Module) -> None:
         """After a step, before the next forward pass."""
@@ -101,8 +112,9 @@ class Follower:
         if self._step == 1:
             self._warn_about_unused_shares()
         shares = self._current_shares()
+        sampled = self._watch is not None and self._watch.between()
         # A step with other shares than the previous one cannot be compared with either.
-        self._clock.end_step(keep=shares == self._shares)
+        self._clock.end_step(keep=shares == self._shares and not sampled)
         self._shares = shares
         if self._pending is not None and self._step >= self._pending[0]:
             self._switch_plan()
@@ -138,7 +150,10 @@ class Follower:
         samples = [share * plan.batch_size / sum(shares) for share in shares]
         key = f"plan-{self._step}"
         if self._rank == 0:
-            future = self._background.decide(key, lambda: self._decide(plan, seconds, samples))
+            grown = {} if self._watch is None else self._watch.growth()
+            future = self._background.decide(
+                key, lambda: self._decide(with_current_damages(plan, grown), seconds, samples)
+            )
         else:
             future = self._background.fetch(key)
         self._pending = (self._step + self._rules.delay, future)
@@ -196,6 +211,8 @@ class Follower:
         )
         self._active.replace(plan)
         self._clock.forget()
+        if self._watch is not None:
+            self._watch.follow(plan)
         if self._rank == 0:
             logger().info("step %d: plan %s instead of %s on all ranks", self._step, plan.hash, before.hash)
             emit_plan(plan, before, decision["reasons"])

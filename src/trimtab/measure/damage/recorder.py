@@ -49,6 +49,7 @@ class Recorder:
             `leaves`, the graph's leaves for them, to autograd.
         only: names of the operators to record; by default all of them.
         limit: bytes that are recorded at most, or else one operator. A large model is recorded in several passes.
+        products: whether products of activations are recorded, too: then every function of torch is intercepted.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Recorder:
         every: bool = False,
         only: Collection[str] | None = None,
         limit: float = math.inf,
+        products: bool = True,
     ) -> None:
         self.calls: list[OperatorCall] = []
         self.names: list[str] = []
@@ -69,7 +71,7 @@ class Recorder:
         self.recorded: set[str] = set()
         """Names of the operators of which all calls were recorded."""
 
-        self._only, self._limit = only, limit
+        self._only, self._limit, self._products = only, limit, products
         self._recorded_bytes = 0
         self.leaves: list[torch.Tensor] = []
         self._model = model
@@ -87,7 +89,8 @@ class Recorder:
                 self._hook(module, self._enter_operator, partial(self._leave_operator, name, kinds[name]))
             else:
                 self._hook(module, partial(self._enter_module, name), self._leave_module)
-        self._stack.enter_context(_Products(self))
+        if self._products:
+            self._stack.enter_context(_Products(self))
         return self
 
     def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
