@@ -205,7 +205,8 @@ def test_what_is_not_traced_breaks_the_graph_and_runs() -> None:
     for _ in range(2):
         eager = copy.deepcopy(model)(x)
         y = compiled(x)
-        torch.testing.assert_close(y, eager)
+        # Compiled operators hand on the type of their inputs, others bf16 where the device has it.
+        torch.testing.assert_close(y.float(), eager.float(), rtol=2e-2, atol=5e-3)
         y.sum().backward()
     torch._dynamo.reset()
 
@@ -341,7 +342,7 @@ def test_transformers_models_without_touching_their_code(make: Any, kinds: dict[
     found = run()
     assert len(found) == len(exact)
     assert abs(float(found[0] / exact[0]) - 1) < 0.05
-    total = [torch.cat([g.flatten() for g in grads[1:]]) for grads in (found, exact)]
+    total = [torch.cat([g.flatten().double() for g in grads[1:]]) for grads in (found, exact)]
     assert 0 < float(1 - F.cosine_similarity(total[0], total[1], dim=0)) < 0.02
     names = list(precisions_of(model))
     for part, count in kinds.items():
