@@ -158,6 +158,19 @@ def kept_bytes(model: nn.Module, batch: tuple[torch.Tensor, ...], autocast: bool
     return total
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("after", [{}, {"up": LOW}, {"up": "fp16"}])
+def test_it_ends_with_the_forward_in_which_precisions_change(after: dict[str, str], first: bool) -> None:
+    """As where a plan is switched in the model's forward pre-hook: the hooks that would end it are gone."""
+    model = nn.Sequential()
+    model.up, model.down = nn.Linear(16, 16), nn.Linear(16, 4)
+    set_precision(model, {"*": LOW})
+    model.register_forward_pre_hook(lambda *_: set_precision(model, after) and None, prepend=first)
+    for _ in range(2):
+        assert model(torch.randn(3, 16)).dtype == FULL
+        assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "bert", "vit", "resnet", "conv"])
 def test_less_is_kept_than_under_autocast_and_as_much_as_predicted(name: str) -> None:
     torch.manual_seed(0)

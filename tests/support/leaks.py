@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,7 @@ def _torch_state() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
         "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "default process group": torch.distributed.is_initialized(),
     }
@@ -171,6 +173,7 @@ def _restore_torch(name: str, value: Any) -> None:
         "default dtype": torch.set_default_dtype,
         "number of threads": torch.set_num_threads,
         "gradient mode": torch.set_grad_enabled,
+        "autocast": partial(torch.set_autocast_enabled, "cpu"),
         "deterministic algorithms": torch.use_deterministic_algorithms,
     }
     setters[name](value)

@@ -67,8 +67,11 @@ class MixedTypes:
     is_model: bool
     """The model itself. A module inside it needs the hooks where activation checkpointing repeats it in backward."""
 
+    removed: bool = False
+    """A hook that another removes in the same forward is still called."""
+
     def before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.removed:
             return  # the compiler decides by itself what it keeps for backward
         first = next(module.parameters(), None)
         if first is None:  # a replica of nn.DataParallel
@@ -92,9 +95,13 @@ class MixedTypes:
 class Isolated:
     """Hooks around a module that must neither be lowered nor see bf16."""
 
+    removed = False
+
     def before(self, module: nn.Module, args: Any) -> Any:
         first = next(module.parameters(), None)
-        if torch.compiler.is_compiling() or first is None or not _mixes(kind := first.device.type):
+        if self.removed or torch.compiler.is_compiling():
+            return None
+        if first is None or not _mixes(kind := first.device.type):
             return None
         _enter(module, kind, enabled=False, dtype=torch.get_autocast_dtype(kind))
         return tree_map(_lifted, args)
@@ -122,11 +129,21 @@ def hand_on_low_results(root: nn.Module, calls: CallCounter, lowered: set[nn.Mod
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Remove what `hand_on_low_results` registered, and stop counting calls."""
+    """Remove what `hand_on_low_results` registered, and stop counting calls.
+
+    Inside the model's forward (where a plan is switched) this also ends what its hooks have begun: nothing else would.
+    """
+    states = _entered.__dict__.get("states", [])
+    inside = set(model.modules())
+    while states and states[-1][0] in inside:
+        _leave(states[-1][0])
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", hook), (CallCounter, MixedTypes, Isolated)):
+                own = getattr(hook, "__self__", hook)
+                if isinstance(own, (CallCounter, MixedTypes, Isolated)):
+                    if not isinstance(own, CallCounter):
+                        own.removed = True
                     del hooks[key]
                     module._forward_hooks_always_called.pop(key, None)
 
