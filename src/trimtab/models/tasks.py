@@ -79,22 +79,31 @@ def gpt2(samples: int, device: torch.device, *, length: int = 512, held_out: int
     return _text(LossOnly(model).to(device), length, samples, held_out, device)
 
 
-def llama(samples: int, device: torch.device = CPU) -> Task:
-    """A small Llama of `transformers` (RMSNorm, gated MLP, grouped heads) on Python source as bytes."""
+def llama(
+    samples: int,
+    device: torch.device = CPU,
+    *,
+    width: int = 96,
+    hidden: int = 256,
+    layers: int = 2,
+    heads: int = 4,
+    length: int = 64,
+) -> Task:
+    """A Llama of `transformers` (RMSNorm, gated MLP, two heads to a key) on Python source as bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=length,
         use_cache=False,
     )
-    return _text(LossOnly(LlamaForCausalLM(config)).to(device), 64, samples, 64, device)
+    return _text(LossOnly(LlamaForCausalLM(config)).to(device), length, samples, 64, device)
 
 
 def vit(samples: int, device: torch.device) -> Task:
@@ -108,16 +117,32 @@ def vit(samples: int, device: torch.device) -> Task:
     return _on_noise(model, Noise((3, 224, 224), 1000, device), samples, device)
 
 
-def bert(samples: int, device: torch.device) -> Task:
-    """A small BERT on random tokens."""
+def bert(
+    samples: int,
+    device: torch.device,
+    *,
+    width: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    length: int = 128,
+    dropout: float = 0.1,
+) -> Task:
+    """A BERT of `transformers` on random tokens."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=2000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
+        vocab_size=2000,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=max(512, length),
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     model = LossOnly(BertForSequenceClassification(config)).to(device)
-    return _on_noise(model, Noise((128,), 2, device, vocabulary=2000), samples, device)
+    return _on_noise(model, Noise((length,), 2, device, vocabulary=2000), samples, device)
 
 
 def patches(*, width: int, layers: int, heads: int, samples: int, device: torch.device) -> Task:

@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cpu": {"width": 256, "heads": 16, "layers": 2, "batch": 8, "length": 128},
     "cuda": {"width": 4096, "heads": 32, "layers": 2, "batch": 8, "length": 512},
 }
-SLOW, CALM, ROUNDS, WARMUP = 6, 8, 2, 3
+SLOW, CALM, ROUNDS, WARMUP = 6, 12, 2, 3
 """Steps of a burst and between two, number of bursts, and steps before the first."""
 
 _SPEED = 0.25
@@ -72,6 +72,7 @@ def _row(method: str, trainer: Method, even: Sequence[float]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "method": method,
         "step_ms": sum(seconds) / len(seconds) * 1e3,
+        "steps_ms": [round(each * 1e3, 1) for each in seconds],
         "loss_gap": max(abs(a - b) for a, b in zip(trainer.losses, even, strict=True)),
     }
     if method != "even":
@@ -80,6 +81,7 @@ def _row(method: str, trainer: Method, even: Sequence[float]) -> dict[str, Any]:
                 "step": record.step,
                 "mode": record.decision.mode,
                 "predicted_ms": record.decision.predicted * 1e3,
+                "lent_ms": record.decision.lent * 1e3,
                 "once_ms": record.decision.once * 1e3,
                 "took_ms": record.took * 1e3,
             }

@@ -86,10 +86,15 @@ class Method(TensorTrainer):
 
 
 def make_task(spec: Mapping[str, Any]) -> tasks.Task:
-    """A GPT, or a small ViT on as many patches as the GPT has tokens."""
+    """A GPT, a Llama or BERT of `transformers`, or a small ViT on as many patches as the GPT has tokens."""
     device = torch.device(spec["device"])
     size = {name: spec[name] for name in ("width", "layers", "heads")}
     if spec["model"] == "gpt":
         return tasks.gpt(**size, context=spec["length"], samples=spec["batch"], device=device)
+    if spec["model"] == "llama":
+        hidden = 4 * spec["width"]
+        return tasks.llama(spec["batch"], device, **size, hidden=hidden, length=spec["length"])
+    if spec["model"] == "bert":
+        return tasks.bert(spec["batch"], device, **size, length=spec["length"], dropout=0.0)
     samples = spec["batch"] * spec["length"] // NoisyPatches.patches
     return tasks.patches(**size, samples=samples, device=device)

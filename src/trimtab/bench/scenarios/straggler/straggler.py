@@ -29,13 +29,18 @@ STATIC: dict[str, dict[str, dict[str, Any]]] = {
         "gpt-half": {"model": "gpt", "speeds": [1.0, 0.5]},
         "gpt-quarter": {"model": "gpt", "speeds": [1.0, 0.25]},
         "vit-half": {"model": "vit", "speeds": [1.0, 0.5]},
+        "bert-half": {"model": "bert", "speeds": [1.0, 0.5]},
+        "llama-half": {"model": "llama", "speeds": [1.0, 0.5]},
     },
     "cuda": {
         "gpt-half": {"model": "gpt", "speeds": [1.0, 0.5]},
         "gpt-quarter": {"model": "gpt", "speeds": [1.0, 0.25]},
         "gpt-two": {"model": "gpt", "speeds": [1.0, 1.0, 0.5, 0.5]},
-        "gpt-eight": {"model": "gpt", "speeds": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5]},
+        # An eighth is the smallest part of a GPU: the slow ones repeat their products.
+        "gpt-eight": {"model": "gpt", "speeds": [1.0] * 6 + [0.5] * 2, "repeated": True},
         "vit-half": {"model": "vit", "speeds": [1.0, 0.5]},
+        "bert-half": {"model": "bert", "speeds": [1.0, 0.5]},
+        "llama-half": {"model": "llama", "speeds": [1.0, 0.5]},
     },
 }
 TRAINED = ("even", "resize-random", "resize-priority", "semi", "semi-resize")
@@ -58,6 +63,8 @@ ONLY = (
     "gpt-two",
     "gpt-eight",
     "vit-half",
+    "bert-half",
+    "llama-half",
     "contention",
     "bursts",
     "links",
@@ -111,7 +118,8 @@ def _setting(
     spec: dict[str, Any] = {**SIZES[device], "device": device}
     if name in STATIC[device]:
         spec |= {**STATIC[device][name], "repeats": repeats, "settle": SETTLE}
-        rows = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, progress, throttle="gemm")
+        speeds = [1.0] * len(spec["speeds"]) if spec.get("repeated") else spec["speeds"]
+        rows = run_on_cluster(hosts(speeds, device), on_rank, spec, progress, throttle="gemm")
         return [{"setting": name, **row} for row in rows], _static_figures(name, rows)
     if name == "contention":
         spec |= {**CONTENTION, "model": "gpt", "speeds": [1.0, 1.0]}
@@ -124,6 +132,11 @@ def _setting(
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods with ranks of fixed speeds: the first steps, then measured rounds, interleaved."""
+    from trimtab.emulate.throttling.repeated_products import RepeatedProducts
+
+    speed = spec["speeds"][dist.get_rank()] if spec.get("repeated") else 1.0
+    state: Any = SimpleNamespace(speed=speed)
+    _kept = RepeatedProducts(state, spec["device"]) if speed < 1 else None
     trainers = {method: Method(spec, method) for method in (*TRAINED, "even" + AA, "shares")}
     trainers["migrate"] = Method(spec, "migrate", leased=trainers["shares"].counts)
     total = spec["settle"] + spec["repeats"]
