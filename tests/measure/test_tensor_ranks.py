@@ -36,6 +36,11 @@ def test_every_rank_measures_the_same(ranks: Pool) -> None:
 def test_costs_of_owning_and_leasing() -> None:
     transfer = Transfer(fixed=0.001, per_byte=1e-9, exposed=0.5)
     assert transfer.own(1e9, 3, 4)(0.25) == pytest.approx(0.004 + 0.75)
-    assert transfer.lease(1e9, 4, 2)(0.25) == pytest.approx(0.5 * (0.006 + 0.5))  # 2 messages out, 4 back
-    assert transfer.lease(1e9, 4, 9)(0.25) == pytest.approx(0.5 * (0.008 + 0.5))
+    # 2 messages out and 4 back: the first one out and the last one back are waited for, half of the others.
+    lease = transfer.lease(1e9, 4, 2)
+    assert lease(0.25, 9.0) == pytest.approx(0.002 + 0.5 * 0.004 + 0.125 + 0.0625 + 0.5 * (0.125 + 0.1875))
+    assert transfer.lease(1e9, 4, 9) == transfer.lease(1e9, 4, 4)
+    # With nothing to compute meanwhile, everything is waited for.
+    assert lease(0.25, 0.0) == pytest.approx(0.004 + 0.5)
+    assert lease(0.0, 1.0) == 0
     assert transfer.own(1e9, 3, 4)(0.0) == 0

@@ -35,7 +35,7 @@ def test_blocks_waits_and_the_rest_add_up_to_the_step() -> None:
     work(clock)
     clock.end()
     # Looks at 1 (begin), 2-5 and 6-9 (two blocks and their meetings), 10 (end): nine seconds, two and two in pairs.
-    assert clock.samples() == [(2.0, 5.0)]
+    assert clock.samples() == [(2.0, 5.0, 2.0)]
     assert clock.samples() == []
 
 
@@ -48,7 +48,7 @@ def test_what_lies_between_steps_does_not_count() -> None:
         first_end = clock._end
         clock.end()  # a second optimiser
         assert clock._end > first_end
-    assert clock.samples() == [(1.0, 4.0)] * 2
+    assert clock.samples() == [(1.0, 4.0, 1.0)] * 2
     clock.begin()
     clock.forget()
     clock.end()

@@ -56,24 +56,24 @@ def measure_transfer(group: TensorGroup, device: torch.device) -> Transfer:
     """Time transfers from rank 0 to all others: small, large, and overlapped with matrix products. Collective."""
     small, large = _TRANSFERS.get(device.type, _TRANSFERS["cuda"])
 
-    def fastest(run: Callable[[], object]) -> float:
-        return repeated_seconds(run, device, group.process_group, repeats=_REPEATS, statistic=min)
+    def typical(run: Callable[[], object]) -> float:
+        return repeated_seconds(run, device, group.process_group, repeats=_REPEATS)
 
-    short = fastest(lambda: _send(group, device, small).wait())
-    long = fastest(lambda: _send(group, device, large).wait())
+    short = typical(lambda: _send(group, device, small).wait())
+    long = typical(lambda: _send(group, device, large).wait())
     per_byte = max(0.0, long - short) / (large - small)
     rows, width = _OVERLAPPED.get(device.type, _OVERLAPPED["cuda"])
     x, weight = torch.ones(rows, width, device=device), torch.ones(width, width, device=device)
-    once = fastest(lambda: _multiply(x, weight, 8)) / 8
+    once = typical(lambda: _multiply(x, weight, 8)) / 8
     products = max(1, round(long / once))
-    alone = fastest(lambda: _multiply(x, weight, products))
+    alone = typical(lambda: _multiply(x, weight, products))
 
     def both() -> None:
         work = _send(group, device, large)
         _multiply(x, weight, products)
         work.wait()
 
-    exposed = min(1.0, max(0.0, (fastest(both) - alone) / max(long, 1e-9)))
+    exposed = min(1.0, max(0.0, (typical(both) - alone) / max(long, 1e-9)))
     return Transfer(fixed=max(1e-6, short - per_byte * small), per_byte=per_byte, exposed=exposed)
 
 
@@ -84,7 +84,7 @@ def _send(group: TensorGroup, device: torch.device, size: int) -> dist.Work:
     sent = torch.zeros(sum(out), dtype=torch.uint8, device=device)
     received = torch.empty(sum(into), dtype=torch.uint8, device=device)
     work: dist.Work | None = dist.all_to_all_single(
-        received, sent, into, out, group=group.process_group, async_op=True
+        received, sent, into, out, group=group.side, async_op=True
     )
     assert work is not None
     return work
@@ -121,8 +121,8 @@ class UnitClock(Clock):
         self._start = self._end = None
         self._steps = []
 
-    def samples(self) -> list[tuple[float, float]]:
-        """For each step since the last call: seconds in units, and other seconds without waits.
+    def samples(self) -> list[tuple[float, float, float]]:
+        """For each step since the last call: seconds in units, other seconds without waits, and seconds in waits.
 
         On a GPU the last step may be left for the next call: waiting for it would leave the GPU without work.
         """
@@ -136,7 +136,8 @@ class UnitClock(Clock):
         for start, end, blocks, meetings in steps:
             inside = sum(map(self._seconds, blocks))
             waited = sum(map(self._seconds, meetings))
-            times.append((inside, max(0.0, self._seconds((start, end)) - inside - waited)))
+            rest = max(0.0, self._seconds((start, end)) - inside - waited)
+            times.append((inside, rest, waited))
             if self._cuda:
                 self._free += [start, end, *(event for pair in (*blocks, *meetings) for event in pair)]
         return times

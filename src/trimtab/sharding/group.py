@@ -34,8 +34,16 @@ class TensorGroup:
     clock: Clock | None = None
     """Times the compute between collectives, if set."""
 
+    aside: dist.ProcessGroup | None = None
+    """A second group of the same ranks: the collectives of one group run one after the other."""
+
     overlap: bool = True
     """Whether weights' gradients are computed while the gradient of a block's input is summed over the ranks."""
+
+    @property
+    def side(self) -> dist.ProcessGroup:
+        """For what may travel while the all-reduces of blocks do."""
+        return self.process_group if self.aside is None else self.aside
 
     def __deepcopy__(self, _memo: Any) -> TensorGroup:
         """A copied model has the same ranks; its time is nobody's concern."""

@@ -4,7 +4,8 @@ Parameters, optimizer state, clipping and checkpoints stay with the owner. Evalu
 same on every rank:
 
 1. After an optimizer step: send the leased weights to their borrowers, all blocks in few messages (`MESSAGES`), while
-   the script goes on. Without an optimizer step, as in gradient accumulation, nothing is sent.
+   the script goes on. Without an optimizer step, as in gradient accumulation, nothing is sent. Where there
+   is a second process group (`TensorGroup.aside`), it travels there: all-reduces would otherwise queue behind it.
 2. Forward, entering a block: wait for its message.
 3. Compute the block with the units kept and borrowed; their outputs are part of the block's own all-reduce.
 4. Backward, after the all-reduce of the gradient of the block's input: send the gradients of borrowed units back (one
@@ -367,7 +368,7 @@ def _exchange(
 ) -> dist.Work:
     try:
         work: dist.Work | None = dist.all_to_all_single(
-            received, sent, into, out, group=group.process_group, async_op=True
+            received, sent, into, out, group=group.side, async_op=True
         )
     except RuntimeError as error:
         raise TrimtabError(_LOST) from error

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LINKS = {
     "fast": Transfer(fixed=0.0, per_byte=0.0, exposed=1.0),
     "slow": Transfer(fixed=1e3, per_byte=1.0, exposed=1.0),
-    "hidden": Transfer(fixed=1e3, per_byte=1.0, exposed=0.0),
+    "free": Transfer(fixed=0.0, per_byte=0.0, exposed=0.0),
 }
 
 
@@ -44,21 +44,21 @@ class Scripted(UnitClock):
     def end(self) -> None:
         self.steps += 1
 
-    def samples(self) -> list[tuple[float, float]]:
+    def samples(self) -> list[tuple[float, float, float]]:
         rank = self._sharded.group.rank
         parts = []
         for block in self._sharded.blocks.values():
             counts = block.table.counts if block.lease is None else block.lease.counts
             parts.append(counts[rank] / block.units)
         share = sum(parts) / len(parts) * (1 - resized(self._sharded))
-        return [(share * self._slowness(self.steps, rank), 0.01)] * 8
+        return [(share * self._slowness(self.steps, rank), 0.01, 0.0)] * 8
 
 
 def follow(kind: str, link: str, resize: float, until: int, steps: int) -> dict[str, Any]:
     """Rank 1 is four times slower until a step."""
     pair = Pair.make(kind)
     clock = Scripted(pair.spread, lambda step, rank: 4.0 if rank == 1 and step < until else 1.0)
-    balance(pair.spread, Balance(resize=resize), clock=clock)
+    balance(pair.spread, Balance(resize=resize, own=link != "free"), clock=clock)
     balancer_of(pair.spread).transfer = LINKS[link]
     worst = 0.0
     pruned = []
@@ -110,14 +110,14 @@ def test_an_even_job_is_left_alone(ranks: Pool) -> None:
         ("fast", 0.5, ("helps", "own")),
         ("slow", 0.5, ("nothing", "resize")),
         ("slow", 0.0, None),
-        ("hidden", 0.0, ("helps", "lease")),
+        ("free", 0.0, ("helps", "lease")),
     ],
 )
 def test_the_link_decides(ranks: Pool, link: str, resize: float, actions: Any) -> None:
     found = ranks(2, follow, "shallow", link, resize, 10**6, 40)
     assert [record[2] for record in found[0]["records"]] == ([actions] if actions else [])
     assert found[1]["pruned"] == pytest.approx(0.5, abs=0.1) if link == "slow" and resize else True
-    assert bool(found[0]["leased"]) == (link == "hidden")
+    assert bool(found[0]["leased"]) == (link == "free")
     assert all(each["worst"] < 1e-8 for each in found)
 
 

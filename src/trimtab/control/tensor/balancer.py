@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from trimtab import environment
+from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.control.tensor.resizing import clear_resize, resized, set_resize, watch_resize
+from trimtab.control.tensor.seen_costs import SeenCosts
 from trimtab.control.training_steps import TrainingSteps
 from trimtab.errors import TrimtabError
 from trimtab.measure.tensor_ranks import UnitClock, measure_transfer
@@ -59,7 +61,7 @@ _SAME_SPEED = 1.25
 """Two windows whose times differ by less than this factor show the same speed."""
 _SAME_PART = 0.02
 """Pruned fractions that differ by less count as the same."""
-_NUMBERS = 5
+_NUMBERS = 6
 """Numbers that a rank sends to the others after a window."""
 
 
@@ -121,6 +123,10 @@ class Balancer:
         self._bytes = sum(
             tensor.parameter[:1].nbytes * tensor.axis.length for _, tensor in self._sharded.tensors()
         )
+        if rules.lease and self._group.size > 1 and self._group.aside is None:
+            aside = private_groups(self._group.process_group, self._device, 1)
+            self._group.aside = aside[0]
+            weakref.finalize(self._group, destroy_groups, aside).atexit = False
         self.transfer: Transfer | None = (
             measure_transfer(self._group, self._device) if self._group.size > 1 else None
         )
@@ -134,10 +140,7 @@ class Balancer:
         """The ranks' numbers of the previous window, under the same assignment."""
         self._skewed_since: int | None = None
         self._past: list[int] = []
-        self._moved = (0.0, 0.0)
-        """Predicted and measured seconds of the last move."""
-        self._move_cost_ratio = 1.0
-        """Measured over predicted time of a move."""
+        self._seen = SeenCosts()
         if rules.resize > 0:
             watch_resize(self._sharded)
         if self._group.size > 1:
@@ -183,11 +186,12 @@ class Balancer:
         """Start sending this rank's measurements to the other ranks."""
         samples = self._clock.samples()
         own = [
-            median(blocks for blocks, _ in samples) if samples else 0.0,
-            median(rest for _, rest in samples) if samples else 0.0,
+            median(blocks for blocks, *_ in samples) if samples else 0.0,
+            median(rest for _, rest, _ in samples) if samples else 0.0,
             self._most(),
             resized(self._sharded),
-            self._moved[1] / self._moved[0] if self._moved[0] else 0.0,
+            self._seen.move_ratio,
+            median(waited for *_, waited in samples) if samples else 0.0,
         ]
         sent = torch.tensor(own, dtype=torch.float64).to(self._device, non_blocking=True)
         every = torch.empty(self._group.size * _NUMBERS, dtype=torch.float64, device=self._device)
@@ -219,16 +223,15 @@ class Balancer:
         by_rank: list[list[float]] = every.view(self._group.size, -1).tolist()
         if not all(blocks > 0 for blocks, *_ in by_rank):
             return 0.0  # a rank had no step to measure
-        self._move_cost_ratio = max(ratio for *_, ratio in by_rank) or 1.0
+        learned = self._seen.learn(by_rank)
         ranks = self._ranks([_blended(*pair) for pair in zip(self._before or by_rank, by_rank, strict=True)])
         self._before = by_rank
         times = [blocks + rest for blocks, rest, *_ in by_rank]
         self._note(times, ranks)
         self._windows.append(times)
         held = any(rank.pruned or rank.share != rank.owned for rank in ranks)
-        if not uneven(self._windows, self.rules) and not (
-            held and len(self._windows) % self.rules.review == 0
-        ):
+        review = learned or len(self._windows) % self.rules.review == 0
+        if not uneven(self._windows, self.rules) and not (held and review):
             return 0.0
         lasted = 0 if self._skewed_since is None else self._step - self._skewed_since
         decision = decide(
@@ -236,7 +239,6 @@ class Balancer:
             self._costs(),
             self.rules,
             steps=expected_steps(lasted, self._past, self.rules),
-            returns=bool(self._past),
         )
         if not changes(decision, ranks) or not self._is_new(decision):
             return 0.0
@@ -312,12 +314,8 @@ class Balancer:
             self.rules.own and self._movable and model is not None and can_move(model, self._steps.optimizers)
         )
         own = self.transfer.own(self._bytes, _COPIES, blocks) if movable else None
-        if own is not None:
-            own = replace(
-                own, fixed=own.fixed * self._move_cost_ratio, slope=own.slope * self._move_cost_ratio
-            )
         lent = self.transfer.lease(self._bytes, blocks, MESSAGES) if self.rules.lease else None
-        return Costs(own=own, lease=lent)
+        return self._seen.corrected(Costs(own=own, lease=lent))
 
     def _apply(self, model: nn.Module, decision: Decision, times: Sequence[float]) -> None:
         start = time.perf_counter()
@@ -337,8 +335,7 @@ class Balancer:
         if self._device.type == "cuda" and decision.mode == "own":
             torch.cuda.current_stream().synchronize()
         took = time.perf_counter() - start
-        if decision.mode == "own" and decision.once > 0:
-            self._moved = (decision.once / (2 if self._past else 1) / self._move_cost_ratio, took)
+        self._seen.applied(decision, took)
         self.records.append(Record(step=self._step, times=tuple(times), decision=decision, took=took))
         self._clock.forget()
         self._windows, self._counted, self._before = [], 0, None

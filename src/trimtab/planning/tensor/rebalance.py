@@ -16,7 +16,7 @@ from typing import Literal
 
 from trimtab.planning.tensor.balance import Balance
 from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
-from trimtab.predict.migration import MigrationCost
+from trimtab.predict.migration import LeaseCost, MigrationCost
 from trimtab.predict.share_time import ShareTime
 
 Mode = Literal["home", "own", "lease"]
@@ -75,7 +75,7 @@ class Costs:
     own: MigrationCost | None
     """Cost of a move, paid once."""
 
-    lease: MigrationCost | None
+    lease: LeaseCost | None
     """Cost in every step, as far as computation does not hide it."""
 
 
@@ -104,6 +104,9 @@ class Decision:
     once: float = 0.0
     """Seconds of the change itself."""
 
+    lent: float = 0.0
+    """Seconds of a step that the transfers of a lease take, included in `predicted`."""
+
 
 def uneven(windows: Sequence[Sequence[float]], rules: Balance) -> bool:
     """Whether the ranks' own times since the last change, one entry per window, require a decision.
@@ -128,30 +131,29 @@ def expected_steps(lasted: int, past: Sequence[int], rules: Balance) -> int:
     return max(rules.window, lasted) if past else max(rules.horizon, lasted)
 
 
-def decide(
-    ranks: Sequence[Rank], costs: Costs, rules: Balance, *, steps: int, returns: bool = False
-) -> Decision:
+def decide(ranks: Sequence[Rank], costs: Costs, rules: Balance, *, steps: int) -> Decision:
     """The best of: change nothing; resize slow ranks; move work from the slowest ones and resize the rest.
 
     Args:
-        steps: how long the current speeds are expected to last; a move must pay off in that time.
-        returns: whether moved work is expected to move back, because it did earlier.
+        steps: how long the current speeds are expected to last; a move away from a slow rank must pay off in that
+            time, there and back.
     """
     shares, pruned = [rank.share for rank in ranks], [rank.pruned for rank in ranks]
     lent = any(abs(rank.share - rank.owned) > 0 for rank in ranks)
-    now = _judged(ranks, shares, pruned, "lease" if lent else "home", costs, returns)
-    best, least = None, (1 - rules.margin) * _worth(now, rules, steps)
+    now = _judged(ranks, shares, pruned, "lease" if lent else "home", costs)
+    trips = 2 if _slow(ranks, rules) else 1
+    best, least = None, (1 - rules.margin) * _worth(now, rules, steps, trips)
     for shares, pruned, mode in _ways(ranks, rules):
         if (mode == "own" and costs.own is None) or (mode == "lease" and costs.lease is None):
             continue
-        candidate = _judged(ranks, shares, pruned, mode, costs, returns)
-        worth = _worth(candidate, rules, steps)
+        candidate = _judged(ranks, shares, pruned, mode, costs)
+        worth = _worth(candidate, rules, steps, trips)
         if worth < least:
             best, least = candidate, worth
     chosen = best or now
     if chosen.mode == "lease":  # the margin is no reason to keep one that costs more than it saves
         owned = [rank.owned for rank in ranks]
-        home = _judged(ranks, owned, [0.0] * len(ranks), "home", costs, returns)
+        home = _judged(ranks, owned, [0.0] * len(ranks), "home", costs)
         return home if home.predicted <= chosen.predicted else chosen
     return chosen
 
@@ -173,9 +175,7 @@ def _ways(ranks: Sequence[Rank], rules: Balance) -> list[tuple[list[float], list
     """Shares, fractions left out and mode of every candidate."""
     owned = [rank.owned for rank in ranks]
     alone = [rank.time.seconds(rank.owned) for rank in ranks]
-    fastest = min(rank.whole for rank in ranks)
-    slow = [i for i, rank in enumerate(ranks) if rank.whole > rules.threshold * fastest]
-    slow.sort(key=lambda i: alone[i], reverse=True)
+    slow = sorted(_slow(ranks, rules), key=lambda i: alone[i], reverse=True)
     others = [i for i in range(len(ranks)) if i not in slow]
     reference = max((alone[i] for i in others), default=0.0)
     ways: list[tuple[list[float], list[float], Mode]] = [
@@ -236,17 +236,17 @@ def _judged(
     pruned: Sequence[float],
     mode: Mode,
     costs: Costs,
-    returns: bool,
 ) -> Decision:
     moved = sum(max(0.0, share - rank.owned) for share, rank in zip(shares, ranks, strict=True))
     time = max(
         rank.time.seconds(share, part) for rank, share, part in zip(ranks, shares, pruned, strict=True)
     )
-    once = 0.0
+    once = lent = 0.0
     if mode == "own" and costs.own is not None:
-        once = costs.own(moved) * (2 if returns else 1)
+        once = costs.own(moved)
     elif mode == "lease" and costs.lease is not None:
-        time += costs.lease(moved)
+        lent = costs.lease(moved, time)
+        time += lent
     actions = []
     for rank, share, part in zip(ranks, shares, pruned, strict=True):
         gave, took = rank.owned - share > 1 / _FINENESS, share - rank.owned > 1 / _FINENESS
@@ -260,11 +260,17 @@ def _judged(
         before=max(rank.rest + rank.blocks for rank in ranks),
         predicted=time,
         once=once,
+        lent=lent,
     )
 
 
-def _worth(decision: Decision, rules: Balance, steps: int) -> float:
-    """Cost of a step under a decision: its time, its part of the move, and the price of what is left out."""
+def _slow(ranks: Sequence[Rank], rules: Balance) -> list[int]:
+    fastest = min(rank.whole for rank in ranks)
+    return [i for i, rank in enumerate(ranks) if rank.whole > rules.threshold * fastest]
+
+
+def _worth(decision: Decision, rules: Balance, steps: int, trips: int) -> float:
+    """Cost of a step under a decision: its time, its part of the moves, and the price of what is left out."""
     left_out = sum(s * p for s, p in zip(decision.shares, decision.pruned, strict=True))
     # A power: leaving out more always shortens steps, and must not look like progress for that reason alone.
-    return float((decision.predicted + decision.once / steps) / (1 - left_out) ** rules.price)
+    return float((decision.predicted + trips * decision.once / steps) / (1 - left_out) ** rules.price)
