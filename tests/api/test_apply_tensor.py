@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +24,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import attach_state
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role, save_plan
+from trimtab.precision.setting import precisions_of
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -108,6 +111,64 @@ def test_a_plan_with_tensor_groups_trains_as_a_single_device(ranks: Pool, tmp_pa
         assert set(sizes) == {SAMPLES[own]}
         assert set(counts) == {(4, 2), (64, 32)}  # of 6 heads, of 96 hidden units
         assert worst < 1e-9
+
+
+LOWERED = {"g0p1": {"blocks.0.up": "bf16", "blocks.1.projection": "int8"}, "g1p1": {"blocks.0.up": "bf16"}}
+
+
+def train_lowered(unlike: bool) -> tuple[dict[str, str], float, bool, list[float]]:
+    """Train with lowered projections on the second rank of each group; gives what is set, and how far off it is."""
+    alone = make("gpt").float()
+    plan = plan_for(alone)
+    roles = {
+        name: replace(
+            role, precisions=LOWERED.get(name, {}) | ({"head": "bf16"} if unlike and name == "g0p1" else {})
+        )
+        for name, role in plan.roles.items()
+    }
+    plan = replace(plan, roles=roles)
+    mesh = trimtab.mesh(plan)
+    model: Any = tensor_parallel(copy.deepcopy(alone), mesh, shares=plan)
+    if len(plan.tensor_groups) > 1:
+        model = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    trimtab.apply(model, plan, follow=None)
+    root = getattr(model, "module", model)
+    tokens = torch.randint(VOCABULARY, (36, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = trimtab.loader(
+        torch.utils.data.TensorDataset(tokens), plan.batch_size, plan=plan, group=mesh.get_group("dp")
+    )
+    optimizer, losses = adamw(model), []
+    for (batch,) in data:
+        loss = data.weigh(model(batch))
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    worst = difference(alone, root, lambda p: p.data)
+    sharded = {id(tensor.parameter) for b in sharded_model(model, "").blocks.values() for tensor in b.tensors}
+    whole = torch.cat([p.detach().flatten() for p in root.parameters() if id(p) not in sharded])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, whole)
+    alike = all(torch.equal(everyone[0], other) for other in everyone)
+    return {name: p.forward for name, p in precisions_of(model).items()}, worst, alike, losses
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_a_tensor_group_lower_their_own_projections(ranks: Pool, world: int) -> None:
+    """What is not divided stays the same on all ranks, to the bit: only sums of projections reach it."""
+    results = ranks(world, train_lowered, False, allow_groups=True)
+    own = {rank: f"g{i}p{place}" for i, group in enumerate(GROUPS[world]) for place, rank in enumerate(group)}
+    for rank, (chosen, worst, alike, losses) in enumerate(results):
+        assert chosen == LOWERED.get(own[rank], {})
+        assert alike
+        assert worst > 1e-9  # something was rounded
+        assert all(math.isfinite(loss) for loss in losses)
+    assert results[0][3][-1] < results[0][3][0]
+
+
+def test_what_every_rank_of_a_group_computes_must_be_lowered_alike(ranks: Pool) -> None:
+    with pytest.raises(Exception, match=r"lowers 'head' on some of ranks \[0, 1\] only"):
+        ranks(2, train_lowered, True, allow_groups=True)
 
 
 def follow() -> tuple[list[int], list[int]]:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab._compat import all_gather_single
 from trimtab.codec.kernels import kernels_for
 from trimtab.codec.packing import RAW, Packing, Segment
 from trimtab.collectives import Hierarchy, Piece, finish
-from trimtab.collectives.reduction import started
+from trimtab.collectives.duplex import all_gather, all_to_all
 from trimtab.doors.loss_scale import running_loss_scale
 from trimtab.random_bits import OWN, stream
 
@@ -86,10 +85,10 @@ def reduce_scatter(
     if feedback is not None:
         feedback[0].keep(feedback[1], values, sent, layout)
     sizes = [0 if r == rank else size for r in range(world)]
-    work = dist.all_to_all_single(received, sent, sizes, sizes, group=group, async_op=True)
+    work = all_to_all(received, sent, sizes, sizes, group)
     own = values[rank * layout.chunk : (rank + 1) * layout.chunk]
     torch.mul(own, scale, out=output)
-    started(work).wait()
+    work.wait()
     for payload in received.view(world - 1, -1).unbind():
         kernels.decode(payload, layout.mine, output, add=True)
 
@@ -183,7 +182,7 @@ class WeightGather(dist.Work):
         )
         # Rounded to the nearest, the forward and the backward pass of a step see the same weights.
         kernels.encode(values, layout.mine, self._payload, stream=0, stochastic=False)
-        self._work = started(all_gather_single(self._gathered, self._payload, group, async_op=True))
+        self._work = all_gather(self._gathered, self._payload, group)
         self._decoded = False
 
     def wait(self, timeout: Any = None) -> bool:

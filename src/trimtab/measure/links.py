@@ -5,6 +5,7 @@ Collective: every rank of the group calls these at the same point, and every ran
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
 from trimtab.cluster.profile import CollectiveTime
+from trimtab.collectives import duplex
 from trimtab.collectives.reduction import started
 from trimtab.measure.timing import meet, seconds_per_call, slowest_seconds, stream_seconds, synchronize
 from trimtab.predict.collectives import COLLECTIVES, TRAFFIC, Collective, Placement
@@ -161,18 +163,18 @@ class LinkProbe:
 
     def _make(self, collective: Collective, nbytes: int) -> Callable[[], dist.Work]:
         device, group, world = self._device, self._group, self._world_size
+        of: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
         if collective == "all_reduce":
             values = torch.zeros(nbytes // 4, device=device)
             return lambda: started(dist.all_reduce(values, group=group, async_op=True))
         if collective == "all_gather":
             mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             everyone = torch.zeros(nbytes * world, dtype=torch.uint8, device=device)
-            of: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
-            return lambda: started(all_gather_single(everyone, mine, of, async_op=True))
+            return lambda: duplex.all_gather(everyone, mine, of)
         # A rank sends nothing to itself, as in the reductions.
         parts = [0 if r == dist.get_rank(group) else nbytes // max(1, world - 1) for r in range(world)]
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
-        return lambda: started(dist.all_to_all_single(got, sent, parts, parts, group=group, async_op=True))
+        return lambda: duplex.all_to_all(got, sent, parts, parts, of)
 
     def _beside_compute(self, run: Callable[[], list[dist.Work]]) -> tuple[list[float], list[float]]:
         """For each rank, how long the transfers take while it computes, and the seconds that computing loses."""
@@ -183,15 +185,17 @@ class LinkProbe:
             lost = self._unit.lost_to(run, alone)
             taken = 0.0
         else:
-            works = run()
+            waiting = threading.Thread(
+                target=_complete, args=(run,)
+            )  # sends do not say when they are complete
+            waiting.start()
             units = 0
-            while not all(work.is_completed() for work in works):
+            while waiting.is_alive():
                 self._unit.run()
                 units += 1
             taken = time.perf_counter() - start
             lost = taken - units * alone
-            for work in works:
-                work.wait()
+            waiting.join()
         mine = torch.tensor([taken, lost], dtype=torch.float64, device=self._device)
         everyone = torch.empty(2 * self._world_size, dtype=torch.float64, device=self._device)
         of: dist.ProcessGroup = self._group or dist.group.WORLD  # type: ignore[assignment]

@@ -73,6 +73,7 @@ def make_plan(
         trimtab=trimtab,
         batch=batch,
         bits=[each for each in _bits_to_try(search, bits) if bits == "adaptive" or each != "adaptive"],
+        budget=budget,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,8 @@ from trimtab.precision.draw import Draw
 from trimtab.precision.products import Float, Operands, Products, Sizes
 from trimtab.precision_names import Precision, PrecisionName
 
+Late = Callable[[str, Callable[[], Tensor]], None]
+
 
 def linear(
     x: Tensor,
@@ -25,12 +27,14 @@ def linear(
     *,
     transposed: bool = False,
     dtype: torch.dtype | None = None,
+    late: Late | None = None,
 ) -> Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
     Args:
         transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
         dtype: of the result; by default autocast's if it is enabled, else the input's.
+        late: backward hands it the gradients of "weight" and "bias" as functions, and returns none itself.
     """
     dtype = dtype or result_dtype(x)
     flat = x.reshape(-1, x.shape[-1])
@@ -39,9 +43,13 @@ def linear(
         y, *_ = torch.ops.trimtab.linear(flat, weight, bias, *setting, dtype)
     else:
         shared = shares_input(x, precision)
-        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype, shared)  # type: ignore[no-untyped-call]
+        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype, shared, late)  # type: ignore[no-untyped-call]
     result: Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
+
+
+_NO_GRADIENTS = (None,) * 6
+"""Of arguments that are no tensors."""
 
 
 class _Linear(torch.autograd.Function):
@@ -56,6 +64,7 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         dtype: torch.dtype,
         shared: bool,
+        late: Late | None,
     ) -> Tensor:
         w = weight.t() if transposed else weight
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
@@ -63,7 +72,7 @@ class _Linear(torch.autograd.Function):
         if shared and saved_x:
             saved_x = (x,)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.split, ctx.shared = len(saved_x), shared
+        ctx.split, ctx.shared, ctx.late = len(saved_x), shared, late
         ctx.setting = precision, draw, x.shape[1], transposed, x.dtype
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return y
@@ -72,15 +81,31 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        saved_x = saved[: ctx.split]
+        saved_x, saved_w, setting = saved[: ctx.split], saved[ctx.split :], ctx.setting
+        weight_dtype, bias_dtype = ctx.dtypes
         if ctx.shared and saved_x:
-            precision, draw, *_ = ctx.setting
+            precision, draw, *_ = setting
             grad_weight = products_of(precision, g.device.type)[2]
             saved_x = grad_weight.saved(grad_weight.input(saved_x[0], draw))
-        gx, gw = backward_pass(g, saved_x, saved[ctx.split :], *ctx.setting)
-        gw = gw if gw is None else gw.to(ctx.dtypes[0])
-        gb = g.sum(0, dtype=torch.float32).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
-        return gx, gw, gb, None, None, None, None, None
+
+        def of_bias() -> Tensor:
+            return g.sum(0, dtype=torch.float32).to(bias_dtype)
+
+        if ctx.late is None:
+            gx, gw = backward_pass(g, saved_x, saved_w, *setting)
+            gw = gw if gw is None else gw.to(weight_dtype)
+            return gx, gw, of_bias() if ctx.needs_input_grad[2] else None, *_NO_GRADIENTS
+
+        def of_weight() -> Tensor:
+            _, gw = backward_pass(g, saved_x, (), *setting)
+            assert gw is not None
+            return gw.to(weight_dtype)
+
+        if saved_x:
+            ctx.late("weight", of_weight)
+        if ctx.needs_input_grad[2]:
+            ctx.late("bias", of_bias)
+        return backward_pass(g, (), saved_w, *setting)[0], None, None, *_NO_GRADIENTS
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
-from trimtab.precision.linear import draw_of, linear
+from trimtab.precision.linear import Late, draw_of, linear
 from trimtab.precision.products import DTYPES
 from trimtab.precision.results import RECURRENT, CallCounter, remove_hooks
 from trimtab.precision_names import ATTENTION, OperatorKind, Precision
@@ -60,6 +60,22 @@ class TransposedLinearForward(LowPrecisionForward):
         setting = self.precision, self.draw(x)
         dtype = self.result_dtype(x)
         return linear(x, module.weight, module.bias, *setting, transposed=True, dtype=dtype)
+
+
+class ProjectionForward(LowPrecisionForward):
+    """A projection of a block that `trimtab.tensor_parallel` has divided; it knows its units and takes the product.
+
+    Its result has the type that the model's own precision would give it: ranks sum it, whatever each has lowered.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = type(self.module).forward(self.module, x, self._multiply)
+        return result
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, late: Late | None
+    ) -> Tensor:
+        return linear(x, weight, bias, self.precision, self.draw(x), transposed=transposed, late=late)
 
 
 class ConvForward(LowPrecisionForward):
@@ -156,7 +172,7 @@ def kind_of(module: nn.Module) -> OperatorKind | None:
         return None
     if isinstance(module, nn.Linear):
         return "linear" if type(module).forward is nn.Linear.forward else None
-    if _is_transposed_linear(module):
+    if _is_transposed_linear(module) or is_projection(module):
         return "linear"
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         known = type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward)
@@ -173,7 +189,7 @@ def install(
     """Make the module compute in the given precision."""
     forward = FORWARDS[kind]
     if kind == "linear" and not isinstance(module, nn.Linear):
-        forward = TransposedLinearForward
+        forward = ProjectionForward if is_projection(module) else TransposedLinearForward
     module.__dict__["forward"] = forward(module, precision, base, calls)
 
 
@@ -183,6 +199,11 @@ def restore(model: nn.Module) -> None:
         if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
             del module.__dict__["forward"]
     remove_hooks(model)
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether it is a projection of a divided block (`trimtab.sharding.projection`): its forward takes the product."""
+    return getattr(type(module), "takes_product", False)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:

@@ -14,7 +14,14 @@ from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.precision.devices import offers, refuse_unsupported
 from trimtab.precision.draw import base_key
-from trimtab.precision.operators import LowPrecisionForward, install, operators, refusals, restore
+from trimtab.precision.operators import (
+    LowPrecisionForward,
+    install,
+    is_projection,
+    operators,
+    refusals,
+    restore,
+)
 from trimtab.precision.results import LOW, CallCounter, hand_on_low_results
 from trimtab.precision_names import (
     ATTENTION,
@@ -49,11 +56,14 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
         return
     calls = CallCounter(torch.zeros(1, dtype=torch.int64, device=device))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    # Ranks of a tensor group hold what is not divided in copies, which must round alike to stay alike.
+    copy = next((module.copy for module in root.modules() if is_projection(module)), rank)
     lowered: set[nn.Module] = set()
     for name, (kind, precision) in chosen.items():
         module = root.get_submodule(name.removesuffix(ATTENTION))
-        install(module, kind, precision, base_key(seed, rank, name_hash(name)), calls)
-        if precision.forward in LOW and kind != "embedding":
+        rounds_as = rank if is_projection(module) else copy
+        install(module, kind, precision, base_key(seed, rounds_as, name_hash(name)), calls)
+        if precision.forward in LOW and kind != "embedding" and not is_projection(module):
             lowered.add(module)
     root.register_forward_pre_hook(calls)
     if lowered:

@@ -19,7 +19,7 @@ With n values of a unit over S ranks, a rank's shard has n / S of them, padded a
 
 | collective           | traffic                                | a rank's own work: before; after                   |
 |----------------------|----------------------------------------|----------------------------------------------------|
-| all-gather           | all-gather of a shard                  | copy n / S; copy n                                 |
+| all-gather           | all-gather of a shard (`LATE`)         | copy n / S; copy n                                 |
 | ... in `weight_bits` | all-gather of an encoded shard         | copy and encode n / S; decode and copy n           |
 | reduce-scatter       | reduce-scatter of n                    | copy n (Gloo: twice); copy n / S                   |
 | ... in `bits`        | all-to-all of S - 1 encoded shards     | copy n, encode n - n / S; decode and add n - n / S |
@@ -30,6 +30,9 @@ Assumptions:
 - On a GPU a unit's all-gather may start in forward when the unit two before it starts to compute, in backward
   when the unit after it does. Backward of a unit waits for the reduce-scatter of the unit two after it, whose buffer
   it reuses. Collectives of one group run in the order above.
+- Gloo's all-gather between two ranks starts to send before it is ready to receive: the word of the rank that comes
+  later waits behind the first half of its own shard, so the other direction starts half a shard late (`LATE`). What
+  trimtab encodes is exchanged in both directions at once (`collectives.duplex`).
 - HSDP's collectives inside a host do not slow down those between hosts.
 - Parameters and gradients are sent in the type of the parameters.
 - The optimizer updates a rank's shards. Operators on sharded tensors go through Python, which takes
@@ -77,6 +80,9 @@ if TYPE_CHECKING:
 
 WEIGHT_BLOCK = 256
 """Quantization block of gathered weights, as in `doors.fsdp`."""
+
+LATE = 1.5
+"""Time of an all-gather between two Gloo ranks that come at different times, over both directions at once."""
 
 SHARDED = {
     "cpu": ShardedTime(copy=Line(a=3e-10, c=2e-6), unit_s=4e-4, parameter_s=7e-4),
@@ -138,7 +144,7 @@ def build_fsdp(
     }
     calls = next(iter(programs.values())).calls
     exchanges = [
-        _gather(units[call.unit], shard, sharding.weight_bits)
+        _gather(units[call.unit], shard, sharding.weight_bits, ring=links.trees)
         if call.gathers
         else _reduce(units[call.unit], placement, shard, setting.bits, ring=links.trees)
         for call in calls
@@ -300,12 +306,13 @@ class _Exchange:
         return (seconds[0] + cost.unit_s, *seconds[1:])
 
 
-def _gather(unit: FsdpUnit, shard: Placement, bits: int | None) -> _Exchange:
+def _gather(unit: FsdpUnit, shard: Placement, bits: int | None, ring: bool) -> _Exchange:
     ways = shard.world
+    late = LATE if bits is None and ways == 2 and not ring else 1.0
     own = sum(shard_numel(p, ways) for p in unit.parameters)
     work = (Work(encoded=own, encodes=1), Work(decoded=own * ways, decodes=ways))
     return _Exchange(
-        shard=(all_gather(shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
+        shard=(all_gather(late * shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
         copied=(own, own * ways),
         work=work if bits else (),
         bits=bits,

@@ -19,6 +19,10 @@ LATENCY_S = 50e-6
 """Time of a message on a link of unknown latency: switched Ethernet and two network stacks."""
 
 
+NEARLY = 0.85
+"""A fit that gives less than this part of the largest transfer's time is no line."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """seconds = per_message · messages + per_byte · bytes, for one collective on one link."""
@@ -88,17 +92,20 @@ def nominal(gbit_per_s: float, latency_us: float | None) -> Fit:
 
 
 def fit(points: Sequence[tuple[float, float, float]], *, drag: float = 0.0) -> Fit:
-    """Least squares in relative error over (messages, bytes, seconds); neither rate is negative."""
+    """Least squares in relative error over (messages, bytes, seconds); neither rate is negative.
+
+    Where large transfers are slower per byte than small ones (queues and allowances fill up), the large ones count.
+    """
     if len(points) < 2:
         raise TrimtabError(
             f"links: {len(points)} measurement(s) cannot separate latency from bandwidth; take two sizes"
         )
     message, byte = two_rates(points)
-    if message >= 0 and byte >= 0:
-        return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
-    # One of the two is negative: large transfers are slower per byte than small ones (queues fill up), or small
-    # ones were disturbed. Large transfers are the ones that matter.
     count, sent, seconds = max(points, key=lambda point: point[1])
-    if message < 0 and sent > 0:
+    convex = message < 0 or message * count + byte * sent < NEARLY * seconds
+    if not convex and byte >= 0:
+        return Fit(per_message_s=message, per_byte_s=byte, drag=drag)
+    # No line: large transfers are slower per byte than small ones, or small ones were disturbed.
+    if convex and sent > 0:
         return Fit(per_message_s=0.0, per_byte_s=seconds / sent, drag=drag)
     return Fit(per_message_s=seconds / count if count else 0.0, per_byte_s=0.0, drag=drag)

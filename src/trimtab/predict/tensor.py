@@ -3,14 +3,17 @@
 The ranks of a tensor group hold one copy of the model together: each computes its units of every block and all of
 what is replicated. They meet twice in each block: after its last projection in forward, to sum its output, and after
 its first ones in backward, to sum the gradient of its input. Both are all-reduces of one activation (samples x
-sequence x width in its own type), and nothing overlaps with them: between two meetings the slowest rank sets the pace.
+sequence x width in its own type). Nothing overlaps with the first; during the second the gradients of the block's
+weights are computed. `predict.tensor_stream` has the formulas: between two meetings the slowest rank sets the pace.
 With several groups, the ranks in the same place of each exchange the gradients of their shard as DDP does, while
 backward goes on.
 
 Assumptions:
 - An operator of a block takes time in proportion to the rank's units (`share_time`); all else is computed by
   everyone. A rank's optimizer takes time in proportion to the parameters it holds.
-- Nothing is lowered: what a block is made of cannot be set to another precision once it is sharded.
+- Only projections of blocks are lowered (`projections`), on any rank by itself: their results are summed, so all
+  ranks go on with the same values. What every rank of a group computes alike keeps the model's precision. A lowered
+  projection hands on the type of its input, because ranks sum values of one type.
 - Where tensor groups and DDP use the same links, an all-reduce of activations and a bucket that are sent at the same
   time get half of the rate each.
 - The buckets are those of the rank with the most parameters; ranks of one host send theirs through one interface.
@@ -20,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import fsum
 
 from trimtab.cluster import Cluster, Host
@@ -30,23 +32,25 @@ from trimtab.predict.collectives import Placement
 from trimtab.predict.links import SHARED_MEMORY, JobLinks
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.build import compressed_buckets, plain_buckets, plain_transfer
+from trimtab.predict.replay.inputs import Transfer
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.share_time import ShareTime
 from trimtab.predict.step import codec_time, job_links, measured_rates
 from trimtab.predict.step_setting import StepSetting
+from trimtab.predict.tensor_stream import GroupStream, backward_stream, forward_stream, run_streams
 from trimtab.workload import Workload
 from trimtab.workload.units import sharded, shares_of
 
 Counts = Mapping[str, int]
 """Units of a rank, by block."""
 
-FLOWING = 0.5
-"""Rate of an all-reduce of activations while a bucket is sent over the same links, and of the bucket."""
+Precisions = Mapping[str, str]
+"""Lowered projections of a rank, by name."""
+
+_NOTHING: tuple[Precisions, ...] = ({},) * 64
 
 FEW_GROUPS = 4
 """Of more kinds of groups only the slowest are simulated."""
-
-_DONE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,13 @@ class TensorSetting:
     bits: int | None = None
     """Bits of the gradients that groups exchange; None for the backend's own all-reduce."""
 
+    precisions: tuple[tuple[Precisions, ...], ...] = ()
+    """Of each rank of each group; empty if nothing is lowered."""
+
+    def of_group(self, index: int) -> tuple[Precisions, ...]:
+        """The precisions of a group's ranks."""
+        return self.precisions[index] if self.precisions else _NOTHING[: len(self.groups[index])]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStep:
@@ -81,32 +92,6 @@ class TensorStep:
     """What the exchange of gradients adds to the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """A part of a group's stream: computing, waiting for a message, or sending."""
-
-    kind: str
-    seconds: float
-    buckets: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """One copy of the model on its ranks."""
-
-    stream: tuple[_Stretch, ...]
-    compute_s: tuple[float, ...]
-    optimizer_s: tuple[float, ...]
-
-    @cached_property
-    def stream_s(self) -> float:
-        return fsum(part.seconds for part in self.stream)
-
-    @cached_property
-    def all_reduce_s(self) -> float:
-        return fsum(part.seconds for part in self.stream if part.kind != "compute")
-
-
 class TensorJob:
     """Predicts the steps of one model on one cluster."""
 
@@ -121,7 +106,7 @@ class TensorJob:
         self.ranks = list(cluster.ranks())
         self._links = {name: host.link for name, host in cluster.machines()}
         self._sharded: dict[tuple[tuple[str, int], ...], Workload] = {}
-        self._groups: dict[object, _Group] = {}
+        self._groups: dict[object, GroupStream] = {}
         self._between: dict[object, tuple[Placement, JobLinks]] = {}
 
     def step(self, setting: TensorSetting) -> TensorStep:
@@ -133,16 +118,18 @@ class TensorJob:
         largest = max(setting.counts, key=lambda own: _elements(self._of(own)))
         workload = self._of(largest)
         exchanging = len(setting.groups) > 1
-        kinds: dict[object, _Group] = {}
+        kinds: dict[object, GroupStream] = {}
         of_group = []
-        for ranks, samples in zip(setting.groups, setting.samples, strict=True):
-            key = self.kind(ranks, samples)
-            kinds[key] = self._group(ranks, samples, setting.counts, workload if exchanging else None)
+        frozen: dict[int, object] = {}  # groups that are alike have the same object
+        for index, (ranks, samples) in enumerate(zip(setting.groups, setting.samples, strict=True)):
+            low = setting.of_group(index)
+            key = self.kind(ranks, samples), frozen.setdefault(id(low), _frozen(low))
+            kinds[key] = self._group(ranks, samples, setting.counts, low, workload if exchanging else None)
             of_group.append(kinds[key])
         # Nobody waits for the faster ones.
         groups = sorted(kinds.values(), key=lambda group: -group.stream_s)[:FEW_GROUPS]
         buckets, drag, contended = self._exchange(setting, workload) if exchanging else ([], 0.0, False)
-        ends, exchanged = _run([group.stream for group in groups], buckets, drag, contended)
+        ends, exchanged = run_streams([group.stream for group in groups], buckets, drag, contended)
         step_s = max(
             max(end, exchanged) + max(group.optimizer_s) for end, group in zip(ends, groups, strict=True)
         )
@@ -172,10 +159,39 @@ class TensorJob:
             times.append(ShareTime(fsum(own) - units + update[1], units + update[0] - update[1]))
         return tuple(times)
 
-    def memory(self, device: str, counts: Counts, samples: int, groups: int, bits: int | None = None) -> int:
+    def projections(self) -> dict[str, str]:
+        """The operators that a rank of a group may lower, with their blocks: all of their calls are projections."""
+        calls = {i: span.name for span in self.measured.workload.units for i in (*span.into, span.out)}
+        found = {}
+        for name, indices in self.measured.workload.settings.items():
+            blocks = {calls.get(i) for i in indices}
+            block = blocks.pop()
+            if block is not None and not blocks:
+                found[name] = block
+        return found
+
+    def memory(
+        self,
+        device: str,
+        counts: Counts,
+        samples: int,
+        groups: int,
+        bits: int | None = None,
+        precisions: Precisions | None = None,
+    ) -> int:
         """Bytes that a rank needs."""
         workload = self._of(counts).at_batch(samples)
-        return needed_bytes(workload, {}, self.cluster.devices[device].kind, groups, StepSetting(bits=bits))
+        kind = self.cluster.devices[device].kind
+        return needed_bytes(workload, dict(precisions or {}), kind, groups, StepSetting(bits=bits), "input")
+
+    def operator_s(
+        self, device: str, samples: int, precisions: Precisions | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Forward and backward of every operator with all units on one rank."""
+        mapper = self.measured.mapper(
+            device, self.cluster.devices[device].kind, samples, precisions, hands_on=False
+        )
+        return mapper.forward_s, mapper.backward_s
 
     def _of(self, counts: Counts) -> Workload:
         key = tuple(counts.items())
@@ -200,51 +216,59 @@ class TensorJob:
         )
 
     def _group(
-        self, ranks: Sequence[int], samples: int, counts: Sequence[Counts], reduced: Workload | None
-    ) -> _Group:
+        self,
+        ranks: Sequence[int],
+        samples: int,
+        counts: Sequence[Counts],
+        low: Sequence[Precisions],
+        reduced: Workload | None,
+    ) -> GroupStream:
         """The stream of a group; `reduced` is the workload whose buckets it fills."""
-        key = self.kind(ranks, samples), tuple(tuple(own.items()) for own in counts), reduced is not None
+        units = tuple(tuple(own.items()) for own in counts)
+        key = self.kind(ranks, samples), units, _frozen(low), reduced is not None
         if key not in self._groups:
-            self._groups[key] = self._built(ranks, samples, counts, reduced)
+            self._groups[key] = self._built(ranks, samples, counts, low, reduced)
         return self._groups[key]
 
     def _built(
-        self, ranks: Sequence[int], samples: int, counts: Sequence[Counts], reduced: Workload | None
-    ) -> _Group:
+        self,
+        ranks: Sequence[int],
+        samples: int,
+        counts: Sequence[Counts],
+        low: Sequence[Precisions],
+        reduced: Workload | None,
+    ) -> GroupStream:
         whole = self.measured.at(samples)
         passes = []
-        for rank, own in zip(ranks, counts, strict=True):
-            device = self.ranks[rank].device
-            mapper = self.measured.mapper(device, self.cluster.devices[device].kind, samples)
+        for rank, own, precisions in zip(ranks, counts, low, strict=True):
             part = shares_of(whole, own)
             passes.append(
                 tuple(
                     [ShareTime(0.0, seconds).seconds(part.get(i, 1.0)) for i, seconds in enumerate(times)]
-                    for times in (mapper.forward_s, mapper.backward_s)
+                    for times in self.operator_s(self.ranks[rank].device, samples, precisions)
                 )
             )
         ready: dict[int, tuple[int, ...]] = {}
         for index, bucket in enumerate(reduced.buckets if reduced is not None else ()):
             ready[max(bucket.ready, 0)] = (*ready.get(max(bucket.ready, 0), ()), index)
-        placement, links = self._links_of(ranks)
-        forward = {s.out: whole.operators[s.out].outputs[0].nbytes for s in whole.units}
-        backward = {min(s.into): whole.operators[min(s.into)].input_tensors[0].nbytes for s in whole.units}
-        count = len(whole.operators)
-        stream: list[_Stretch] = []
-        for order, which, meetings, filled in (
-            (range(count), 0, forward, {}),
-            (range(count - 1, -1, -1), 1, backward, ready),
-        ):
-            since: list[int] = []
-            for index in order:
-                since.append(index)
-                if index in meetings or index == order[-1]:
-                    stream += _slowest([own[which] for own in passes], since, filled)
-                    since = []
-                if index in meetings and len(ranks) > 1:
-                    sent = plain_transfer(meetings[index], placement, links)
-                    stream += [_Stretch("latency", sent.latency_s), _Stretch("flow", sent.seconds)]
-        return _Group(
+        summed: dict[int, Transfer] = {}
+        summed_back: dict[int, Transfer] = {}
+        if len(ranks) > 1:
+            placement, links = self._links_of(ranks)
+            for span in whole.units:
+                out, into = whole.operators[span.out], whole.operators[min(span.into)]
+                summed[span.out] = plain_transfer(out.outputs[0].nbytes, placement, links)
+                summed_back[min(span.into)] = plain_transfer(into.input_tensors[0].nbytes, placement, links)
+        stream = [
+            *forward_stream([forward_s for forward_s, _ in passes], summed),
+            *backward_stream(
+                [backward_s for _, backward_s in passes],
+                summed_back,
+                {min(span.into): (*span.into, span.out) for span in whole.units},
+                ready,
+            ),
+        ]
+        return GroupStream(
             stream=tuple(stream),
             compute_s=tuple(fsum(forward_s) + fsum(backward_s) for forward_s, backward_s in passes),
             optimizer_s=tuple(
@@ -324,69 +348,5 @@ def _elements(workload: Workload) -> int:
     return int(known)
 
 
-def _slowest(
-    passes: Sequence[Sequence[float]], indices: Sequence[int], ready: Mapping[int, tuple[int, ...]]
-) -> list[_Stretch]:
-    """The operators up to a meeting on the rank that takes longest for them, divided where a bucket is complete."""
-    own = max(passes, key=lambda times: fsum(times[i] for i in indices))
-    stretches, seconds = [], 0.0
-    for index in indices:
-        seconds += own[index]
-        if index in ready:
-            stretches.append(_Stretch("compute", seconds, ready[index]))
-            seconds = 0.0
-    return [*stretches, _Stretch("compute", seconds)] if seconds else stretches
-
-
-def _run(
-    streams: Sequence[Sequence[_Stretch]],
-    buckets: Sequence[tuple[float, float]],
-    drag: float,
-    contended: bool,
-) -> tuple[list[float], float]:
-    """When each stream ends, and when the last bucket has been reduced."""
-    now, exchanged = 0.0, 0.0
-    at = [0] * len(streams)
-    left = [stream[0].seconds for stream in streams]
-    ends: list[float | None] = [None] * len(streams)
-    ready = [0] * len(buckets)
-    bucket, waiting, flowing = 0, 0.0, 0.0
-    started = False
-    while True:
-        if not started and bucket < len(buckets) and ready[bucket] == len(streams):
-            started, (waiting, flowing) = True, buckets[bucket]
-        sending = started and waiting <= _DONE
-        active = [i for i, end in enumerate(ends) if end is None]
-        rates = {}
-        for i in active:
-            kind = streams[i][at[i]].kind
-            slowed = (
-                max(0.5, 1 - drag) if kind == "compute" else FLOWING if contended and kind == "flow" else 1.0
-            )
-            rates[i] = slowed if sending else 1.0
-        meets = contended and any(streams[i][at[i]].kind == "flow" for i in active)
-        rate = FLOWING if sending and meets else 1.0
-        waits = [left[i] / rates[i] for i in active]
-        if started:
-            waits.append((flowing if sending else waiting) / rate)
-        if not waits:
-            return [end or 0.0 for end in ends], exchanged
-        passed = min(waits)
-        now += passed
-        if started:
-            if sending:
-                flowing -= passed * rate
-            else:
-                waiting -= passed
-            if flowing <= _DONE and waiting <= _DONE:
-                started, bucket, exchanged = False, bucket + 1, now
-        for i in active:
-            left[i] -= passed * rates[i]
-            while ends[i] is None and left[i] <= _DONE:
-                for index in streams[i][at[i]].buckets:
-                    ready[index] += 1
-                at[i] += 1
-                if at[i] == len(streams[i]):
-                    ends[i] = now
-                else:
-                    left[i] = streams[i][at[i]].seconds
+def _frozen(several: Sequence[Precisions]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    return tuple(tuple(sorted(own.items())) for own in several)

@@ -154,26 +154,72 @@ class _Entrance(torch.autograd.Function):
         return total, None, None, None, None, None, *own
 
 
+class Multiply(Protocol):
+    """A product in another precision, as `trimtab.precision.linear.linear` computes it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        transposed: bool,
+        late: Callable[[str, Callable[[], Tensor]], None] | None,
+    ) -> Tensor:
+        """`x @ weight.t() + bias`, or `x @ weight` if `transposed`.
+
+        Args:
+            late: takes the gradient of "weight" and of "bias" as functions, to be called when the block's input
+                gradient is under way; None if backward computes them itself.
+        """
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, late: Late | None, places: dict[int, int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    late: Late | None,
+    places: dict[int, int],
+    multiply: Multiply | None = None,
 ) -> Tensor:
     """`F.linear`; gradients of weight and bias are computed late where they can be.
 
     Args:
         places: index of the block's tensors by the id of their rows of this pass.
+        multiply: computes it in another precision.
     """
     known = id(weight) in places and (bias is None or id(bias) in places)
-    if late is None or not known or torch.compiler.is_compiling():
+    deferred = late is not None and known and not torch.compiler.is_compiling()
+    if multiply is not None:
+        own = _adding(late, places, weight, bias) if deferred else None
+        return multiply(x, weight, bias, transposed=False, late=own)
+    if not deferred:
         return F.linear(x, weight, bias)
     indices = (places[id(weight)], None if bias is None else places[id(bias)])
     return _Product.apply(x, weight, bias, late, indices, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def product(x: Tensor, weight: Tensor, late: Late | None, places: dict[int, int]) -> Tensor:
-    """`x @ weight`; the weight's gradient is computed late where it can be."""
-    if late is None or id(weight) not in places or torch.compiler.is_compiling():
+def product(
+    x: Tensor, weight: Tensor, late: Late | None, places: dict[int, int], multiply: Multiply | None = None
+) -> Tensor:
+    """`x @ weight`; the weight's gradient is computed late where it can be. See `linear`."""
+    deferred = late is not None and id(weight) in places and not torch.compiler.is_compiling()
+    if multiply is not None:
+        own = _adding(late, places, weight, None) if deferred else None
+        return multiply(x, weight, None, transposed=True, late=own)
+    if not deferred:
         return x @ weight
     return _Product.apply(x, weight, None, late, (places[id(weight)], None), False)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _adding(
+    late: Late | None, places: dict[int, int], weight: Tensor, bias: Tensor | None
+) -> Callable[[str, Callable[[], Tensor]], None]:
+    assert late is not None
+    indices = {"weight": places[id(weight)]}
+    if bias is not None:
+        indices["bias"] = places[id(bias)]
+    return lambda which, gradient: late.add(indices[which], gradient)
 
 
 class _Product(torch.autograd.Function):

@@ -9,11 +9,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.sharding.group import leave
-from trimtab.sharding.overlap import linear, product
+from trimtab.sharding.overlap import Multiply, linear, product
 from trimtab.sharding.unit_block import UnitBlock
 
 
@@ -25,7 +26,21 @@ class HiddenReached(Exception):  # noqa: N818 - no error: ends a pass of `trimta
         self.values = values
 
 
-class InProjection(nn.Module):
+class Projection(nn.Module):
+    """What both projections have in common."""
+
+    takes_product = True
+    """`trimtab.precision` may compute its product: `forward` takes it."""
+
+    block: UnitBlock
+
+    @property
+    def copy(self) -> int:
+        """The first of the ranks that hold this copy of the model: they round alike what they all compute."""
+        return min(dist.get_process_group_ranks(self.block.group.process_group))
+
+
+class InProjection(Projection):
     """From the replicated input to this rank's units: the rows of each unit, in slot order."""
 
     divided = False
@@ -40,14 +55,15 @@ class InProjection(nn.Module):
         self.bias = bias
         self.parts = parts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, multiply: Multiply | None = None) -> Tensor:
         width = sum(self.parts)
         x = self.block.enter(x, self.training, self)
         units = self.block.computing
         bias = None if self.bias is None else self.block.stored(self.bias, into=True)
         weight, sequence = self.block.stored(self.weight, into=True), self.block.sequence
         with nullcontext() if sequence is None else sequence.saving():
-            y = linear(x, weight, bias, self.block.late, self.block.row_places)
+            low = _usable(self.block, multiply)
+            y = linear(x, weight, bias, self.block.late, self.block.row_places, low)
         if self.block.verifying == "all units":
             return self._of_all_units(y)
         if units == 0:
@@ -72,7 +88,7 @@ class InProjection(nn.Module):
         return f"units={self.block.count} of {self.block.units}, parts={self.parts}"
 
 
-class OutProjection(nn.Module):
+class OutProjection(Projection):
     """From this rank's units to the sum over the units of all ranks; the bias is added once, afterwards."""
 
     def __init__(self, block: UnitBlock, weight: nn.Parameter, bias: nn.Parameter | None, width: int):
@@ -82,7 +98,7 @@ class OutProjection(nn.Module):
         self.bias = bias
         self.width = width
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, multiply: Multiply | None = None) -> Tensor:
         if self.block.verifying == "all units":
             raise HiddenReached(x)
         if self.block.computing == 0:
@@ -93,7 +109,8 @@ class OutProjection(nn.Module):
             self.block.activation_norms.add_hidden(x)
         if self.block.running is not None:
             x = self.block.running.hidden(x)
-        y = product(x, self.block.stored(self.weight, into=False), self.block.late, self.block.row_places)
+        weight, low = self.block.stored(self.weight, into=False), _usable(self.block, multiply)
+        y = product(x, weight, self.block.late, self.block.row_places, low)
         sequence = self.block.sequence
         y = leave(y, self.block.group) if sequence is None else sequence.scatter(y)
         self.block.leave()
@@ -101,6 +118,11 @@ class OutProjection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"units={self.block.count} of {self.block.units}, width={self.width}"
+
+
+def _usable(block: UnitBlock, multiply: Multiply | None) -> Multiply | None:
+    """The product in another precision; not where blocks are compared exactly, nor of nothing."""
+    return multiply if block.verifying is None and block.computing else None
 
 
 def by_part(stored: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, ...]:

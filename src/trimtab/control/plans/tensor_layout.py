@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import Plan
+from trimtab.precision.operators import is_projection
 from trimtab.sharding.unit_block import find_sharded_model
 
 _WAY_OUT = (
@@ -39,6 +40,18 @@ def require_layout(model: nn.Module, plan: Plan) -> None:
             f"the model is sharded over ranks {own}, and the plan's tensor groups are {groups}; {_WAY_OUT}, or make a "
             f"plan with `trimtab plan --layout {len(own)}`"
         )
+    root = model.module if isinstance(model, DistributedDataParallel) else model
+    divided = {name for name, module in root.named_modules() if is_projection(module)}
+    for group in plan.tensor_groups:
+        first, *others = (plan.roles[plan.role_of(rank)].precisions for rank in group)
+        for other in others:
+            unlike = sorted(name for name in {*first, *other} - divided if first.get(name) != other.get(name))
+            if unlike:
+                raise TrimtabError(
+                    f"the plan lowers {unlike[0]!r} on some of ranks {list(group)} only; they hold one copy of the "
+                    "model together and all compute this operator, so their copies of its weights would drift "
+                    "apart: give them the same precision, or make a new plan with `trimtab plan`"
+                )
 
 
 def planned_shares(plan: Plan, members: tuple[int, ...]) -> list[float]:

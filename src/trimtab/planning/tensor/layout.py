@@ -11,14 +11,14 @@ move as long as the predicted step becomes shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Literal
 
 from trimtab.planning.shares.batch import share_batch
 from trimtab.planning.tensor.shares import BlockSize, share_blocks, water_fill
-from trimtab.predict.tensor import TensorJob, TensorSetting, TensorStep
+from trimtab.predict.tensor import Precisions, TensorJob, TensorSetting, TensorStep
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -52,6 +52,9 @@ class Layout:
     step: TensorStep
     over: int = 0
     """By how many bytes ranks exceed their memory, one of each kind."""
+
+    damage: float = 0.0
+    """Of lowered projections."""
 
     @property
     def order(self) -> tuple[int, float]:
@@ -95,7 +98,7 @@ class LayoutSearch:
             for count in (bits if len(groups) > 1 else (None,))
         ]
         starts.sort(key=lambda layout: layout.order)
-        best = min(map(self._improved, starts[:_PROMISING]), key=lambda layout: layout.order)
+        best = min(map(self.improved, starts[:_PROMISING]), key=lambda layout: layout.order)
         return None if best.over else best
 
     def sums_s(self, size: int) -> float:
@@ -113,7 +116,7 @@ class LayoutSearch:
             / samples
             for name in dict.fromkeys(rank.device for rank in self.job.ranks)
         }
-        summed = self.sums_s(size) / samples
+        summed = self.sums_s(size) / 2 / samples  # in backward weights' gradients may hide them
         rate = 0.0
         for first in range(0, world, size):
             together = sum(1 / pace[rank.device] for rank in self.job.ranks[first : first + size])
@@ -150,18 +153,27 @@ class LayoutSearch:
             self._paces[device] = self.job.share_times((device,), samples)[0].whole
         return self._paces[device]
 
-    def at(self, groups: Groups, shares: Sequence[float], samples: Sequence[int], bits: int | None) -> Layout:
+    def at(
+        self,
+        groups: Groups,
+        shares: Sequence[float],
+        samples: Sequence[int],
+        bits: int | None,
+        precisions: tuple[tuple[Precisions, ...], ...] = (),
+    ) -> Layout:
         """The layout with these shares, predicted."""
-        setting = self._setting(groups, shares, samples, bits)
+        setting = replace(self._setting(groups, shares, samples, bits), precisions=precisions)
         counts = setting.counts
         seen, over = set(), 0
-        for group, own in zip(groups, samples, strict=True):
+        for index, (group, own) in enumerate(zip(groups, samples, strict=True)):
+            low = setting.of_group(index)
             for place, rank in enumerate(group):
                 device = self.job.ranks[rank].device
                 limit = self.limits[device]
-                if limit is not None and (device, place, own) not in seen:
-                    seen.add((device, place, own))
-                    over += max(0, self.peak(device, counts[place], own, len(groups), bits) - limit)
+                if limit is not None and (device, place, own, id(low)) not in seen:
+                    seen.add((device, place, own, id(low)))
+                    peak = self.peak(device, counts[place], own, len(groups), bits, low[place])
+                    over += max(0, peak - limit)
         return Layout(setting=setting, shares=tuple(shares), step=self.job.step(setting), over=over)
 
     def _setting(
@@ -175,12 +187,19 @@ class LayoutSearch:
         return TensorSetting(groups=groups, counts=counts, samples=tuple(samples), bits=bits)
 
     def peak(
-        self, device: str, counts: Mapping[str, int], samples: int, groups: int, bits: int | None
+        self,
+        device: str,
+        counts: Mapping[str, int],
+        samples: int,
+        groups: int,
+        bits: int | None,
+        precisions: Precisions | None = None,
     ) -> int:
         """Bytes that a rank needs."""
-        key = device, tuple(counts.values()), samples, groups, bits
+        low = tuple(sorted((precisions or {}).items()))
+        key = device, tuple(counts.values()), samples, groups, bits, low
         if key not in self._peaks:
-            self._peaks[key] = self.job.memory(device, counts, samples, groups, bits)
+            self._peaks[key] = self.job.memory(device, counts, samples, groups, bits, precisions)
         return self._peaks[key]
 
     def _start(self, groups: Groups, bits: int | None) -> Layout:
@@ -219,12 +238,13 @@ class LayoutSearch:
                 lines[key] = slope, max(0.0, ends[0] - slope * few)
         return share_batch(self.total, [lines[key][0] for key in keys], fixed=[lines[key][1] for key in keys])
 
-    def _improved(self, layout: Layout) -> Layout:
-        """Move single steps of share and single samples as long as that helps."""
+    def improved(self, layout: Layout, within: Callable[[Layout], bool] = lambda layout: True) -> Layout:
+        """Move single steps of share and single samples as long as that helps; never to a layout not `within`."""
         if len(self.job.ranks) > MANY_RANKS:
             return layout
         for _ in range(_MOVES):
-            better = min(self._neighbors(layout), key=lambda other: other.order, default=layout)
+            others = filter(within, self._neighbors(layout))
+            better = min(others, key=lambda other: other.order, default=layout)
             if better.order >= layout.order:
                 return layout
             layout = better
@@ -240,7 +260,9 @@ class LayoutSearch:
                     shares[giver] -= step / FINENESS
                     shares[taker] += step / FINENESS
                     if giver != taker and shares[giver] > 0.5 / FINENESS:
-                        yield self.at(setting.groups, shares, setting.samples, setting.bits)
+                        yield self.at(
+                            setting.groups, shares, setting.samples, setting.bits, setting.precisions
+                        )
         if self.batch == "fixed":
             return
         kinds: dict[object, int] = {}
@@ -252,7 +274,7 @@ class LayoutSearch:
                 samples[giver] -= 1
                 samples[taker] += 1
                 if giver != taker and samples[giver] > 0:
-                    yield self.at(setting.groups, layout.shares, samples, setting.bits)
+                    yield self.at(setting.groups, layout.shares, samples, setting.bits, setting.precisions)
 
 
 def _partitions(ranks: tuple[int, ...], size: int) -> Iterator[Groups]:

@@ -12,6 +12,7 @@ from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.reasons import Adjustment
 from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch, even_samples
+from trimtab.planning.tensor.lowering import Lowering
 from trimtab.predict.tensor import TensorJob
 
 LayoutOption = Literal["auto", "data"] | int
@@ -27,11 +28,13 @@ def with_layout(
     trimtab: str,
     batch: Literal["fixed", "free"],
     bits: Sequence[int | Literal["adaptive"] | None],
+    budget: float = 0.0,
 ) -> Plan:
     """The data-parallel plan, unless groups of ranks that hold a copy together are faster, or it does not fit.
 
     Args:
         bits: of gradients, to choose from. Those that adapt during training are predicted as 4.
+        budget: damage allowed with free shares, of lowered projections.
 
     Raises:
         TrimtabError: as `data_parallel`, or if no layout fits or the one that was asked for is impossible.
@@ -50,6 +53,12 @@ def with_layout(
         limits=search.tradeoffs.limits,
         batch=batch,
     )
+    lowering = Lowering(
+        layouts=layouts,
+        measured=search.measured,
+        damages=search.tradeoffs.damages,
+        budget=budget if batch == "free" else 0.0,
+    )
     sizes = layouts.sizes()
     adaptive = "adaptive" in bits
     known = search.bits_measured()
@@ -62,12 +71,13 @@ def with_layout(
                 f"model; possible sizes: {possible}"
             )
         best = layouts.best(layout, tried)
+        best = None if best is None else lowering.best(best)
         if best is None:
             raise TrimtabError(
                 f"plan: layout {layout}: no rank has memory for its part of the model and of a batch of "
                 f"{search.total}; lower the batch size, or use larger groups"
             )
-        return _plan(search, layouts, best, None, model, trimtab, batch, adaptive, "as asked for", tried)
+        return _plan(search, lowering, best, None, model, trimtab, batch, adaptive, "as asked for", tried)
     failure = ""
     plan: Plan | None = None
     try:
@@ -86,12 +96,12 @@ def with_layout(
                 f"more, {_ms(layouts.sums_s(least))} of it to sum activations",
             )
     fitting = [each for size in sizes if (each := layouts.best(size, tried)) is not None]
-    best = min(fitting, key=lambda each: each.order, default=None)
+    best = min(map(lowering.best, fitting), key=lambda each: each.order, default=None)
     if plan is None:
         if best is None:
             raise DoesNotFitError(f"{failure} (nor does it fit in tensor groups)")
         why = f"a copy on every rank does not fit: {failure}"
-        return _plan(search, layouts, best, None, model, trimtab, batch, adaptive, why, tried)
+        return _plan(search, lowering, best, None, model, trimtab, batch, adaptive, why, tried)
     if best is None:
         return plan
     seconds = best.step.step_s
@@ -104,7 +114,7 @@ def with_layout(
         )
     return _plan(
         search,
-        layouts,
+        lowering,
         best,
         plan,
         model,
@@ -127,7 +137,7 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 def _plan(
     search: PlanSearch,
-    layouts: LayoutSearch,
+    lowering: Lowering,
     layout: Layout,
     instead: Plan | None,
     model: str,
@@ -138,20 +148,27 @@ def _plan(
     tried: Sequence[int | None],
 ) -> Plan:
     """The plan of a layout; `instead` is the best one with a copy on every rank, if that fits and was searched for."""
+    layouts = lowering.layouts
     without = _without(layouts, layout)
+    if "precision" in without and not without["precision"].over:
+        plain = without["precision"]
+        if plain.step.step_s < GAIN * layout.step.step_s:
+            layout, without = plain, _without(layouts, plain)
     better = [one for name, one in without.items() if not one.over and (name != "bits" or None in tried)]
     if better and (fastest := min(better, key=lambda one: one.order)).order < layout.order:
         layout, without = fastest, _without(layouts, fastest)
+    layout = replace(layout, damage=lowering.damage(layout.setting))
     setting, step = layout.setting, layout.step
     adjustments = _adjustments(layouts, layout, without, instead)
     devices = search.devices
     more = layouts.job.step(replace(setting, samples=tuple(own + 1 for own in setting.samples)))
     roles: dict[str, Role] = {}
     of_rank: list[str] = [""] * len(devices)
-    names: dict[tuple[str, int, int], str] = {}
+    names: dict[tuple[str, int, int, tuple[tuple[str, str], ...]], str] = {}
     for index, group in enumerate(setting.groups):
+        low = setting.of_group(index)
         for place, rank in enumerate(group):
-            key = devices[rank], place, setting.samples[index]
+            key = devices[rank], place, setting.samples[index], tuple(sorted(low[place].items()))
             if key not in names:
                 name = f"{devices[rank][:20]}_t{place}"
                 while name in roles:
@@ -160,14 +177,21 @@ def _plan(
                 own = setting.samples[index]
                 compute_s = step.compute_s[index][place]
                 peak, larger = (
-                    layouts.peak(devices[rank], setting.counts[place], n, len(setting.groups), setting.bits)
+                    layouts.peak(
+                        devices[rank],
+                        setting.counts[place],
+                        n,
+                        len(setting.groups),
+                        setting.bits,
+                        low[place],
+                    )
                     for n in (own, own + 1)
                 )
                 roles[name] = Role(
                     device=devices[rank],
                     kind=search.cluster.devices[devices[rank]].kind,
                     samples=own,
-                    precisions={},
+                    precisions=dict(low[place]),
                     compute_s=compute_s,
                     fixed_s=max(0.0, compute_s - own * (more.compute_s[index][place] - compute_s)),
                     peak_bytes=peak,
@@ -196,7 +220,7 @@ def _plan(
         predicted=Predicted(
             step_s=step.step_s,
             plain_step_s=plain_s,
-            damage=0.0,
+            damage=layout.damage,
             uniform_damage=search.uniform_damage(),
             alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
             without={one.name: one.without_s for one in adjustments if one.without_s is not None},
@@ -211,11 +235,16 @@ def _without(layouts: LayoutSearch, layout: Layout) -> dict[str, Layout]:
     equal, samples = (1 / size,) * size, even_samples(layouts.total, len(setting.groups))
     jobs = {}
     if max(map(abs, (a - b for a, b in zip(layout.shares, equal, strict=True)))) > 1e-9:
-        jobs["units"] = layouts.at(setting.groups, equal, setting.samples, setting.bits)
+        jobs["units"] = layouts.at(setting.groups, equal, setting.samples, setting.bits, setting.precisions)
     if setting.samples != samples:
-        jobs["shares"] = layouts.at(setting.groups, layout.shares, samples, setting.bits)
+        jobs["shares"] = layouts.at(setting.groups, layout.shares, samples, setting.bits, setting.precisions)
+    if any(own for group in setting.precisions for own in group):
+        # With the shares that are best then: those of lowered ranks would be unfair.
+        jobs["precision"] = layouts.improved(
+            layouts.at(setting.groups, layout.shares, setting.samples, setting.bits)
+        )
     if setting.bits is not None:
-        jobs["bits"] = layouts.at(setting.groups, layout.shares, setting.samples, None)
+        jobs["bits"] = layouts.at(setting.groups, layout.shares, setting.samples, None, setting.precisions)
     return jobs
 
 
@@ -237,6 +266,7 @@ def _adjustments(
         "group finish together",
         "shares": f"groups share the batch as {'/'.join(map(str, setting.samples[:8]))}"
         f"{'/...' if len(setting.samples) > 8 else ''}",
+        "precision": _precision_words(layouts, layout),
         "bits": f"groups exchange gradients in {setting.bits} bits",
     }
     return [
@@ -248,6 +278,19 @@ def _adjustments(
         )
         for name in dict.fromkeys(("layout", *without, *alone))
     ]
+
+
+def _precision_words(layouts: LayoutSearch, layout: Layout) -> str:
+    """What each kind of rank lowers."""
+    count, setting = len(layouts.job.projections()), layout.setting
+    words: dict[str, None] = {}
+    for index, group in enumerate(setting.groups):
+        for place, rank in enumerate(group):
+            if low := setting.of_group(index)[place]:
+                names = ", ".join(sorted(set(low.values())))
+                device = layouts.job.ranks[rank].device
+                words[f"{device} in place {place}: {len(low)} of {count} projections in {names}"] = None
+    return "; ".join(list(words)[:4]) + ("; ..." if len(words) > 4 else "")
 
 
 def _reasons(
@@ -265,7 +308,13 @@ def _reasons(
     ]
     if len(setting.groups) > 1:
         reasons.append(f"the exchange of gradients between groups adds {_ms(step.exchange_s)}")
-    reasons.append("nothing is lowered: sharded projections compute in the model's own precision")
+    if layout.damage:
+        reasons.append(
+            f"damage {layout.damage:.2g}; what all ranks of a group compute alike keeps the model's precision, so that "
+            "they stay alike"
+        )
+    else:
+        reasons.append("nothing is lowered")
     reasons.append(
         f"a step is predicted to take {_ms(step.step_s)}, {_ms(step.all_reduce_s)} of it to sum activations, instead "
         f"of plain DDP's {_ms(plain_s)}"

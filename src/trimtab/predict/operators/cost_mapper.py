@@ -66,12 +66,14 @@ class CostMapper:
         kind: DeviceKind = "cpu",
         precisions: Mapping[str, str] | None = None,
         results: Results | None = None,
+        probed: Results | None = None,
         naive: bool = False,
     ) -> None:
         """
         Args:
             precisions: by pattern, as `trimtab.set_precision` takes them.
             results: type of results; by default what `trimtab.precision` hands on, if the casts for it were measured.
+            probed: type of results in the steps that were measured; by default `results`.
             naive: ignore casts and neighbors, as simpler predictors do; for comparison.
 
         Raises:
@@ -81,6 +83,7 @@ class CostMapper:
         results = results or results_of(workload, costs.casts)
         self.graph = PrecisionGraph(workload, results=results, kind=kind)
         self._probed: dict[str, PrecisionGraph] = {}
+        self._probed_results = probed or results
         self._known: dict[tuple[int, State], tuple[float, float]] = {}
         self._undoable: list[Change] = []
         if precisions:
@@ -227,7 +230,7 @@ class CostMapper:
     def _as_probed(self, precision: str) -> PrecisionGraph:
         """The types in a probed step: all operators that can have the precision have it."""
         if precision not in self._probed:
-            graph = PrecisionGraph(self.workload, results=self.graph.results, kind=self.kind)
+            graph = PrecisionGraph(self.workload, results=self._probed_results, kind=self.kind)
             if graph.results == "own":
                 for name, (first, *_) in self.workload.settings.items():
                     kind = self.workload.operators[first].kind

@@ -83,17 +83,30 @@ class Measured:
         precisions: Mapping[str, str] | None = None,
         *,
         naive: bool = False,
+        hands_on: bool = True,
     ) -> CostMapper:
         """The times of all operators, with some precisions set by pattern.
+
+        Args:
+            hands_on: whether lowered operators hand on bf16 where the device does that; else the type of their input.
 
         Raises:
             TrimtabError: naming the operator that was not measured.
         """
         chosen = matched(self.workload, precisions) if precisions else {}
-        key = (id(self.device(device)), kind, samples, tuple(sorted(chosen.items())), naive)
+        hands_on = hands_on or not chosen
+        key = (id(self.device(device)), kind, samples, tuple(sorted(chosen.items())), naive, hands_on)
         if key not in self._mappers:
             costs = self.costs(device, samples, chosen)
-            mapper = CostMapper(self.at(samples), costs, kind=kind, precisions=chosen, naive=naive)
+            mapper = CostMapper(
+                self.at(samples),
+                costs,
+                kind=kind,
+                precisions=chosen,
+                results=None if hands_on else "input",
+                probed=results_of(self.workload, costs.casts),
+                naive=naive,
+            )
             self._mappers[key] = self.device(device), mapper  # the profile stays alive, and with it its id
         return self._mappers[key][1]
 
