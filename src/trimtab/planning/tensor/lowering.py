@@ -23,7 +23,7 @@ from math import fsum
 
 from trimtab.planning.precision.frontier import Frontier
 from trimtab.planning.precision.options import Option, Options, lowered
-from trimtab.planning.tensor.layout import Layout, LayoutSearch
+from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch
 from trimtab.precision_names import OWN
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.tensor import Precisions, TensorSetting
@@ -32,8 +32,11 @@ from trimtab.workload.units import shares_of
 ROUNDS = 3
 """How often shares and precisions follow each other."""
 
-RESOLUTION = 1000
+RESOLUTION = 400
 """Points of a frontier."""
+
+FEW_KINDS = 4
+"""Nothing is lowered where groups are of more kinds: each kind is searched by itself."""
 
 Lowered = tuple[Precisions, ...]
 """Precisions of a group's ranks."""
@@ -63,11 +66,13 @@ class Lowering:
             self._offered(device, 1) for device in {rank.device for rank in self.layouts.job.ranks}
         ):
             return layout
-        size, setting = len(layout.shares), layout.setting
+        size, setting, job = len(layout.shares), layout.setting, self.layouts.job
+        if len({job.kind(group, 0) for group in setting.groups}) > FEW_KINDS:
+            return layout
         found = layout
         for shares in dict.fromkeys((layout.shares, (1 / size,) * size)):
             now = self.layouts.at(setting.groups, shares, setting.samples, setting.bits)
-            for _ in range(ROUNDS):
+            for _ in range(ROUNDS if len(job.ranks) <= MANY_RANKS else 1):
                 low = self._lowest(now)
                 moved = self.layouts.improved(low, within=lambda one: self.damage(one.setting) <= self.budget)
                 step_s = now.step.step_s if now.setting.precisions else float("inf")
@@ -81,15 +86,20 @@ class Lowering:
 
     def damage(self, setting: TensorSetting) -> float:
         """Of all ranks' lowered projections."""
-        total = []
+        groups: dict[tuple[int, int], list[int]] = {}
         for index, samples in enumerate(setting.samples if setting.precisions else ()):
-            for place, precisions in enumerate(setting.precisions[index]):
-                weight = (samples / self.layouts.total) ** 2
-                total += [
-                    self.damages[name][precision] * weight * self._part(name, setting.counts[place])
-                    for name, precision in precisions.items()
-                ]
-        return fsum(total)
+            # Groups that are alike have the same object.
+            groups.setdefault((id(setting.precisions[index]), samples), []).append(index)
+        return fsum(
+            len(alike)
+            * (samples / self.layouts.total) ** 2
+            * fsum(
+                self.damages[name][precision] * self._part(name, counts)
+                for precisions, counts in zip(setting.precisions[alike[0]], setting.counts, strict=True)
+                for name, precision in precisions.items()
+            )
+            for (_, samples), alike in groups.items()
+        )
 
     def _lowest(self, layout: Layout) -> Layout:
         """The layout with the fastest precisions within the budget, as the frontiers have it."""
