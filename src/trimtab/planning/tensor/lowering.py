@@ -77,7 +77,7 @@ class Lowering:
                 moved = self.layouts.improved(low, within=lambda one: self.damage(one.setting) <= self.budget)
                 step_s = now.step.step_s if now.setting.precisions else float("inf")
                 fastest = min((low, moved), key=lambda one: one.order)
-                if fastest.order < found.order:
+                if fastest.order < found.order and self.damage(fastest.setting) <= self.budget:
                     found = fastest
                 if fastest.step.step_s >= step_s:
                     break
