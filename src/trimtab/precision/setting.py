@@ -57,7 +57,8 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
     calls = CallCounter(torch.zeros(1, dtype=torch.int64, device=device))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     # Ranks of a tensor group hold what is not divided in copies, which must round alike to stay alike.
-    copy = next((module.copy for module in root.modules() if is_projection(module)), rank)
+    copies = (getattr(module, "copy") for module in root.modules() if is_projection(module))  # noqa: B009
+    copy: int = next(copies, rank)
     lowered: set[nn.Module] = set()
     for name, (kind, precision) in chosen.items():
         module = root.get_submodule(name.removesuffix(ATTENTION))
