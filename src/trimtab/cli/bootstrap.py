@@ -49,6 +49,7 @@ def take_over_ddp(settings: RunSettings) -> None:
     from trimtab.api.compress import compress
     from trimtab.api.local_steps import local_steps
     from trimtab.control.autopilot.pilot import start_autopilot
+    from trimtab.control.compression.bucket_caps import bucket_options
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
@@ -66,12 +67,12 @@ def take_over_ddp(settings: RunSettings) -> None:
             construct(self, *args, **kwargs)
             return
         _Script.has_ddp = True
+        given = signature(construct).bind(self, *args, **kwargs).arguments
         cap = launch_bucket_cap_mb()
-        if (
-            cap is not None
-            and "bucket_cap_mb" not in signature(construct).bind(self, *args, **kwargs).arguments
-        ):
+        if cap is not None and "bucket_cap_mb" not in given:
             kwargs["bucket_cap_mb"] = cap
+        elif "bits" in adjust and every is None:
+            kwargs |= bucket_options(given)
         construct(self, *args, **kwargs)
         record_steps(self)
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one

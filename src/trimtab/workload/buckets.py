@@ -15,7 +15,9 @@ DEFAULT_MB = 25.0
 
 
 def ddp_buckets(
-    parameters: Sequence[Parameter], operators: Sequence[Operator], cap_mb: float | None = None
+    parameters: Sequence[Parameter],
+    operators: Sequence[Operator],
+    cap_mb: float | Sequence[float] | None = None,
 ) -> tuple[Bucket, ...]:
     """Trainable parameters in the order in which backward completes their gradients, divided at the caps.
 
@@ -23,10 +25,13 @@ def ddp_buckets(
 
     Args:
         parameters: in the order in which the model lists them.
-        cap_mb: DDP's `bucket_cap_mb`; if given, it applies to the first bucket, too.
+        cap_mb: DDP's `bucket_cap_mb`; if given, it applies to the first bucket, too. Or one for each bucket, the last
+            of which applies to all that follow.
     """
-    first, cap = (FIRST_MB, DEFAULT_MB) if cap_mb is None else (cap_mb, cap_mb)
-    limits = (int(first * MIB), int(cap * MIB))
+    if cap_mb is None:
+        cap_mb = (FIRST_MB, DEFAULT_MB)
+    caps = (cap_mb,) if isinstance(cap_mb, (int, float)) else cap_mb
+    limits = [int(cap * MIB) for cap in caps]
     trainable = [p for p in parameters if p.trainable]
     # Backward runs from the last operator to the first; unused parameters are reduced last.
     order = sorted(trainable, key=lambda p: _arrival(p, operators))
@@ -39,7 +44,7 @@ def ddp_buckets(
         if not mine:
             done.append(mine)
         mine.append(parameter)
-        limit = limits[min(closed.get(dtype, 0), 1)]
+        limit = limits[min(closed.get(dtype, 0), len(limits) - 1)]
         if sum(p.tensor.nbytes for p in mine) >= limit:
             closed[dtype] = closed.get(dtype, 0) + 1
             open_[dtype] = []

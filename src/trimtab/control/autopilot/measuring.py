@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster import Cluster
 from trimtab.control.autopilot.observed_step import JobSpec, ObservedStep
+from trimtab.control.compression.bucket_caps import bucket_caps_mb
 from trimtab.control.compression.ddp import compresses
 from trimtab.measure.device import Task, usual_precisions
 from trimtab.measure.out_of_memory import Agreement
@@ -26,6 +27,7 @@ from trimtab.precision.setting import set_operators
 from trimtab.predict.damage import Damage
 from trimtab.run_settings import own_steps
 from trimtab.workload import Workload
+from trimtab.workload.buckets import ddp_buckets
 
 MOST_STEPS, LEAST_S, MOST_S = 10.0, 2.0, 45.0
 """Operators are timed for at most so many steps' time, within these seconds: 3 % of 500 steps with all the rest."""
@@ -124,9 +126,12 @@ def measure_job(
             damages = measure_damages(task, device, probed.workload, [step.batch])
         del task
     gc.collect()
+    workload = probed.workload
+    if (caps := bucket_caps_mb(ddp)) is not None:
+        workload = replace(workload, buckets=ddp_buckets(workload.parameters, workload.operators, caps))
     return Measured(
         cluster=cluster,
-        workload=probed.workload,
+        workload=workload,
         damages=damages,
         samples=samples,
         seconds=time.perf_counter() - start,

@@ -1,0 +1,34 @@
+"""How large DDP's buckets are where the link is slow: the last ones of a backward pass are short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.workload.buckets import DEFAULT_MB, MIB
+
+LAST_MB = (3.0, 6.0, 12.0)
+"""The least size of the last buckets, the very last first; those before have DDP's default.
+
+Nothing hides what is still on the wire when the backward pass ends. Halving sizes end with a short exchange, and the
+wire still keeps up if a bucket is exchanged in twice the time in which half of it is computed. Short buckets all the
+way would cost more CPU time than they save.
+"""
+
+
+def short_last_buckets(nbytes: Sequence[int]) -> tuple[float, ...]:
+    """The caps in MiB of DDP's buckets, in the order in which a backward pass fills them.
+
+    Args:
+        nbytes: sizes of the trained parameters in the order of the forward pass, so that the first is needed last.
+    """
+    sizes: list[int] = []
+    open_ = 0
+    for size in nbytes:
+        open_ += size
+        least = LAST_MB[len(sizes)] if len(sizes) < len(LAST_MB) else DEFAULT_MB
+        if open_ >= least * MIB:
+            sizes.append(open_)
+            open_ = 0
+    if open_:
+        sizes.append(open_)
+    return tuple(size / MIB for size in reversed(sizes))
