@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.errors import TrimtabError
@@ -36,6 +37,8 @@ ELASTIC = "TRIMTAB_RUN_ELASTIC"
 """Set to 1 by `trimtab run --nnodes MIN:MAX`: the number of ranks may change whenever they are started again."""
 
 MOST_IN_A_LINE = 120
+MOST_LISTED = 16
+"""Characters of a list with an entry for each rank; three of them and what is said about them make a line."""
 """Characters of a line of information on standard error."""
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -97,3 +100,9 @@ def logger() -> logging.Logger:
 def cache_folder() -> Path:
     """Where measurements and decisions are kept between runs: in the user's cache folder, as XDG says."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trimtab")
+
+
+def listed_by_rank(values: Sequence[float]) -> str:
+    """Numbers of all ranks for a log line: ``11/5``; the smallest and the largest where there are many ranks."""
+    text = "/".join(f"{value:.0f}" for value in values)
+    return text if len(text) <= MOST_LISTED else f"{min(values):.0f} to {max(values):.0f}"

@@ -171,9 +171,9 @@ def loader(
         environment.logger().info(
             "the plan divides %d samples as %s; a step of %d is divided as %s",
             active_plan.plan.batch_size,
-            "/".join(map(str, active_plan.plan.shares)),
+            environment.listed_by_rank(active_plan.plan.shares),
             batch_size,
-            "/".join(map(str, sampler.shares)),
+            environment.listed_by_rank(sampler.shares),
         )
     return Loader(
         DataLoader(dataset, batch_sampler=sampler, **options),

@@ -36,7 +36,7 @@ from trimtab.predict.precision_patterns import matched
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload import Workload
 
-WARMUP, ROUNDS = 1, 4
+WARMUP, ROUNDS, CODEC_ROUNDS = 1, 4, 3
 """Untimed and timed rounds of steps; each round has every precision at every batch size once."""
 
 
@@ -61,6 +61,11 @@ class Task:
     def rounds(self) -> int:
         """Timed rounds of steps."""
         return 1 if self.quick else ROUNDS
+
+    @property
+    def codec_rounds(self) -> int:
+        """Timed rounds of the codec's operations."""
+        return 1 if self.quick else CODEC_ROUNDS
 
 
 def called(device: torch.device) -> str:
@@ -284,8 +289,10 @@ class DeviceProbe:
             find_unused_parameters=self._depends_on_values,
         )
         try:
-            for round_ in range(-WARMUP, self._task.rounds):
-                for cell, count in pending[:1] if self._task.quick and round_ < 0 else pending:
+            if self._task.quick:  # one short step allocates gradients and the optimizer's state
+                trainer.timed(min(self._task.batches), {})
+            for round_ in range(0 if self._task.quick else -WARMUP, self._task.rounds):
+                for cell, count in pending:
                     if 0 <= round_ < count:
                         continue
                     if self._time_is_up():
@@ -367,10 +374,12 @@ class DeviceProbe:
         return replace(profile, casts={**profile.casts, **cast_lines(self._device, (direction,))})
 
     def _codec(self, bits: int, profile: DeviceProfile) -> DeviceProfile:
-        return replace(profile, codec={**profile.codec, str(bits): codec_times(bits, self._device)})
+        times = codec_times(bits, self._device, rounds=self._task.codec_rounds)
+        return replace(profile, codec={**profile.codec, str(bits): times})
 
     def _adaptive_codec(self, profile: DeviceProfile) -> DeviceProfile:
-        times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK)
+        rounds = self._task.codec_rounds
+        times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK, rounds=rounds)
         return replace(profile, adaptive_codec=times)
 
 

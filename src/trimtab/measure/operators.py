@@ -235,7 +235,13 @@ class StepTrainer:
         """
         self._agreement = Agreement(device)
         with self._agreement.attempt():
-            self._ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+            # Ranks need not agree on parameters: sending them takes longer than a step where the link is slow.
+            self._ddp = DistributedDataParallel(
+                model,
+                find_unused_parameters=find_unused_parameters,
+                init_sync=False,
+                broadcast_buffers=False,
+            )
             without_communication(self._ddp)
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         self._workload, self._device = workload, device

@@ -38,7 +38,7 @@ from trimtab.control.plans.follower import Follow
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.takeover import Takeover
 from trimtab.control.training_steps import TrainingSteps
-from trimtab.environment import logger
+from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.model_state import JobHook, attach_state
@@ -194,7 +194,8 @@ class Autopilot:
                 if sum(samples) == self._known_batch:
                     return
                 self._say(
-                    "autopilot: batches of %s samples are not those of the cached plan", _listed(samples)
+                    "autopilot: batches of %s samples are not those of the cached plan",
+                    listed_by_rank(samples),
                 )
             precise = "precision" in self._adjust
             with nullcontext() if takeover is None else takeover.waiting():
@@ -287,7 +288,3 @@ class Autopilot:
     def _close(self) -> None:
         if self._background is not None:
             self._background.close(timeout=0.0)
-
-
-def _listed(samples: tuple[int, ...]) -> str:
-    return "/".join(map(str, samples))

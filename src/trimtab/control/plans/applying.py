@@ -185,7 +185,7 @@ def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> str:
         calls.count = torch.full_like(calls.count, state["calls"])
     if plan is saved:
         return "the plan continues"
-    samples = "/".join(map(str, plan.shares))
+    samples = environment.listed_by_rank(plan.shares)
     return f"the plan for {saved.world_size} ranks is made anew for {world_size}, with {samples} samples"
 
 

@@ -31,7 +31,7 @@ from trimtab.control.plans.sensitivity_watch import SensitivityWatch
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.training_steps import TrainingSteps
-from trimtab.environment import logger
+from trimtab.environment import listed_by_rank, logger
 from trimtab.measure.local_clock import LocalClock
 from trimtab.model_state import JobHook
 from trimtab.planning.drift import Drift, Follow, ratios
@@ -222,7 +222,7 @@ class Follower:
             logger().warning(
                 "the plan divides a batch as %s, but this script divides it itself, so the plan's shares are not used; "
                 "use trimtab.loader to use them",
-                "/".join(map(str, self._active.plan.shares)),
+                listed_by_rank(self._active.plan.shares),
             )
 
 

@@ -61,7 +61,7 @@ class PresentRanks:
                     self.world_size,
                     ", ".join(devices_of(fitted)),
                 ),
-                "/".join(map(str, fitted.shares)),
+                environment.listed_by_rank(fitted.shares),
             )
         return fitted
 

@@ -228,7 +228,7 @@ class Loader:
         if self._rank == 0 and len(before) != self._world_size:
             environment.logger().info(
                 "batch shares %s of %d ranks are dropped: starting from %s",
-                *("/".join(map(str, before)), len(before), "/".join(map(str, self.shares))),
+                *(environment.listed_by_rank(before), len(before), environment.listed_by_rank(self.shares)),
             )
         self._reset()
 

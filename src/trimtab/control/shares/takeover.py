@@ -33,7 +33,7 @@ from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_fo
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.control.training_steps import TrainingSteps, in_training_mode
-from trimtab.environment import logger
+from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
@@ -283,7 +283,7 @@ class Takeover:
                     leave_out(module, lambda: self._clock)
         if self.sizes is not None:
             self._change(self.sizes)
-            self._say(f"batches of {'/'.join(map(str, self.sizes))} samples on the ranks, as requested")
+            self._say(f"batches of {listed_by_rank(self.sizes)} samples on the ranks, as requested")
         elif self._planned is not None:
             self._take_planned(source)
 
@@ -332,7 +332,7 @@ class Takeover:
         (planned, replace), self._planned = self._planned, None
         before, limits = source.shares, self._windows.limits
         new = share_batch(sum(before), [1 / share for share in planned], most=limits)
-        listed = "/".join(map(str, new))
+        listed = listed_by_rank(new)
         if len(set(before)) > 1 and not replace:
             self._say(f"batch shares follow measured speeds already; the plan has {listed}")
             return

@@ -93,13 +93,15 @@ class ShareWindows:
             shares, windows, self._rule, noise=noise, fixed=fixed, most=self.limits, least=self.least
         )
         if not dist.is_initialized() or dist.get_rank(self._group) == 0:
-            before, after = ("/".join(map(str, each)) for each in (shares, new or shares))
-            times = "/".join(f"{own * 1e3:.0f}" for own in seconds)
+            before, after, times = map(
+                environment.listed_by_rank, (shares, new or shares, [own * 1e3 for own in seconds])
+            )
             level = logging.DEBUG if new is None else logging.INFO
             text = (
                 f"batch shares {before} take the ranks {times} ms, with a noise of {noise:.1%}; now {after}"
             )
             environment.logger().log(level, text)
+            environment.logger().debug("by rank: shares %s, seconds %s; now %s", shares, seconds, new)
             if new is not None:
                 noticed = f"the ranks take {times} ms a step, with a noise of {noise:.1%}"
                 emit_shares(shares, new, noticed=noticed, why="shares follow the ranks' speeds")
@@ -131,7 +133,7 @@ def emit_shares(before: Sequence[int], after: Sequence[int], *, noticed: str | N
     """Record that all ranks change their batch shares; only the first does."""
     if not events.is_first_rank():
         return
-    old, new = ("/".join(map(str, each)) for each in (before, after))
+    old, new = map(environment.listed_by_rank, (before, after))
     events.emit(
         "decision",
         what="shares",
