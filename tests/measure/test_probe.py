@@ -20,12 +20,12 @@ from trimtab.measure.device import (
     ROUNDS,
     WARMUP,
     DeviceProbe,
-    usual_precisions,
     workload_fingerprint,
 )
 from trimtab.measure.kernels import cast, codec_times
 from trimtab.measure.links import LinkProbe
 from trimtab.measure.probe import classify, merge_files, probe
+from trimtab.measure.products import usual_precisions
 from trimtab.models.gpt import Gpt
 from trimtab.models.spec import load_model
 from trimtab.predict.collectives import Placement, all_reduce
@@ -107,7 +107,7 @@ def test_what_may_pay_off_is_probed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trimtab.measure.device.offers", lambda _: {"linear": offered})
-    monkeypatch.setattr("trimtab.measure.device.is_hopeless", lambda *_: False)
+    monkeypatch.setattr("trimtab.measure.products.is_hopeless", lambda *_: False)
     assert usual_precisions(CPU, autocast) == expected
 
 
@@ -116,7 +116,7 @@ def test_what_is_hopelessly_slow_is_not_probed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "trimtab.measure.device.offers", lambda _: {"linear": ("fp32", "bf16", "fp16", "int8")}
     )
-    monkeypatch.setattr("trimtab.measure.device.is_hopeless", lambda name, _: name in ("bf16", "fp16"))
+    monkeypatch.setattr("trimtab.measure.products.is_hopeless", lambda name, _: name in ("bf16", "fp16"))
     assert usual_precisions(CPU) == ("int8",)
 
 

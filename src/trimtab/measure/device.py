@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from trimtab.measure.capture.capture import capture_or_run
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
 from trimtab.measure.operators import StepTrainer, Timed, with_steps
 from trimtab.measure.out_of_memory import Agreement, OutOfMemoryOnRanksError
-from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.precision_names import PRECISIONS
@@ -88,43 +87,6 @@ class Cell:
     precision: str | None
     unit: str
     """The name under which its times are cached."""
-
-
-_TRIAL_SIZE, _HOPELESS = 256, 8.0
-"""Rows of the square matrices that are multiplied, and how many times longer than in fp32 is hopeless."""
-
-
-def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple[str, ...]:
-    """The precisions that are probed by default besides the model's own: all that may pay off on the device.
-
-    These are tf32 and a half type for a model in fp32, and fp8 or else int8. A half type in which the device is
-    hopelessly slow (CPUs without instructions for it) is left out.
-    """
-    offered = tuple(name for name in offers(device)["linear"] if not is_hopeless(name, device))
-    own = () if autocast else tuple(name for name in ("tf32",) if name in offered)
-    half = () if autocast else tuple(name for name in ("bf16", "fp16") if name in offered)[:1]
-    return own + half + tuple(name for name in ("fp8", "int8") if name in offered)[:1]
-
-
-@lru_cache
-def is_hopeless(precision: str, device: torch.device) -> bool:
-    """Whether a product in this half type takes so much longer than in fp32 that no operator could gain by it."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    if dtype is None or device.type != "cpu":
-        return False
-    plain = torch.randn(_TRIAL_SIZE, _TRIAL_SIZE)
-    half = plain.to(dtype)
-    times: list[tuple[float, float]] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a thread that waits for a busy core would be timed otherwise
-    try:
-        for _ in range(5):
-            low, own = (call_seconds(partial(torch.mm, m, m), device) for m in (half, plain))
-            times.append((low, own))
-    finally:
-        torch.set_num_threads(threads)
-    low, own = (min(column) for column in zip(*times, strict=True))
-    return bool(low > _HOPELESS * own)
 
 
 def samples_at(sizes: Sequence[int], place: int, rank: int) -> int:

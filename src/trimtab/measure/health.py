@@ -24,9 +24,9 @@ from trimtab import environment
 from trimtab.codec.native import NativeKernels
 from trimtab.collectives.shared_segment import FOLDER
 from trimtab.errors import TrimtabError
-from trimtab.measure.device import called, is_hopeless
+from trimtab.measure.device import called
 from trimtab.measure.out_of_memory import available_bytes
-from trimtab.measure.products import describe_gpu, is_part_of_gpu, wrong_product
+from trimtab.measure.products import describe_gpu, is_hopeless, is_part_of_gpu, wrong_product
 from trimtab.measure.timing import repeated_seconds
 from trimtab.precision.devices import offers
 

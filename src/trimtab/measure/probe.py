@@ -22,12 +22,12 @@ from trimtab.environment import DEVICE_CLASS, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.damage.indicators import gradient_damage
-from trimtab.measure.device import Task, alone, cache_of, called, usual_precisions
+from trimtab.measure.device import Task, alone, cache_of, called
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.interfaces import link_classes
 from trimtab.measure.job import Probed, probe_job
 from trimtab.measure.out_of_memory import allocations_fail_on_time, is_out_of_memory
-from trimtab.measure.products import refuse_wrong_products
+from trimtab.measure.products import refuse_wrong_products, usual_precisions
 from trimtab.measure.timing import meet, seconds_per_call
 from trimtab.models.data import calibration, filled
 from trimtab.models.spec import NAMES, load_model

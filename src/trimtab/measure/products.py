@@ -1,15 +1,20 @@
-"""Does this GPU multiply correctly? On some parts of a GPU (MPS) cuBLAS silently leaves out tiles of products."""
+"""Does this device multiply correctly, and in which types fast enough to be worth a measurement?
+
+On some parts of a GPU (MPS) cuBLAS silently leaves out tiles of products.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from trimtab.errors import TrimtabError
+from trimtab.measure.timing import call_seconds
+from trimtab.precision.devices import offers
 
 SHAPES = ((512, 768, 2304), (2048, 768, 768), (8192, 768, 3072), (512, 4096, 4096))
 """Rows, inner size and columns of the products that are checked; they go wrong on the bad parts of an H200."""
@@ -73,3 +78,40 @@ def wrong_product(device: torch.device, shapes: tuple[tuple[int, int, int], ...]
                 if not torch.allclose(sums, expected, rtol=0.05, atol=float(expected.abs().max()) * 0.05):
                     return f"{tuple(left.shape)} times {tuple(right.shape)} in {dtype}".replace("torch.", "")
     return None
+
+
+_TRIAL_SIZE, _HOPELESS = 256, 8.0
+"""Rows of the square matrices that are multiplied, and how many times longer than in fp32 is hopeless."""
+
+
+def usual_precisions(device: torch.device, autocast: str | None = None) -> tuple[str, ...]:
+    """The precisions that are probed by default besides the model's own: all that may pay off on the device.
+
+    These are tf32 and a half type for a model in fp32, and fp8 or else int8. A half type in which the device is
+    hopelessly slow (CPUs without instructions for it) is left out.
+    """
+    offered = tuple(name for name in offers(device)["linear"] if not is_hopeless(name, device))
+    own = () if autocast else tuple(name for name in ("tf32",) if name in offered)
+    half = () if autocast else tuple(name for name in ("bf16", "fp16") if name in offered)[:1]
+    return own + half + tuple(name for name in ("fp8", "int8") if name in offered)[:1]
+
+
+@lru_cache
+def is_hopeless(precision: str, device: torch.device) -> bool:
+    """Whether a product in this half type takes so much longer than in fp32 that no operator could gain by it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if dtype is None or device.type != "cpu":
+        return False
+    plain = torch.randn(_TRIAL_SIZE, _TRIAL_SIZE)
+    half = plain.to(dtype)
+    times: list[tuple[float, float]] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread that waits for a busy core would be timed otherwise
+    try:
+        for _ in range(5):
+            low, own = (call_seconds(partial(torch.mm, m, m), device) for m in (half, plain))
+            times.append((low, own))
+    finally:
+        torch.set_num_threads(threads)
+    low, own = (min(column) for column in zip(*times, strict=True))
+    return bool(low > _HOPELESS * own)

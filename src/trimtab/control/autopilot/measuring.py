@@ -19,9 +19,10 @@ from trimtab.cluster import Cluster
 from trimtab.control.autopilot.observed_step import JobSpec, ObservedStep
 from trimtab.control.compression.bucket_caps import bucket_caps_mb
 from trimtab.control.compression.ddp import compresses
-from trimtab.measure.device import Task, usual_precisions
+from trimtab.measure.device import Task
 from trimtab.measure.out_of_memory import Agreement
 from trimtab.measure.probe import measure_cluster, measure_damages
+from trimtab.measure.products import usual_precisions
 from trimtab.planning.make_plan import TRIED
 from trimtab.precision.setting import set_operators
 from trimtab.predict.damage import Damage

@@ -19,10 +19,10 @@ from trimtab.cluster.profile import LOCAL
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task as Probe
-from trimtab.measure.device import usual_precisions
 from trimtab.measure.fingerprint import fingerprint
 from trimtab.measure.interfaces import link_classes
 from trimtab.measure.job import probe_job
+from trimtab.measure.products import usual_precisions
 from trimtab.models import tasks
 from trimtab.models.spec import ModelSpec
 from trimtab.models.tasks import Task

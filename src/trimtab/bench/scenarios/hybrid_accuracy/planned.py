@@ -36,8 +36,8 @@ from trimtab.cluster import Cluster
 from trimtab.cluster.profile import LOCAL
 from trimtab.measure.damage.indicators import gradient_damage
 from trimtab.measure.device import Task as Probe
-from trimtab.measure.device import usual_precisions
 from trimtab.measure.job import probe_job
+from trimtab.measure.products import usual_precisions
 from trimtab.measure.timing import call_seconds
 from trimtab.models.spec import ModelSpec
 from trimtab.models.tasks import Task
