@@ -122,10 +122,11 @@ class LinkProbe:
             )
         for collective in self._collectives:
             rows = self._rows[collective]
-            _, lost = self._beside_compute(self._trials[collective, rows[-1]])
+            alone = self._unit.seconds()
+            _, lost = self._beside_compute(self._trials[collective, rows[-1]], alone)
             self._drags[collective].append(lost)
             if self._device.type == "cpu":  # a GPU's host has nothing else to do than to pass on messages
-                taken, _ = self._beside_compute(self._trials[collective, rows[0]])
+                taken, _ = self._beside_compute(self._trials[collective, rows[0]], alone)
                 self._busy[collective].append(max(taken))
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
@@ -176,9 +177,14 @@ class LinkProbe:
         sent, got = (torch.zeros(sum(parts), dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: duplex.all_to_all(got, sent, parts, parts, of)
 
-    def _beside_compute(self, run: Callable[[], list[dist.Work]]) -> tuple[list[float], list[float]]:
-        """For each rank, how long the transfers take while it computes, and the seconds that computing loses."""
-        alone = self._unit.seconds()
+    def _beside_compute(
+        self, run: Callable[[], list[dist.Work]], alone: float
+    ) -> tuple[list[float], list[float]]:
+        """For each rank, how long the transfers take while it computes, and the seconds that computing loses.
+
+        Args:
+            alone: seconds of a unit of computation without them.
+        """
         meet(self._device, self._group)
         start = time.perf_counter()
         if self._device.type == "cuda":

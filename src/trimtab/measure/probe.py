@@ -169,7 +169,7 @@ def measure_cluster(
     """
     world = dist.get_world_size()
     everyone: list[Any] = [None] * world
-    mine = _here(), called(device), _speed(device), os.environ.get(DEVICE_CLASS)
+    mine = _here(), called(device), _speed(device, quick=task.quick), os.environ.get(DEVICE_CLASS)
     dist.all_gather_object(everyone, mine)
     hosts = [host for host, _, _, _ in everyone]
     classes, of_rank = classify([(name, rate, given) for _, name, rate, given in everyone], device.type)
@@ -281,12 +281,15 @@ def _name(host: str, index: int) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", host).strip("-")[:32] or f"host-{index}"
 
 
-def _speed(device: torch.device) -> float:
+def _speed(device: torch.device, *, quick: bool) -> float:
     """Matrix products per second, over long enough that a CPU quota counts in full."""
     side = SPEED_SIDE[device.type]
     matrix = torch.randn(side, side, device=device)
     meet(device)
-    return 1 / seconds_per_call(lambda: matrix @ matrix, device, at_least_s=0.5, gpu_calls=64, warmup=3)
+    at_least_s = 0.2 if quick else 0.5
+    return 1 / seconds_per_call(
+        lambda: matrix @ matrix, device, at_least_s=at_least_s, gpu_calls=64, warmup=3
+    )
 
 
 def merge_files(paths: Sequence[Path]) -> Cluster:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.control.shares.loss_form import compares_samples, loss_form
+from trimtab.control.shares.loss_form import compares_samples, grows_with_samples, loss_form
 
 N, CLASSES = 6, 5
 
@@ -97,3 +99,45 @@ def test_attention_does_not_compare_samples() -> None:
     loss = attention(torch.randn(N, 3, 8)).square().mean()
     assert compares_samples(loss) is None
     assert loss_form(loss).means == (N * 3 * 8,)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sums"),
+    [
+        (lambda out: out.square().mean(), False),
+        (lambda out: out.square().sum(), True),
+        (lambda out: out.square().sum() / len(out), False),
+        (lambda out: out.square().sum() * (1 / len(out)), False),
+        (lambda out: out.square().sum() / 4, True),
+        (lambda out: 0.3 * out.square().sum() / 4, True),
+        (lambda out: out.square().mean() * len(out), True),
+        (lambda out: out.square().mean() * 3, False),
+        (lambda out: out.square().mean() * torch.tensor(float(len(out))), False),  # as a GradScaler's
+        (lambda out: out.square().sum() / len(out) ** 2, None),
+        (lambda out: out.square().sum() + out.abs().sum() / len(out), None),
+    ],
+)
+def test_a_batch_of_another_size_tells_sums_from_means(
+    layer: nn.Linear, loss: Callable[[torch.Tensor], torch.Tensor], sums: bool | None
+) -> None:
+    equal, other = (loss_form(loss(layer(torch.randn(size, 4)))) for size in (N, N + 3))
+    assert grows_with_samples(other, equal, (N + 3) / N) is sums
+
+
+def test_what_is_reduced_over_the_batch_in_two_places_is_named(layer: nn.Linear) -> None:
+    out = layer(torch.randn(CLASSES, 4))
+    for loss in (
+        out.square().mean(0).sum(),
+        out.sum(0).square().mean(),
+        (out - out.mean(0, keepdim=True)).square().mean(),
+        out.std(0).mean(),
+        (out / out.sum()).square().sum(),
+        (out - out.mean(-2)).square().mean(),
+    ):
+        assert "in two places" in str(loss_form(loss).problem)
+    for loss in (
+        out.square().sum(1).mean(),
+        out.mean(-1).square().mean(),
+        (out - out.mean(1, True)).abs().sum(),
+    ):
+        assert loss_form(loss).problem is None

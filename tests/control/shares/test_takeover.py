@@ -136,6 +136,10 @@ CASES: dict[str, dict[str, Any]] = {
     "a sum over the batch size": {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="none").sum() / len(y)
     },
+    "a sum times one over the batch size": {
+        "loss": lambda x, y: F.cross_entropy(x, y, reduction="sum") * (1 / len(y))
+    },
+    "a mean times the batch size": {"loss": lambda x, y: F.cross_entropy(x, y) * len(y)},
     "no target for the last token of each sample": {"loss": lambda x, y: causal(x, y)},
     "sharded by FSDP2": {"sharded": True, "epochs": 1},
 }

@@ -34,6 +34,16 @@ _OF_WEIGHTS = {
 }
 """What weights go through between their parameter and their use."""
 
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0", "ConvolutionBackward0"}
+_REDUCING = (
+    "MeanBackward",
+    "SumBackward",
+    "VarBackward",
+    "StdBackward",
+    "VarMeanBackward",
+    "StdMeanBackward",
+)
+
 _COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
 _SEARCHED = 50_000
 """Nodes of a graph that are looked at."""
@@ -48,6 +58,9 @@ class LossForm:
 
     divisors: tuple[int, ...] = ()
     """For each term that is a sum: the whole number that it is divided by."""
+
+    factors: tuple[float, ...] = ()
+    """For each of these terms: the number that it is multiplied by, as far as Python has it."""
 
     counted: tuple[tuple[torch.Tensor, int], ...] = ()
     """For means over targets of which some may be ignored: how many are not, and how many there are."""
@@ -65,6 +78,26 @@ def loss_form(loss: torch.Tensor) -> LossForm:
         kind = "partly a mean and partly a sum" if form.means else "not reduced from a batch"
         return LossForm(problem=f"the loss is {kind}")
     return form
+
+
+def grows_with_samples(form: LossForm, equal: LossForm, ratio: float) -> bool | None:
+    """Whether a loss with `ratio` times the samples that the loss `equal` had is a sum over them, or else a mean.
+
+    A mean may be written as a sum times 1/n, and a sum as a mean times n. None if neither explains the numbers.
+    """
+
+    def scales(of: LossForm) -> list[float]:
+        divisors = of.divisors or (1,) * len(of.factors)
+        return [factor / divisor for factor, divisor in zip(of.factors, divisors, strict=True)]
+
+    now, before = scales(form), scales(equal)
+    if bool(form.divisors) != bool(equal.divisors) or len(now) != len(before) or 0 in before:
+        return None
+    growth = {round(a / b * (ratio if form.divisors else 1.0), 9) for a, b in zip(now, before, strict=True)}
+    if growth == {round(ratio, 9)}:
+        return True
+    # A factor of a mean may change from step to step, as in a warm-up.
+    return False if growth == {1.0} or form.means else None
 
 
 def compares_samples(loss: torch.Tensor) -> str | None:
@@ -92,9 +125,9 @@ def _reductions(node: Any) -> LossForm:
     if name.startswith("MeanBackward") and count > 1:
         if any(before.name() in ("StackBackward0", "CatBackward0") for before in inputs):
             return LossForm(problem="the loss is a mean of terms that were stacked")
-        return LossForm(means=(count,))
+        return LossForm(means=(count,), factors=(1.0,), problem=_reduced_before(node))
     if name.startswith("SumBackward") and count > 1:
-        return LossForm(divisors=(1,))
+        return LossForm(divisors=(1,), factors=(1.0,), problem=_reduced_before(node))
     if hasattr(node, "_saved_reduction"):
         return _torch_loss(node)
     if name not in _SCALARS and not name.startswith(("MeanBackward", "SumBackward")):
@@ -116,6 +149,7 @@ def _reductions(node: Any) -> LossForm:
     return LossForm(
         means=tuple(mean for term in terms for mean in term.means),
         divisors=divisors,
+        factors=tuple(by * _factor(node) for term in terms for by in term.factors),
         counted=tuple(pair for term in terms for pair in term.counted),
         problem=problem,
     )
@@ -126,12 +160,61 @@ def _torch_loss(node: Any) -> LossForm:
     name, classes = node.name(), node.name().startswith("NllLoss")
     count = (node._saved_target if classes else node._saved_self).numel()
     if node._saved_reduction == _SUM:
-        return LossForm(divisors=(1,))
+        return LossForm(divisors=(1,), factors=(1.0,))
     if node._saved_reduction != _MEAN:
         return LossForm(problem=f"the loss is not reduced ({name})")
     if classes and node._saved_weight is not None:
         return LossForm(problem="the loss is a mean weighted by class")
-    return LossForm(means=(count,), counted=((node._saved_total_weight, count),) if classes else ())
+    counted = ((node._saved_total_weight, count),) if classes else ()
+    return LossForm(means=(count,), factors=(1.0,), counted=counted)
+
+
+def _reduced_before(node: Any) -> str | None:
+    """Whether what is reduced to a loss has been reduced over its first axis already, up to the nearest weights."""
+    seen, todo = {node}, [node]
+    while todo and len(seen) < _SEARCHED:
+        nearest = todo.pop()
+        for before, _ in nearest.next_functions:
+            if before is None or before in seen or before.name() == _LEAF:
+                continue
+            name = before.name()
+            if any(inner is not None and inner.name() == _LEAF for inner, _ in before.next_functions):
+                continue
+            if name in _PRODUCTS:
+                continue
+            if name.startswith(_REDUCING) and _over_first_axis(before):
+                return f"the loss is reduced over its batch in two places ({name})"
+            seen.add(before)
+            todo.append(before)
+    return None
+
+
+def _over_first_axis(node: Any) -> bool:
+    """Whether an operation reduces axis 0, or all axes; a saved axis is unsigned."""
+    axes = getattr(node, "_saved_dim", None)
+    if axes is None:
+        return True
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    rank = len(sizes) if sizes is not None else getattr(node, "_saved_self", torch.empty(1)).dim()
+    first = {0, -rank % (1 << 64)}
+    return not set(axes if isinstance(axes, list | tuple) else (axes,)).isdisjoint(first)
+
+
+def _factor(node: Any) -> float:
+    """What an operation multiplies by, if that is a number of Python: torch keeps these as doubles or long integers.
+
+    Not that of a GradScaler, a tensor whose value has nothing to do with samples.
+    """
+    name = node.name()
+    if not name.startswith("MulBackward"):
+        return 1.0
+    for value in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+        if isinstance(value, int | float):
+            return float(value)
+        plain = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0
+        if plain and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
+            return float(value)
+    return 1.0
 
 
 def _whole_number(value: Any) -> int | None:

@@ -14,8 +14,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,8 +27,9 @@ from trimtab.control.local_steps import averaging_ranks, running_local_steps
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
-from trimtab.control.shares.loss_form import LossForm, compares_samples, loss_form
+from trimtab.control.shares.loss_form import LossForm, compares_samples, grows_with_samples, loss_form
 from trimtab.control.shares.sampler import ShareSampler
+from trimtab.control.shares.trainer_loss import watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.control.training_steps import TrainingSteps, in_training_mode
 from trimtab.environment import listed_by_rank, logger
@@ -70,6 +69,10 @@ class Takeover:
         self._observed = 0
         self._decided = False
         self._first: LossForm | None = None
+        self._equal: LossForm | None = None
+        """The form of the last loss of as many samples as in the plain job."""
+        self._summed: bool | None = None
+        """Whether the loss is a sum over samples; known with the first batch of another size."""
         self._current: CutBatch | None = None
         self._problem: str | None = None
         self._step: list[CutBatch] = []
@@ -113,7 +116,7 @@ class Takeover:
             return None
         if isinstance(loader.batch_sampler, ShareSampler):
             return None
-        _watch_trainer(self)
+        watch_trainer(self)
         if loader not in self._sources:
             self._sources[loader] = cut_loader(loader, self._in_training)
         return self._sources[loader]
@@ -208,7 +211,7 @@ class Takeover:
             if self._source is not None and len(set(self._source.shares)) > 1 and self._planned is None:
                 self.start_from(self._source.shares, replace=True)
             self._source, self._observed, self._decided = latest, 0, False
-            self._first = self._problem = self._targets = None
+            self._first = self._problem = self._targets = self._summed = None
             self._require_sizes(latest)
             if not latest.ahead:  # skipped by the script: a job that resumes inside an epoch
                 while len(latest.waiting) > 1:
@@ -236,9 +239,17 @@ class Takeover:
         return {mean / self._source.batch_size for mean in self._first.means}
 
     def _weight_of(self, batch: CutBatch, form: LossForm) -> float:
-        same = self._first is not None and form.divisors == self._first.divisors
-        summed = self.scope == "all ranks" or (bool(form.divisors) and same)
-        return batch.weigh(summed=summed, team=averaging_ranks())
+        if self._source is not None and batch.own == self._source.batch_size:
+            self._equal = form
+        elif self._summed is None and self._equal is not None and batch.shares is not None:
+            assert self._source is not None
+            self._summed = grows_with_samples(form, self._equal, batch.own / self._source.batch_size)
+            if self._summed is None and self.scope is None:
+                self._note(
+                    "the loss is a sum over the batch that is divided by something else than its samples"
+                )
+        summed = bool(form.divisors) if self._summed is None else self._summed
+        return batch.weigh(summed=self.scope == "all ranks" or summed, team=averaging_ranks())
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
@@ -376,22 +387,3 @@ class Takeover:
         if dist.get_rank() == 0 and text not in self.texts:
             logger().info(text)
         self.texts.add(text)
-
-
-def _watch_trainer(takeover: Takeover) -> None:
-    """Know what the Transformers Trainer divides a loss by; it passes this to `training_step`."""
-    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer is None or hasattr(trainer.training_step, "_trimtab"):
-        return
-    training_step = trainer.training_step
-
-    @functools.wraps(training_step)
-    def step(
-        self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        of_all = getattr(self.args, "average_tokens_across_devices", False)
-        takeover.scope = None if num_items_in_batch is None else "all ranks" if of_all else "this rank"
-        return training_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
-
-    step._trimtab = True  # type: ignore[attr-defined]
-    trainer.training_step = step

@@ -1,0 +1,33 @@
+"""What the Transformers Trainer divides a loss by: it passes this to `training_step`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Protocol
+
+
+class Scoped(Protocol):
+    """Whom it is told."""
+
+    scope: str | None
+    """"all ranks" or "this rank", whose tokens a loss was divided by; None if by its own batch."""
+
+
+def watch_trainer(takeover: Scoped) -> None:
+    """From here on the scope is known in every step of a Trainer, if this process has one."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or hasattr(trainer.training_step, "_trimtab"):
+        return
+    training_step = trainer.training_step
+
+    @functools.wraps(training_step)
+    def step(
+        self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        of_all = getattr(self.args, "average_tokens_across_devices", False)
+        takeover.scope = None if num_items_in_batch is None else "all ranks" if of_all else "this rank"
+        return training_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
+
+    step._trimtab = True  # type: ignore[attr-defined]
+    trainer.training_step = step
