@@ -131,6 +131,7 @@ def test_what_is_reduced_over_the_batch_in_two_places_is_named(layer: nn.Linear)
         out.sum(0).square().mean(),
         (out - out.mean(0, keepdim=True)).square().mean(),
         out.std(0).mean(),
+        (out.softmax(1).mean(0) * out.detach().mean(0)).sum(),  # balances the load of experts
         (out / out.sum()).square().sum(),
         (out - out.mean(-2)).square().mean(),
     ):
