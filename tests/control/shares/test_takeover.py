@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,16 @@ def taken_over(*arguments: Any) -> Iterator[Takeover]:
         give_back()
 
 
+def read_ahead(loader: Iterable[Any]) -> Iterator[Any]:
+    """As prefetchers do: the next batch is on its way to the device while this one is used."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
 def train(
     takeover: Takeover | None,
     *,
@@ -66,6 +76,7 @@ def train(
     clip: float | None = None,
     evaluate: bool = False,
     start: int = 0,
+    ahead: bool = False,
     loss: Loss = F.cross_entropy,
     model: nn.Module | None = None,
 ) -> tuple[torch.Tensor, list[int], list[float]]:
@@ -98,7 +109,7 @@ def train(
     sizes, losses = [], []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        for index, (inputs, targets) in enumerate(loader):
+        for index, (inputs, targets) in enumerate(read_ahead(loader) if ahead else loader):
             if epoch == 0 and index < start:  # resumes inside an epoch
                 continue
             last = (index + 1) % accumulate == 0 or index + 1 == len(loader)
@@ -132,6 +143,11 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation over a tail": {"accumulate": 3, "clip": 0.1},
     "evaluation, a scaled loss, clipping": {"evaluate": True, "scaled": True, "clip": 0.1},
     "resumed inside an epoch": {"start": 5},
+    "read one batch ahead": {"ahead": True},
+    "read ahead, a sum over the batch size": {
+        "ahead": True,
+        "loss": lambda x, y: F.cross_entropy(x, y, reduction="sum") / len(y),
+    },
     "a summed loss": {"loss": lambda x, y: F.cross_entropy(x, y, reduction="sum")},
     "a sum over the batch size": {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="none").sum() / len(y)

@@ -79,6 +79,8 @@ class CutLoader:
         """Batches whose samples are fixed, over all epochs; some are still to be loaded."""
         self.waiting: deque[CutBatch] = deque(maxlen=1024)
         """Batches that the script has, and whose backward pass has not begun."""
+        self._passed: deque[CutBatch] = deque(maxlen=0)
+        """The last ones that were taken for those of a backward pass, as many as seemed to be skipped at first."""
         self._shares: tuple[int, ...] | None = None
         self._later: tuple[int, tuple[int, ...] | None] | None = None
 
@@ -86,7 +88,29 @@ class CutLoader:
         epoch = CutEpoch(self, training=torch.is_grad_enabled() and self._in_training())
         if epoch.training:
             self.waiting.clear()
+            self._passed = deque(maxlen=0)
         return epoch
+
+    def skip_to_newest(self) -> None:
+        """Take the batches before it for skipped, as in a job that resumes inside an epoch."""
+        skipped = [self.waiting.popleft() for _ in range(len(self.waiting) - 1)]
+        self._passed = deque(skipped, maxlen=len(skipped))
+
+    def take(self, matches: Callable[[CutBatch], bool]) -> tuple[CutBatch, bool]:
+        """The oldest waiting batch that a backward pass can be of, and whether there is one.
+
+        Those before it were skipped. A script that reads ahead looks like one that has skipped batches, until the
+        sizes of its batches change and the passed ones match instead.
+        """
+        place = next((index for index, batch in enumerate(self.waiting) if matches(batch)), None)
+        if place is None and self._passed and matches(self._passed[0]):
+            self.waiting.extendleft(reversed(self._passed))
+            self._passed, place = deque(maxlen=0), 0
+        for _ in range(place or 0):
+            self.waiting.popleft()
+        batch = self.waiting.popleft()
+        self._passed.append(batch)
+        return batch, place is not None
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from trimtab.control.local_steps import averaging_ranks, running_local_steps
 from trimtab.control.rank_values import gather_numbers
@@ -73,6 +74,9 @@ class Takeover:
         """The form of the last loss of as many samples as in the plain job."""
         self._summed: bool | None = None
         """Whether the loss is a sum over samples; known with the first batch of another size."""
+        self._rows: int | None = None
+        self._rows_are_samples = False
+        """Whether the first axis of what the model is called with, `_rows`, was the samples of all equal batches."""
         self._current: CutBatch | None = None
         self._problem: str | None = None
         self._step: list[CutBatch] = []
@@ -108,7 +112,8 @@ class Takeover:
 
     def watch(self, model: nn.Module) -> None:
         """The batches of this DDP or FSDP2 module may be cut: it averages gradients over ranks."""
-        model.register_forward_pre_hook(JobHook(torch.compiler.disable(self._before_forward)))
+        hook = JobHook(torch.compiler.disable(self._before_forward))
+        model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def source_of(self, loader: Any) -> CutLoader | LeftAlone | None:
         """How a loader is cut; None if there is only one rank, and for `trimtab.loader`, which cuts by itself."""
@@ -183,13 +188,16 @@ class Takeover:
         if self._clock is not None:
             self._clock.update_ends()
 
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         repeated = torch._C._current_graph_task_id() != -1
         if repeated or OwnSteps.running or not in_training_mode(module) or not torch.is_grad_enabled():
             return
         if id(module) not in self._inside:
             self._model = weakref.ref(module)
             self._inside = {id(inner) for inner in module.modules()}
+        if self._model is not None and self._model() is module:
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
+            self._rows = next(map(len, tensors), None)
 
     def _in_training(self) -> bool:
         model = None if self._model is None else self._model()
@@ -211,25 +219,27 @@ class Takeover:
             if self._source is not None and len(set(self._source.shares)) > 1 and self._planned is None:
                 self.start_from(self._source.shares, replace=True)
             self._source, self._observed, self._decided = latest, 0, False
+            self._rows_are_samples = False
             self._first = self._problem = self._targets = self._summed = None
             self._require_sizes(latest)
-            if not latest.ahead:  # skipped by the script: a job that resumes inside an epoch
-                while len(latest.waiting) > 1:
-                    latest.waiting.popleft()
+            if not latest.ahead:
+                latest.skip_to_newest()
         return latest
 
     def _take(self, source: CutLoader, form: LossForm) -> CutBatch:
         """The oldest waiting batch that the loss can be of; those before it were skipped."""
         per_sample = self._per_sample
-        for index, batch in enumerate(source.waiting):
+
+        def matches(batch: CutBatch) -> bool:
+            if self._rows_are_samples and self._rows != batch.own:
+                return False
             counts = {mean / batch.own for mean in form.means}
-            if not form.means or (counts == per_sample if per_sample else all(c == int(c) for c in counts)):
-                for _ in range(index):
-                    source.waiting.popleft()
-                break
-        else:
+            return counts == per_sample if per_sample and counts else all(c == int(c) for c in counts)
+
+        batch, found = source.take(matches)
+        if not found:
             self._note("the loss is not a mean over the samples of its batch")
-        return source.waiting.popleft()
+        return batch
 
     @property
     def _per_sample(self) -> set[float]:
@@ -274,6 +284,7 @@ class Takeover:
             elif form.means != self._first.means:
                 self._first = LossForm()  # lengths vary
             self._check_targets(form, batch)
+        self._rows_are_samples = self._rows == batch.own and (self._rows_are_samples or self._observed == 0)
         self._observed += 1
         if self._observed < OBSERVED:
             return
