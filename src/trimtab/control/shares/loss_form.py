@@ -211,8 +211,9 @@ def _factor(node: Any) -> float:
     for value in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
         if isinstance(value, int | float):
             return float(value)
-        plain = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0
-        if plain and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.dim():
+            continue
+        if value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
             return float(value)
     return 1.0
 
