@@ -296,6 +296,12 @@ def on_rank_traps() -> None:
         with taken_over() as takeover:
             feed(loader, takeover)
         assert [words in text or "a list" in text for text in takeover.texts] == [True], takeover.texts
+    with taken_over([11, 5]) as takeover:
+        both = [
+            DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=seed)) for seed in (0, 1)
+        ]
+        feed((map(torch.cat, zip(*pair, strict=True)) for pair in zip(*both, strict=True)), takeover)
+    assert takeover.texts == {"batches stay equal on all ranks: a step takes batches from several loaders"}
     own = DataLoader(data, batch_sampler=ShareSampler(80, batch_size=16, rank=dist.get_rank(), shares=(9, 7)))
     with taken_over() as takeover:
         feed(own, takeover)

@@ -29,6 +29,7 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
 from trimtab.control.shares.loss_form import LossForm, compares_samples, grows_with_samples, loss_form
+from trimtab.control.shares.model_form import problem_of_model
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.trainer_loss import watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
@@ -74,6 +75,8 @@ class Takeover:
         """The form of the last loss of as many samples as in the plain job."""
         self._summed: bool | None = None
         """Whether the loss is a sum over samples; known with the first batch of another size."""
+        self._others = 0
+        """Batches of other loaders that the script had got when the last batch was observed."""
         self._rows: int | None = None
         self._rows_are_samples = False
         """Whether the first axis of what the model is called with, `_rows`, was the samples of all equal batches."""
@@ -263,8 +266,18 @@ class Takeover:
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
+        others = sum(
+            len(other.waiting)
+            for other in self._sources.values()
+            if isinstance(other, CutLoader) and other is not source
+        )
         if self._observed == 0:
-            self._note(compares_samples(loss) or self._problem_of_model())
+            model = None if self._model is None else self._model()
+            assert model is not None
+            self._note(compares_samples(loss) or problem_of_model(model, follows_speeds=self.sizes is None))
+        elif others > self._others:
+            self._note("a step takes batches from several loaders")
+        self._others = others
         if self.scope == "this rank":
             self._note("average_tokens_across_devices=False: the loss is divided by the tokens of each rank")
         elif self.scope == "all ranks":
@@ -308,23 +321,6 @@ class Takeover:
             self._say(f"batches of {listed_by_rank(self.sizes)} samples on the ranks, as requested")
         elif self._planned is not None:
             self._take_planned(source)
-
-    def _problem_of_model(self) -> str | None:
-        """What about the model forbids uneven batches."""
-        model = None if self._model is None else self._model()
-        assert model is not None
-        for name, module in model.named_modules():
-            normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-            if normalizes and not isinstance(module, nn.SyncBatchNorm):
-                return f"{type(module).__name__} {name} normalizes by each rank's own samples"
-        if self.sizes is None and not isinstance(model, nn.parallel.DistributedDataParallel):
-            return "FSDP2 waits for other ranks in every layer, which hides their speeds; use --batch-sizes 24,11,11"
-        if getattr(getattr(model, "_join_config", None), "enable", False):
-            return "ranks may run out of data one by one (DDP's join)"
-        group = getattr(model, "process_group", None)
-        if group is not None and group.size() != dist.get_world_size():
-            return "DistributedDataParallel averages over some of the ranks only"
-        return None
 
     def _check_targets(self, form: LossForm, batch: CutBatch) -> None:
         """Note ignored targets: a mean over the others weighs samples alike only if each has as many of them."""
