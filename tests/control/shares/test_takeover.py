@@ -308,6 +308,7 @@ def on_rank_traps() -> None:
     assert not takeover.texts, "trimtab.loader cuts by itself"
     with taken_over([11, 4]) as takeover, pytest.raises(TrimtabError, match="add up to 16"):
         train(takeover)
+    assert takeover.texts, "nothing else is said about sizes that were refused"
 
 
 def test_what_cannot_be_cut_stays_equal_and_is_named(ranks: Pool) -> None:

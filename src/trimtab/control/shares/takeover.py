@@ -365,12 +365,14 @@ class Takeover:
             return
         whole = source.batch_size * source.world_size
         if len(self.sizes) != source.world_size or sum(self.sizes) != whole:
-            raise TrimtabError(
+            problem = (
                 f"run: --batch-sizes {','.join(map(str, self.sizes))}: the script trains on {whole} samples in a step, "
                 f"{source.batch_size} on each of {source.world_size} ranks, and these are {sum(self.sizes)} on "
                 f"{len(self.sizes)}, so the training would change; give {source.world_size} numbers that add up to "
                 f"{whole}"
             )
+            self.texts.add(problem)
+            raise TrimtabError(problem)
 
     def _agreed_problem(self) -> str | None:
         """The problem of the first rank that has one. Collective."""

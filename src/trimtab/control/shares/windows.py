@@ -88,10 +88,9 @@ class ShareWindows:
         del windows[:-_WINDOWS]
         self.limits = [None if limit < 0 else int(limit) * self._accumulate for limit in limits]
         noise = noise_of([run.windows for run in self._runs])
-        fixed = fixed_seconds(list(self._runs)[-self._comparable_runs :], noise=noise, known=updates)
-        new = rebalance(
-            shares, windows, self._rule, noise=noise, fixed=fixed, most=self.limits, least=self.least
-        )
+        runs = list(self._runs)[-self._comparable_runs :]
+        fixed = fixed_seconds(runs, noise=noise, known=updates)
+        new = rebalance(runs, self._rule, noise=noise, fixed=fixed, most=self.limits, least=self.least)
         if not dist.is_initialized() or dist.get_rank(self._group) == 0:
             before, after, times = map(
                 environment.listed_by_rank, (shares, new or shares, [own * 1e3 for own in seconds])

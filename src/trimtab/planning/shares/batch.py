@@ -27,6 +27,9 @@ _RECENT = 2
 _MOST_FIXED = 0.5
 """The largest part of a rank's time that is taken for fixed: a speed that has changed in between looks like more."""
 
+_BRIEF = 4
+"""A move back is no change of speed but a wrong move before, if it comes within this many times what a move needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adjust:
@@ -117,8 +120,7 @@ def shrink(total: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def rebalance(
-    shares: Sequence[int],
-    windows: Sequence[Sequence[float]],
+    runs: Sequence[Run],
     rule: Adjust,
     *,
     noise: float = 0.0,
@@ -132,16 +134,21 @@ def rebalance(
     right direction but not far enough, and later ones continue from there: the ratio of two ranks' times comes
     closer to 1 each time and never crosses it, so nothing oscillates. So `fixed` should rather be too small.
 
+    Times that jump at some number of samples (a cache that overflows, a short step that meets another thread) do
+    cross it. After such a move back and forth, every further move takes twice the windows and goes half
+    of the way; and shares under which a step took longer are not tried again.
+
     A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
     So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
     is not compared with the noise: of a rank whose time is mostly fixed, it is a small part of what will be gained.
 
     Args:
-        windows: those since the shares last changed, as in `Run`. Every rank passes the same numbers, so all make
+        runs: the present one last, with at least one window. Every rank passes the same numbers, so all make
             the same decision.
         noise: of one window, by `noise_of`.
         fixed: for each rank, seconds that do not depend on its samples, by `fixed_seconds`; none when absent.
     """
+    shares, windows = runs[-1].shares, runs[-1].windows
     assert windows
     assert all(len(window) == len(shares) for window in windows)
     fixed = [0.0] * len(shares) if fixed is None else fixed
@@ -152,9 +159,46 @@ def rebalance(
         typical = _typical(windows[-count:])
         imbalance = max(typical) / fmean(typical)
         if gain >= needed and imbalance >= 1 + _SIGMAS * noise * sqrt(2 / count):
-            return new
+            reversals = _reversals([*runs, Run(shares=new, windows=[])], rule)
+            if reversals:
+                new = _halfway(shares, new)
+            known = [max(_typical(run.windows)) for run in runs if run.shares == new and run.windows]
+            faster = new != shares and (not known or known[-1] < max(typical))
+            if faster and count >= _patience(reversals, rule):
+                return new
         count = max(rule.dwell, 2 * count)
     return None
+
+
+def _patience(reversals: int, rule: Adjust) -> int:
+    return min(rule.dwell * 2**reversals, _REMEMBERED) if reversals else 1
+
+
+def _reversals(runs: Sequence[Run], rule: Adjust) -> int:
+    """How often shares have gone back and forth, up to the last of the runs; less after each that lasted."""
+    count = 0
+    for before, run, after in zip(runs, runs[1:], runs[2:], strict=False):
+        there, back = (
+            [b - a for a, b in zip(old.shares, new.shares, strict=True)]
+            for old, new in ((before, run), (run, after))
+        )
+        if len(run.windows) > _BRIEF * max(rule.dwell, _patience(count, rule)):
+            count = max(0, count - 1)
+        elif sum(a * b for a, b in zip(there, back, strict=True)) < 0:
+            count += 1
+    return count
+
+
+def _halfway(shares: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
+    """Between the two, with the same sum; where a half is left over, ranks keep what they have."""
+    moves = [n - s for s, n in zip(shares, new, strict=True)]
+    half = [int(move / 2) for move in moves]
+    missing = -sum(half)
+    for rank, move in enumerate(moves):
+        if missing and move % 2 and move * missing > 0:
+            half[rank] += 1 if missing > 0 else -1
+            missing += -1 if missing > 0 else 1
+    return tuple(s + move for s, move in zip(shares, half, strict=True))
 
 
 def fixed_seconds(
