@@ -60,6 +60,9 @@ class ModelState:
     explanation: str | None = None
     """What `trimtab.compress` decided, and why."""
 
+    left_alone: dict[str, str] | None = None
+    """Operators that `trimtab.set_precision` passed over, and why."""
+
     active_plan: Any = None
     """`trimtab.control.plans.active_plan.ActivePlan`: the plan that the model runs under."""
 

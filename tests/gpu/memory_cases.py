@@ -26,11 +26,11 @@ SETTINGS: dict[str, tuple[str | None, dict[str, str]]] = {
     "bf16 autocast": ("bf16", {}),
     "bf16 set": (None, {"*": "bf16"}),
     "bf16 set, attention too": (None, {"*": "bf16", "*.attention/attention": "bf16"}),
-    "int8 set": (None, {"*": "int8"}),
-    "int8 set, attention in bf16": (None, {"*": "int8", "*.attention/attention": "bf16"}),
-    "int8 set, convolutions in bf16": (None, {"*": "int8", "?*": "bf16"}),
-    "int8 set in bf16 autocast": ("bf16", {"*": "int8"}),
-    "fp8 set in bf16 autocast": ("bf16", {"*": "fp8"}),
+    "int8 set": (None, {"?*": "int8"}),
+    "int8 set, attention in bf16": (None, {"?*": "int8", "*.attention/attention": "bf16"}),
+    "int8 set, convolutions in bf16": (None, {"*classifier*": "int8", "?*": "bf16"}),
+    "int8 set in bf16 autocast": ("bf16", {"?*": "int8"}),
+    "fp8 set in bf16 autocast": ("bf16", {"?*": "fp8"}),
 }
 ONLY = {
     "bf16 set, attention too": "vit",

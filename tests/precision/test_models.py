@@ -144,7 +144,7 @@ def losses(name: str, low: str | None) -> tuple[list[float], nn.Module]:
     make, batch_of = MODELS[name]
     model, batch = make().train(), batch_of()
     if low is not None:
-        set_precision(model, {"*": low})
+        set_precision(model, {"?*": low})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     values = []
     for step in range(STEPS):

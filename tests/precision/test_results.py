@@ -164,7 +164,7 @@ def test_it_ends_with_the_forward_in_which_precisions_change(after: dict[str, st
     """As where a plan is switched in the model's forward pre-hook: the hooks that would end it are gone."""
     model = nn.Sequential()
     model.up, model.down = nn.Linear(16, 16), nn.Linear(16, 4)
-    set_precision(model, {"*": LOW})
+    set_precision(model, {"?*": LOW})
     model.register_forward_pre_hook(lambda *_: set_precision(model, after) and None, prepend=first)
     for _ in range(2):
         assert model(torch.randn(3, 16)).dtype == FULL

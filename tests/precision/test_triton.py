@@ -55,8 +55,8 @@ def test_interpreted_it_has_no_faults() -> None:
 def test_it_compiles_to_the_specified_arithmetic(
     capability: int, formats: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.precision import triton_int8 as int8_kernels
-    from trimtab.precision import triton_kernels as kernels
+    from trimtab.precision.gpu import product_kernels as int8_kernels
+    from trimtab.precision.gpu import quantize_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for form in formats:
@@ -80,8 +80,8 @@ def test_the_int8_product_compiles_for_real_cards(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To machine code, with integer tensor-core instructions and no more shared memory than the card has."""
-    from trimtab.precision import triton_int8 as kernels
-    from trimtab.precision.triton_products import TILES
+    from trimtab.precision.gpu import product_kernels as kernels
+    from trimtab.precision.gpu.products import TILES
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for tile in TILES[max(known for known in TILES if known <= capability)]:

@@ -10,17 +10,17 @@ import torch
 
 from trimtab.precision import reference
 from trimtab.precision.draw import Draw, Operand, base_key
-from trimtab.precision.fp8 import Fp8
-from trimtab.precision.int8 import LONGEST_SUM
-from trimtab.precision.int8_cuda import Int8Cuda
-from trimtab.precision.products import Products, Sizes
-from trimtab.precision.triton_products import product, transpose
-from trimtab.precision.triton_quantize import (
+from trimtab.precision.gpu.fp8 import Fp8
+from trimtab.precision.gpu.int8 import Int8Cuda
+from trimtab.precision.gpu.products import product, transpose
+from trimtab.precision.gpu.quantize import (
     LONGEST_ROW_IN_REGISTERS,
     quantize_by_column,
     quantize_by_row,
     quantize_whole,
 )
+from trimtab.precision.int8 import LONGEST_SUM
+from trimtab.precision.products import Products, Sizes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -46,7 +46,7 @@ def kernel_faults() -> list[str]:
             draw = Draw(base_key(1, 0, rows), torch.tensor([7]), stochastic)
             key = draw.key(Operand.INPUT)
             name = f"{rows}x{columns} {spoil} {'stochastic' if stochastic else 'nearest'}"
-            codes, scales = quantize_by_row(x, torch.int8, draw, Operand.INPUT, column_factor=factor)
+            codes, scales = quantize_by_row(x, draw, Operand.INPUT, column_factor=factor)
             expected = reference.quantize(x, "rows", key=key, stochastic=stochastic, column_factor=factor)
             faults += differing(f"rows {name}", codes, scales, expected)
             row_factor = torch.rand(rows)
@@ -138,6 +138,12 @@ def product_faults() -> list[str]:
                 gradient = products.gradient(g, draw)
                 gx = products.grad_input(gradient, products.saved(w_operands), sizes, torch.float32, draw)
                 gw = products.grad_weight(gradient, products.saved(x_operands), sizes, transposed, draw)
+                again = products.grad_weight(gradient, products.saved_input(x, draw), sizes, transposed, draw)
+                if not torch.equal(again, gw):
+                    faults.append(f"{name} {sizes}: an operand made again is another one")
+                only = products.input(x, draw, backward=False), products.weight(weight, draw, backward=False)
+                if not torch.equal(products.forward(*only, bias, sizes, torch.float32), y):
+                    faults.append(f"{name} {sizes}: a forward pass alone is not that before a backward pass")
                 gw = gw.t() if transposed else gw
                 like = products.saved_like(x)
                 if [(t.shape, t.dtype) for t in like] != [

@@ -12,7 +12,7 @@ from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import explain_plan
 from trimtab.control.step_recorder import recorder_of
 from trimtab.doors.backend import TrimtabGroup
-from trimtab.model_state import state_of
+from trimtab.model_state import find_state, state_of
 
 
 class Explanation(str):
@@ -28,6 +28,10 @@ class Explanation(str):
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module and its process group, and why; a notebook shows it as a list."""
     parts = [explain_plan(model), state_of(model).explanation]
+    if left_alone := find_state(model, "left_alone"):
+        name, reason = next(iter(left_alone.items()))
+        others = f" ({len(left_alone) - 1} more like it)" if len(left_alone) > 1 else ""
+        parts.append(f"{name} keeps its precision{others}: {reason}")
     controller = adaptive_of(model)
     if controller is not None and controller.history:
         last = controller.history[-1]

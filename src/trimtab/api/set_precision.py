@@ -28,11 +28,14 @@ def set_precision(model: Model, precisions: Mapping[str, Precision | str], *, se
             `Precision`. Operators are linear layers (also transformers' ``Conv1D``), 1-D and 2-D
             convolutions and embeddings, under their module's name; a module's name with ``/attention``
             stands for the products of activations in its forward. Embeddings and attention support half types
-            only; a pattern with a wildcard skips operators that do not support its precision.
+            only; a pattern with a wildcard skips operators that do not support its precision. The pattern ``*``
+            also leaves operators alone that would be slower in 8 bits, by their shape (`trimtab.explain` says which);
+            ``?*`` lowers them all.
         seed: seed of the stochastic rounding. Each rank has a random stream of its own.
 
     Raises:
-        TrimtabError: a pattern matches nothing, or the device does not support a precision.
+        TrimtabError: a pattern matches nothing, ``*`` would lower nothing that pays, or the device does not support
+            a precision.
     """
     if not environment.disabled():
         set_operators(model, precisions, seed=seed)

@@ -32,10 +32,10 @@ class Int8(Products):
     def __init__(self, *, by_row: bool = True) -> None:
         self.by_row = by_row
 
-    def input(self, x: Tensor, draw: Draw) -> Operands:
+    def input(self, x: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         return self._operand(x, draw, Operand.INPUT)
 
-    def weight(self, w: Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         return self._operand(w, draw, Operand.WEIGHT)
 
     def saved_like(self, values: Tensor) -> Operands:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw
 from trimtab.precision.products import Float, Operands, Products, Sizes
+from trimtab.precision.weight_codes import Kept, WeightCodes
 from trimtab.precision_names import Precision, PrecisionName
 
 Late = Callable[[str, Callable[[], Tensor]], None]
@@ -28,6 +29,7 @@ def linear(
     transposed: bool = False,
     dtype: torch.dtype | None = None,
     late: Late | None = None,
+    codes: WeightCodes | None = None,
 ) -> Tensor:
     """As `torch.nn.functional.linear`, its products in the given precision.
 
@@ -35,20 +37,24 @@ def linear(
         transposed: the weight is stored inputs × outputs, as in transformers' `Conv1D`.
         dtype: of the result; by default autocast's if it is enabled, else the input's.
         late: backward hands it the gradients of "weight" and "bias" as functions, and returns none itself.
+        codes: the weight's, kept from one call to the next.
     """
     dtype = dtype or result_dtype(x)
-    flat = x.reshape(-1, x.shape[-1])
+    result: Tensor
     if torch.compiler.is_compiling():
-        setting = draw.calls, draw.base, precision.encode(), transposed
-        y, *_ = torch.ops.trimtab.linear(flat, weight, bias, *setting, dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        y, *_ = torch.ops.trimtab.linear(
+            flat, weight, bias, draw.calls, draw.base, precision.encode(), transposed, dtype
+        )
+        result = y.reshape(*x.shape[:-1], y.shape[-1])
     else:
         shared = shares_input(x, precision)
-        y = _Linear.apply(flat, weight, bias, precision, draw, transposed, dtype, shared, late)  # type: ignore[no-untyped-call]
-    result: Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
+        setting = precision, draw, transposed, dtype, shared, late, codes
+        result = _Linear.apply(x, weight, bias, *setting)  # type: ignore[no-untyped-call]
     return result
 
 
-_NO_GRADIENTS = (None,) * 6
+_NO_GRADIENTS = (None,) * 7
 """Of arguments that are no tensors."""
 
 
@@ -65,17 +71,25 @@ class _Linear(torch.autograd.Function):
         dtype: torch.dtype,
         shared: bool,
         late: Late | None,
+        codes: WeightCodes | None,
     ) -> Tensor:
         w = weight.t() if transposed else weight
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        y, saved_x, saved_w = forward_pass(x, w, bias, precision, draw, dtype, needs)
-        if shared and saved_x:
+        # Reshaped in here: outside, each would be an autograd node of its own.
+        flat = x.reshape(-1, x.shape[-1])
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        eight_bits = precision.forward in ("int8", "fp8")
+        kept = codes.of(weight, draw) if codes is not None and eight_bits else None
+        y, saved_x, saved_w = forward_pass(
+            flat, w, bias, precision, draw, dtype, (needs_x, needs_w and not shared), kept
+        )
+        if shared and needs_w:
             saved_x = (x,)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.split, ctx.shared, ctx.late = len(saved_x), shared, late
-        ctx.setting = precision, draw, x.shape[1], transposed, x.dtype
+        ctx.split, ctx.shared, ctx.late, ctx.shape = len(saved_x), shared, late, x.shape
+        ctx.setting = precision, draw, x.shape[-1], transposed, x.dtype
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return y
+        # Not a view: autograd forbids to change a view that a function returns in place.
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -83,16 +97,18 @@ class _Linear(torch.autograd.Function):
         saved = ctx.saved_tensors
         saved_x, saved_w, setting = saved[: ctx.split], saved[ctx.split :], ctx.setting
         weight_dtype, bias_dtype = ctx.dtypes
+        g = g.reshape(-1, g.shape[-1])
         if ctx.shared and saved_x:
-            precision, draw, *_ = setting
+            precision, draw, inputs, *_ = setting
             grad_weight = products_of(precision, g.device.type)[2]
-            saved_x = grad_weight.saved(grad_weight.input(saved_x[0], draw))
+            saved_x = grad_weight.saved_input(saved_x[0].reshape(-1, inputs), draw)
 
         def of_bias() -> Tensor:
             return g.sum(0, dtype=torch.float32).to(bias_dtype)
 
         if ctx.late is None:
             gx, gw = backward_pass(g, saved_x, saved_w, *setting)
+            gx = gx if gx is None else gx.view(ctx.shape)
             gw = gw if gw is None else gw.to(weight_dtype)
             return gx, gw, of_bias() if ctx.needs_input_grad[2] else None, *_NO_GRADIENTS
 
@@ -105,7 +121,8 @@ class _Linear(torch.autograd.Function):
             ctx.late("weight", of_weight)
         if ctx.needs_input_grad[2]:
             ctx.late("bias", of_bias)
-        return backward_pass(g, (), saved_w, *setting)[0], None, None, *_NO_GRADIENTS
+        gx, _ = backward_pass(g, (), saved_w, *setting)
+        return gx if gx is None else gx.view(ctx.shape), None, None, *_NO_GRADIENTS
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())
@@ -204,11 +221,11 @@ def products_for(name: PrecisionName, scales: str | None, rounding: str | None, 
     if name not in ("fp8", "int8"):
         return Float(name)
     if name == "fp8":
-        from trimtab.precision.fp8 import Fp8
+        from trimtab.precision.gpu.fp8 import Fp8
 
         return Fp8(rounding=rounding)
     if device_type == "cuda":
-        from trimtab.precision.int8_cuda import Int8Cuda
+        from trimtab.precision.gpu.int8 import Int8Cuda
 
         return Int8Cuda(by_row=scales != "tensor")
     from trimtab.precision.int8 import Int8
@@ -216,6 +233,7 @@ def products_for(name: PrecisionName, scales: str | None, rounding: str | None, 
     return Int8(by_row=scales != "tensor")
 
 
+@lru_cache
 def products_of(precision: Precision, device_type: str) -> tuple[Products, Products, Products]:
     """The implementations of forward, input gradient and weight gradient."""
     forward, grad_input, grad_weight = (
@@ -237,25 +255,32 @@ def forward_pass(
     draw: Draw,
     dtype: torch.dtype,
     needs: tuple[bool, bool] = (True, True),
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Operands, Operands]:
     """y = x wᵀ + bias in `dtype`, and the saved operands of x and of w.
 
     Args:
         needs: whether the gradients of x and of w will be needed; nothing is saved for one that is not.
+        kept: what is known of w's operands from the calls before.
     """
     forward, grad_input, grad_weight = products_of(precision, x.device.type)
+    same_x, same_w = grad_weight is forward, grad_input is forward
     with no_autocast(x.device.type):
-        x_operands, w_operands = forward.input(x, draw), forward.weight(w, draw)
+        x_operands = forward.input(x, draw, backward=needs[1] and same_x)
+        keeps = kept is not None and kept.keeps
+        w_operands = None if kept is None else kept.operands
+        if w_operands is None:
+            w_operands = forward.weight(w, draw, backward=same_w and (needs[0] or keeps))
+            if kept is not None and keeps:
+                kept.operands = w_operands
         sizes = Sizes(x.shape[0], w.shape[0], x.shape[1])
         y = forward.forward(x_operands, w_operands, bias, sizes, dtype)
         saved_x: Operands = ()
         saved_w: Operands = ()
         if needs[1]:
-            same = grad_weight is forward
-            saved_x = grad_weight.saved(x_operands if same else grad_weight.input(x, draw))
-        if needs[0] and grad_input.saves_weight:
-            same = grad_input is forward
-            saved_w = grad_input.saved(w_operands if same else grad_input.weight(w, draw))
+            saved_x = grad_weight.saved(x_operands) if same_x else grad_weight.saved_input(x, draw)
+        if needs[0] and (grad_input.saves_weight or (keeps and same_w)):
+            saved_w = grad_input.saved(w_operands if same_w else grad_input.weight(w, draw))
         elif needs[0]:
             saved_w = (w,)
     return y, saved_x, saved_w
@@ -280,26 +305,41 @@ def backward_pass(
     sizes = Sizes(g.shape[0], g.shape[1], inputs)
     _, grad_input, grad_weight = products_of(precision, g.device.type)
     with no_autocast(g.device.type):
+        x, w = tuple(saved_x), tuple(saved_w)
+        if len(w) == 1 and not grad_input.saves_weight:
+            w = grad_input.saved(grad_input.weight(w[0], draw))
         gx = gw = None
         operands: Operands | None = None
-        if saved_w:
+        if w:
             operands = grad_input.gradient(g, draw)
-            w_operands = tuple(saved_w)
-            if not grad_input.saves_weight:
-                w_operands = grad_input.saved(grad_input.weight(saved_w[0], draw))
-            gx = grad_input.grad_input(operands, w_operands, sizes, dtype, draw)
-        if saved_x:
+            gx = grad_input.grad_input(operands, w, sizes, dtype, draw)
+        if x:
             if operands is None or grad_weight is not grad_input:
                 operands = grad_weight.gradient(g, draw)
-            gw = grad_weight.grad_weight(operands, tuple(saved_x), sizes, transposed, draw)
+            gw = grad_weight.grad_weight(operands, x, sizes, transposed, draw)
     return gx, gw
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Disable autocast, so that products run in the dtypes of their operands."""
-    if torch.is_autocast_enabled(device_type):
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _NoAutocast(device_type)
+
+
+class _NoAutocast:
+    """Lighter than torch.autocast, which checks what it is given each time."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._device_type, True)
 
 
 def shares_input(x: Tensor, precision: Precision) -> bool:

@@ -7,7 +7,7 @@ wrappers work as before, and deleting that `forward` restores the module.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from trimtab.precision.half import HalfProducts, rounded
 from trimtab.precision.linear import Late, draw_of, linear
 from trimtab.precision.products import DTYPES
 from trimtab.precision.results import RECURRENT, CallCounter, remove_hooks
+from trimtab.precision.weight_codes import WeightCodes
 from trimtab.precision_names import ATTENTION, OperatorKind, Precision
 
 
@@ -45,21 +46,27 @@ class LowPrecisionForward:
         return self.calls.result_dtype(x, self.precision)
 
 
+@dataclass
 class LinearForward(LowPrecisionForward):
+    codes: WeightCodes = field(default_factory=WeightCodes)
+
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
+        return self.run(input, transposed=False)
+
+    def run(self, x: Tensor, *, transposed: bool) -> Tensor:
+        """The layer, with its weight in either order."""
         module: Any = self.module
-        setting = self.precision, self.draw(input)
-        return linear(input, module.weight, module.bias, *setting, dtype=self.result_dtype(input))
+        return linear(
+            x, module.weight, module.bias, self.precision, self.draw(x),
+            transposed=transposed, dtype=self.result_dtype(x), codes=self.codes,
+        )  # fmt: skip
 
 
-class TransposedLinearForward(LowPrecisionForward):
+class TransposedLinearForward(LinearForward):
     """transformers' `Conv1D`: a linear layer whose weight is stored inputs × outputs."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        module: Any = self.module
-        setting = self.precision, self.draw(x)
-        dtype = self.result_dtype(x)
-        return linear(x, module.weight, module.bias, *setting, transposed=True, dtype=dtype)
+        return self.run(x, transposed=True)
 
 
 class ProjectionForward(LowPrecisionForward):

@@ -8,7 +8,7 @@ With input x (m × k), weight w (n × k) and output gradient g (m × n):
 
 An implementation turns x and w into *operands*, tuples of tensors in its own precision, once in the forward
 pass; backward saves operands instead of x and w. This file holds the implementation for fp32, tf32 and half
-types; the 8-bit ones are in `int8`, `int8_cuda` and `fp8`.
+types; the 8-bit ones are in `int8` and in `gpu`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Sizes(NamedTuple):
 class Products(Protocol):
     """The three products in one precision. Weights are passed as w (n × k), in either memory order."""
 
-    def input(self, x: Tensor, draw: Draw) -> Operands:
-        """The operands of x."""
+    def input(self, x: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
+        """The operands of x; without `backward`, for the forward pass alone."""
 
-    def weight(self, w: Tensor, draw: Draw) -> Operands:
-        """The operands of w."""
+    def weight(self, w: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
+        """The operands of w; without `backward`, for the forward pass alone."""
 
     saves_input: bool
     """Whether x's operands are saved for backward; otherwise x itself is."""
@@ -55,6 +55,10 @@ class Products(Protocol):
     def saved(self, operands: Operands) -> Operands:
         """The part of x's or w's operands that backward needs."""
         return operands
+
+    def saved_input(self, x: Tensor, draw: Draw) -> Operands:
+        """The part of x's operands that backward needs, made from x."""
+        return self.saved(self.input(x, draw))
 
     def saved_like(self, values: Tensor) -> Operands:
         """Empty tensors with the shapes and dtypes of `saved`, for torch.compile."""
@@ -87,10 +91,10 @@ class Float(Products):
         self.dtype, self._tf32 = DTYPES.get(name, torch.float32), name == "tf32"
         self.saves_input = self.dtype != torch.float32
 
-    def input(self, x: Tensor, draw: Draw) -> Operands:
+    def input(self, x: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         return (x.to(self.dtype) if self.saves_input else x,)
 
-    def weight(self, w: Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         return (w.to(self.dtype) if self.saves_input else w,)
 
     def saved_like(self, values: Tensor) -> Operands:

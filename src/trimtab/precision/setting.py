@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state, state_of
 from trimtab.precision.devices import offers, refuse_unsupported
 from trimtab.precision.draw import base_key
 from trimtab.precision.operators import (
@@ -23,6 +24,7 @@ from trimtab.precision.operators import (
     restore,
 )
 from trimtab.precision.results import LOW, CallCounter, hand_on_low_results
+from trimtab.precision.worth import passed_over
 from trimtab.precision_names import (
     ATTENTION,
     OPERATOR_PRECISIONS,
@@ -48,10 +50,27 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
         )
     root = _unwrapped(model)
     device = _device(root)
-    chosen = match(root, precisions, offers(device))
+    left_alone: dict[str, str] = {}
+
+    def passes_over(name: str, kind: OperatorKind, precision: Precision) -> bool:
+        reason = passed_over(root.get_submodule(name), kind, precision, device)
+        if reason is not None:
+            left_alone[name] = reason
+        return reason is not None
+
+    chosen = match(root, precisions, offers(device), passes_over)
     for name, (kind, precision) in chosen.items():
         refuse_unsupported(name, kind, precision, device)
+    if left_alone and not chosen:
+        name, reason = next(iter(left_alone.items()))
+        raise TrimtabError(
+            f"set_precision: '*' lowers nothing in this model: {name}: {reason} (as of {len(left_alone)} operators). "
+            "Name operators to lower them anyway, for their memory say; '?*' matches all"
+        )
     restore(root)
+    left_alone = {name: reason for name, reason in left_alone.items() if name not in chosen}
+    if left_alone or state_of(root).left_alone:
+        attach_state(root).left_alone = left_alone or None
     if not chosen:
         return
     calls = CallCounter(torch.zeros(1, dtype=torch.int64, device=device))
@@ -84,11 +103,13 @@ def match(
     root: nn.Module,
     precisions: Mapping[str, Precision | str],
     offered: Mapping[OperatorKind, tuple[PrecisionName, ...]] = OPERATOR_PRECISIONS,
+    passes_over: Callable[[str, OperatorKind, Precision], bool] = lambda *_: False,
 ) -> dict[str, tuple[OperatorKind, Precision]]:
     """Every operator that a pattern matches, with the precision of the first such pattern.
 
     Args:
         offered: what the device offers, by kind of operator.
+        passes_over: whether the pattern ``*`` leaves an operator alone.
     """
     somewhere = {name for names in offered.values() for name in names}
     patterns = {pattern: _precision(pattern, value) for pattern, value in precisions.items()}
@@ -111,6 +132,8 @@ def match(
             wanted = set(precision.names)
             possible = offered[kind] if wanted <= somewhere else OPERATOR_PRECISIONS[kind]
             if name != pattern and not wanted <= set(possible):
+                continue
+            if pattern == "*" and passes_over(name, kind, precision):
                 continue
             chosen[name] = (kind, precision)
             break

@@ -124,6 +124,18 @@ def test_every_method_is_planned_timed_and_trained(ranks: Pool) -> None:
     assert by_method[FP32 + AA]["loss_gap"] != 0
 
 
+def test_gaps_are_compared_seed_by_seed_with_what_chance_does() -> None:
+    """Seeds differ by 1, a method is worse by 0.1 in each: visible beside an A/A row that moves by 0.02."""
+    seeds = [float(i) for i in range(4)]
+    again = [value + sign * 0.02 for value, sign in zip(seeds, (1, -1, 1, -1), strict=True)]
+    finals = {FP32: seeds, FP32 + AA: again, UNIFORM: [value + 0.1 for value in seeds]}
+    every = rows.compared(finals)
+    assert every[UNIFORM].gap == pytest.approx(0.1)
+    assert every[UNIFORM].over_noise == pytest.approx(10)
+    assert every[FP32] == (0, 0)
+    assert abs(every[FP32 + AA].over_noise) < 1e-6
+
+
 def row(**changes: Any) -> dict[str, Any]:
     same = {"gap_to_fp32": 0.0, "gap_over_noise": 0.0, "loss_gap": 0.0, "loss_gap_over_noise": 0.0}
     return {**same, "worse": False, "step_over_uniform": 1.0, "gradient_error": 0.1, **changes}

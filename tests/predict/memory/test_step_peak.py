@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.measure.capture.models import MODELS, batch_for
 from tests.predict.tables import workload_of
+from tests.support.requirements import requires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +19,8 @@ from trimtab.codec import Block
 from trimtab.control.compression.ddp import compression_of
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.devices import cpu_precisions
+from trimtab.precision.operators import operators
+from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.low_precision import _gathered
 from trimtab.predict.precision_patterns import matched
@@ -61,19 +64,19 @@ def measured(model: nn.Module, batch: tuple[torch.Tensor, ...], autocast: str | 
 CASES = [
     ("gpt", None, {}),
     ("gpt", "bf16", {}),
-    ("gpt", None, {"*": "int8"}),
+    ("gpt", None, {"?*": "int8"}),
     ("gpt", None, {"*.up": "int8", "*": "bf16"}),
     ("torch_gpt", None, {}),
     ("conv", None, {}),
-    ("conv", None, {"*": "int8"}),
+    ("conv", None, {"?*": "int8"}),
     ("gpt2", None, {}),
-    ("gpt2", None, {"*": "int8"}),
+    ("gpt2", None, {"?*": "int8"}),
     ("llama", None, {}),
     ("bert", "bf16", {}),
     ("vit", None, {"*": "bf16"}),
     ("resnet", None, {}),
     ("resnet", None, {"*": "bf16"}),
-    ("resnet", None, {"*": "int8"}),
+    ("resnet", None, {"?*": "int8"}),
 ]
 
 
@@ -110,6 +113,25 @@ def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:
     grown = step_memory(workload.at_batch(8))
     assert grown.activations == pytest.approx(4 * plain.activations, rel=0.05)
     assert (grown.parameters, grown.optimizer) == (plain.parameters, plain.optimizer)
+
+
+@requires(int8=True)
+def test_codes_that_micro_batches_share_are_counted() -> None:
+    model, batch = MODELS["gpt"](), batch_for("gpt", 2)
+    workload = capture_workload(model, batch)
+    linears = [name for name, kind in operators(model).items() if kind == "linear"]
+    chosen = dict.fromkeys(linears, "int8")
+    set_precision(model, chosen)
+    for _ in range(3):
+        model(*batch).backward()
+    forwards: list[Any] = [model.get_submodule(name).__dict__["forward"] for name in linears]
+    scales = sum(4 * forward.module.out_features for forward in forwards)
+    kept = sum(forward.codes.nbytes for forward in forwards)
+    assert StepMemory(workload, chosen, "cpu", 1).kept_codes() == (kept - scales, kept - scales)
+    for_gpu = StepMemory(workload, chosen, "cuda", 1).kept_codes()
+    assert for_gpu[0] > for_gpu[1] == 0  # saved for backward anyway
+    once, twice = (step_memory(workload, chosen, accumulate=n).peak for n in (1, 2))
+    assert twice >= once
 
 
 def test_a_device_without_bf16_hands_on_what_arrives() -> None:

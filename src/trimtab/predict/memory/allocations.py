@@ -63,6 +63,15 @@ class StepMemory:
         self.activations = self.live
         self._backward(first_saver, sizes, accumulated)
 
+    def kept_codes(self) -> tuple[int, int]:
+        """Bytes of the weights' codes that micro-batches share, and those of them that are not saved anyway."""
+        kept = [
+            backend.kept_bytes(operator, precision, self.kind)
+            for operator, precision in zip(self.workload.operators, self.precision, strict=True)
+            if precision is not None
+        ]
+        return sum(every for every, _ in kept), sum(besides for _, besides in kept)
+
     # Forward
 
     def _forward(self, first_saver: dict[int, int]) -> dict[int, int]:

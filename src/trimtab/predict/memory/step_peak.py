@@ -92,7 +92,7 @@ def step_memory(
         data_parallel: under DDP, which holds every gradient a second time in its buckets.
         bits, layer_bits, block: of compressed gradients, among `world` ranks (see `StepSetting`).
         accumulate: micro-batches of a step; the workload is one of them. From the second on gradients are held from
-            the beginning.
+            the beginning, and so are the codes of weights in 8 bits.
         workspace: bytes of the matrix product library; by default cuBLAS's on Hopper.
         results: "input" for a device without bf16, whose lowered operators hand on the type of their inputs.
     """
@@ -108,12 +108,13 @@ def step_memory(
     base = held.parameters + held.buffers + held.batch + state + buckets + codec + workspace
     step = StepMemory(workload, precisions or {}, kind, rounding, results)
     step.run(accumulate > 1)
-    before = held.trainable if accumulate > 1 else 0
+    codes, besides = step.kept_codes() if accumulate > 1 else (0, 0)
+    before = held.trainable + besides if accumulate > 1 else 0
     temporary = _temporary(optimizer, kind, held)
     moments: list[tuple[int, Literal["forward", "backward", "optimizer"], str]] = [
         (before + step.forward_peak, "forward", step.forward_at),
         (before + step.backward_peak, "backward", step.backward_at),
-        (held.trainable + temporary, "optimizer", optimizer),
+        (held.trainable + temporary + codes, "optimizer", optimizer),
     ]
     peak, phase, operator = max(moments, key=lambda moment: moment[0])
     return Memory(

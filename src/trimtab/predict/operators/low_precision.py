@@ -141,6 +141,19 @@ def saved_bytes(operator: Operator, precision: str, arriving: str, device: Devic
     return total
 
 
+def kept_bytes(operator: Operator, precision: str, device: DeviceKind) -> tuple[int, int]:
+    """What micro-batches of a step share: all of a weight's codes, and the part of them that is not saved anyway."""
+    forward, for_input, _ = passes(precision)
+    weight = weight_of(operator)
+    if operator.kind != "linear" or weight is None or forward not in CODES:
+        return 0, 0
+    rows, columns = weight.shape[0], weight.numel // weight.shape[0]
+    codes = _padded(rows, device) * _padded(columns, device)
+    orders = 2 if forward == "fp8" and for_input == "fp8" else 1
+    saved = codes if saves_weight_operand(operator, precision, device) and forward == for_input else 0
+    return orders * codes, orders * codes - saved
+
+
 def shares_input(operator: Operator, precision: str, arriving: str) -> bool:
     """Whether backward saves the input tensor itself."""
     return memory_type(passes(precision)[2]) == arriving

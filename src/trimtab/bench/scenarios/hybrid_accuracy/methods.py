@@ -42,6 +42,9 @@ PER_TENSOR = Precision(
 )
 """Cruder than Trimtab's own int8: one scale for a whole tensor, rounded to nearest."""
 
+NUDGE = 1 / 256
+"""Of a weight, relative: the A/A row starts from weights changed by this much."""
+
 _LEVELS = 7
 """Of four bits, up and down."""
 
@@ -118,16 +121,26 @@ class Pair:
         return self.task.batch(2 * self.task.samples, step=step, seed=data_seed)
 
 
-def train(setting: Setting, way: Way, seed: int, data_seed: int, steps: int) -> dict[str, float]:
-    """Train with a one-cycle learning rate; returns accuracy and loss on what was not trained on, in fp32."""
+def train(setting: Setting, way: Way, seed: int, steps: int, *, nudged: bool = False) -> dict[str, float]:
+    """Train with a one-cycle learning rate; returns accuracy and loss on what was not trained on, in fp32.
+
+    Args:
+        nudged: start from weights changed by about as much as int8 would round them. What that does to the result
+            is chance: any small change of a run does it.
+    """
     task = setting.make(seed)
+    if nudged:
+        generator = torch.Generator().manual_seed(seed + 1000)
+        with torch.no_grad():
+            for parameter in task.model.parameters():
+                parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator))
     pair = Pair(task, way, seed)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=setting.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, setting.lr, total_steps=steps, cycle_momentum=False
     )
     for step in range(steps):
-        pair.backward(pair.batch(step, data_seed))
+        pair.backward(pair.batch(step, seed))
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -1,20 +1,20 @@
-"""Products of int8 codes on a GPU: launches the kernels of `triton_int8`, without host synchronization.
+"""Products of int8 codes on a GPU: launches the kernels of `product_kernels`, without host synchronization.
 
 Both operands are contiguous along the summed axis, because tensor cores read 8-bit operands in that order only.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trimtab.precision import triton_int8 as kernels
+from trimtab.precision.gpu import product_kernels as kernels
+from trimtab.precision.gpu.launch import Launch, ceil_div
+from trimtab.precision.gpu.quantize import LAUNCHES, PAD, processors
 from trimtab.precision.int8 import LONGEST_SUM
-from trimtab.precision.triton_launch import ceil_div, launch
-from trimtab.precision.triton_quantize import PAD, processors
 
 
 class Tile(NamedTuple):
@@ -67,7 +67,7 @@ def product(
     assert length == b.shape[1]
     assert length % PAD == 0
     out = torch.empty((rows, columns), dtype=dtype, device=a.device)
-    if out.numel() == 0:
+    if rows == 0 or columns == 0:
         return out
     if length > LONGEST_SUM and dtype != torch.float32:
         wide = product(
@@ -79,10 +79,13 @@ def product(
         out if column_scale is None else column_scale,
         out if bias is None else bias,
     )
-    given: dict[str, int | bool] = {"ROW": row_scale is not None, "COLUMN": column_scale is not None}
-    for start in range(0, max(length, 1), LONGEST_SUM):
+    given = row_scale is not None, column_scale is not None
+    if length <= LONGEST_SUM:
+        _add_product(a, b, out, scales, (*given, bias is not None, False))
+        return out
+    for start in range(0, length, LONGEST_SUM):
         end = min(length, start + LONGEST_SUM)
-        added = given | {"BIAS": bias is not None and start == 0, "ADD": start > 0}
+        added = (*given, bias is not None and start == 0, start > 0)
         _add_product(a[:, start:end], b[:, start:end], out, scales, added)
     return out
 
@@ -92,37 +95,82 @@ def transpose(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     if out.numel():
-        bm, bn, warps = TRANSPOSED_TILE
-        grid = (ceil_div(rows, bm) * ceil_div(columns, bn), 1, 1)
-        launch(kernels.transpose, grid, (codes, out, rows, columns), {"BM": bm, "BN": bn}, num_warps=warps)
+        _transpose(codes.device, rows, columns)((codes, out))
     return out
 
 
+Given = tuple[bool, bool, bool, bool]
+"""Whether there is a row scale, a column scale, a bias, and something to add to."""
+
+
 def _add_product(
-    a: Tensor, b: Tensor, out: Tensor, scales: tuple[Tensor, Tensor, Tensor], given: dict[str, int | bool]
+    a: Tensor, b: Tensor, out: Tensor, scales: tuple[Tensor, Tensor, Tensor], given: Given
 ) -> None:
     rows, columns = out.shape
-    length = a.shape[1]
-    tile = _tile(rows, columns, a.device)
-    if tile is None:
-        sums = _sums(a.contiguous(), b.contiguous())
-        block = 1024
-        grid = (rows, ceil_div(columns, block), 1)
-        arguments = (sums, out, *scales, columns, sums.stride(0))
-        launch(kernels.scale_sums, grid, arguments, given | {"BLOCK": block}, enable_fp_fusion=False)
+    device = a.device
+    if _tiles(device):
+        launch = _multiply(
+            device, rows, columns, a.shape[1], a.stride(0), b.stride(0), out.dtype, scales[2].dtype, given
+        )
+        launch((a, b, out, *scales))
         return
-    grid = (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), 1, 1)
-    sizes = {
+    sums = _sums(a.contiguous(), b.contiguous())
+    launch = _scale_sums(device, rows, columns, sums.stride(0), out.dtype, scales[2].dtype, given)
+    launch((sums, out, *scales))
+
+
+@lru_cache(LAUNCHES)
+def _multiply(
+    device: torch.device,
+    rows: int,
+    columns: int,
+    length: int,
+    stride_a: int,
+    stride_b: int,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    given: Given,
+) -> Launch:
+    tile = _tile(rows, columns, device)
+    constants = _constants(given) | {
         "EVEN": length % tile.length == 0,
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.length,
         "GROUP": GROUP,
     }
-    launch(
-        kernels.multiply, grid, (a, b, out, *scales, rows, columns, length, a.stride(0), b.stride(0)), given | sizes,
+    return Launch(
+        kernels.multiply, (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), 1, 1),
+        (rows, columns, length, stride_a, stride_b), constants,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@lru_cache(LAUNCHES)
+def _scale_sums(
+    device: torch.device,
+    rows: int,
+    columns: int,
+    stride: int,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    given: Given,
+) -> Launch:
+    block = 1024
+    grid = (rows, ceil_div(columns, block), 1)
+    constants = _constants(given) | {"BLOCK": block}
+    return Launch(kernels.scale_sums, grid, (columns, stride), constants, enable_fp_fusion=False)
+
+
+@lru_cache(LAUNCHES)
+def _transpose(device: torch.device, rows: int, columns: int) -> Launch:
+    bm, bn, warps = TRANSPOSED_TILE
+    grid = (ceil_div(rows, bm) * ceil_div(columns, bn), 1, 1)
+    return Launch(kernels.transpose, grid, (rows, columns), {"BM": bm, "BN": bn}, num_warps=warps)
+
+
+def _constants(given: Given) -> dict[str, int | bool]:
+    return dict(zip(("ROW", "COLUMN", "BIAS", "ADD"), given, strict=True))
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
@@ -134,14 +182,14 @@ def _sums(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())
 
 
-def _tile(rows: int, columns: int, device: torch.device) -> Tile | None:
-    """The largest tile of which there are enough for all processors; None before sm_80."""
+def _tile(rows: int, columns: int, device: torch.device) -> Tile:
+    """The largest tile of which there are enough for all processors, from sm_80 on."""
     tiles = _tiles(device)
     for tile in tiles:
         enough = (16 if tile.columns > 128 else 0.8) * processors(device)
         if ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns) >= enough:
             return tile
-    return tiles[-1] if tiles else None
+    return tiles[-1]
 
 
 @cache

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.int8 import Int8
-from trimtab.precision.products import Operands, Sizes
-from trimtab.precision.triton_products import product, transpose
-from trimtab.precision.triton_quantize import (
+from trimtab.precision.gpu.products import product, transpose
+from trimtab.precision.gpu.quantize import (
     padded,
     quantize_by_column,
     quantize_by_row,
     quantize_whole,
 )
+from trimtab.precision.int8 import Int8
+from trimtab.precision.products import Operands, Sizes
 
 
 class Int8Cuda(Int8):
@@ -22,7 +22,7 @@ class Int8Cuda(Int8):
 
     saves_input = saves_weight = True
 
-    def weight(self, w: Tensor, draw: Draw) -> Operands:
+    def weight(self, w: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         if self.by_row and not w.is_contiguous() and w.t().is_contiguous():
             _, codes, scales = quantize_by_column(w.t(), draw, Operand.WEIGHT)
             return codes, scales
@@ -41,7 +41,7 @@ class Int8Cuda(Int8):
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         operand = Operand.GRAD_FOR_INPUT
         if self.by_row:
-            codes, scales = quantize_by_row(g[0], torch.int8, draw, operand, column_factor=w[1])
+            codes, scales = quantize_by_row(g[0], draw, operand, column_factor=w[1])
         else:
             folded = g[0].float() * w[1]
             codes, _, scale = quantize_whole(folded, torch.int8, draw, operand, transposed=False)
@@ -63,6 +63,6 @@ class Int8Cuda(Int8):
 
     def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
         if self.by_row:
-            return quantize_by_row(values, torch.int8, draw, operand)
+            return quantize_by_row(values, draw, operand)
         codes, _, scale = quantize_whole(values, torch.int8, draw, operand, transposed=False)
         return codes, scale.expand(len(values)).contiguous()

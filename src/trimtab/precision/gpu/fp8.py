@@ -6,12 +6,11 @@ and their transpose, and backward saves the transpose.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.gpu.quantize import padded, quantize_whole
 from trimtab.precision.products import Operands, Products, Sizes
 
 FAST_SUMS = (True, False)
@@ -26,21 +25,22 @@ class Fp8(Products):
     def __init__(self, *, rounding: str | None = None) -> None:
         self.stochastic_inputs = rounding == "stochastic"
 
-    def input(self, x: Tensor, draw: Draw) -> Operands:
-        return self._operand(x, draw, Operand.INPUT)
+    def input(self, x: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
+        return self._operand(x, draw, Operand.INPUT, True, backward)
 
-    def weight(self, w: Tensor, draw: Draw) -> Operands:
+    def saved_input(self, x: Tensor, draw: Draw) -> Operands:
+        return self._operand(x, draw, Operand.INPUT, False, True)[1:]
+
+    def weight(self, w: Tensor, draw: Draw, *, backward: bool = True) -> Operands:
         if not w.is_contiguous() and w.t().is_contiguous():
-            transposed, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT)
+            transposed, codes, scale = self._operand(w.t(), draw, Operand.WEIGHT, backward, True)
             return codes, transposed, scale
-        return self._operand(w, draw, Operand.WEIGHT)
+        return self._operand(w, draw, Operand.WEIGHT, True, backward)
 
     def saved(self, operands: Operands) -> Operands:
         return operands[1:]
 
     def saved_like(self, values: Tensor) -> Operands:
-        from trimtab.precision.triton_quantize import padded
-
         rows, columns = values.shape
         transposed = values.new_empty((padded(columns), padded(rows)), dtype=torch.float8_e4m3fn)
         return transposed, values.new_empty((), dtype=torch.float32)
@@ -52,32 +52,35 @@ class Fp8(Products):
         if bias is not None and dtype == torch.bfloat16 and len(w[0]) == sizes.n:
             fused, bias = bias.to(dtype), None  # added in the product's epilogue
         y = scaled_product(x[0], w[0], x[2], w[2], dtype, fast=FAST_SUMS[0], bias=fused)
-        y = y[: sizes.m, : sizes.n].contiguous()
+        y = _unpadded(y, sizes.m, sizes.n)
         return y if bias is None else (y + bias).to(dtype)
 
     def gradient(self, g: Tensor, draw: Draw) -> Operands:
-        from trimtab.precision.triton_quantize import quantize_whole
-
         return quantize_whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
 
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
-        return y[: sizes.m, : sizes.k].contiguous()
+        return _unpadded(y, sizes.m, sizes.k)
 
     def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
         if transposed:
             y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
-            return y[: sizes.k, : sizes.n].contiguous()
+            return _unpadded(y, sizes.k, sizes.n)
         y = scaled_product(g[1], x[0], g[2], x[1], torch.float32, fast=FAST_SUMS[1])
-        return y[: sizes.n, : sizes.k].contiguous()
+        return _unpadded(y, sizes.n, sizes.k)
 
-    def _operand(self, values: Tensor, draw: Draw, operand: Operand) -> Operands:
-        from trimtab.precision.triton_quantize import quantize_whole
+    def _operand(
+        self, values: Tensor, draw: Draw, operand: Operand, direct: bool, transposed: bool
+    ) -> Operands:
+        if draw.stochastic != self.stochastic_inputs:
+            draw = Draw(draw.base, draw.calls, self.stochastic_inputs)
+        return quantize_whole(
+            values, torch.float8_e4m3fn, draw, operand, direct=direct, transposed=transposed
+        )
 
-        return quantize_whole(values, torch.float8_e4m3fn, self._inputs(draw), operand)
 
-    def _inputs(self, draw: Draw) -> Draw:
-        return replace(draw, stochastic=self.stochastic_inputs)
+def _unpadded(y: Tensor, rows: int, columns: int) -> Tensor:
+    return y if y.shape == (rows, columns) else y[:rows, :columns].contiguous()
 
 
 def scaled_product(
@@ -97,4 +100,4 @@ def scaled_product(
     y = torch._scaled_mm(
         a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
     )
-    return y.to(dtype)
+    return y if out_dtype == dtype else y.to(dtype)

@@ -1,0 +1,1 @@
+"""8-bit operands and products on a GPU."""

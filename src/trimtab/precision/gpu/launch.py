@@ -1,0 +1,116 @@
+"""Launches of Triton kernels that cost the host less than Triton's own.
+
+Triton looks at every argument and option of every launch to find the compiled kernel, and asks the driver about every
+pointer. A small layer in 8 bits then takes the host longer than an H200. So everything that a step repeats (grid,
+sizes, constants) is put together once in a `Launch`, and a launch passes addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 16
+"""Bytes: what Triton compiles for, if all addresses are multiples of it."""
+
+_ZEROS = 1 << 18
+"""Numbers that are set to zero at a time."""
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+_pools = threading.local()
+
+
+class Launch:
+    """A kernel for tensors of the same types and sizes, with all else fixed.
+
+    Args:
+        numbers: the arguments after the tensors (and what varies) that are no constants, in the order of the
+            kernel's signature.
+        constants: those after them, in that order.
+        options: of the compiler; always the same for the same constants.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        numbers: tuple[int, ...],
+        constants: dict[str, int | bool],
+        **options: Any,
+    ) -> None:
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._numbers, self._constants = numbers, constants
+        self._after = (*numbers, *constants.values())
+        self._device = -1
+        self._run: Any = None
+        self._before: tuple[Any, ...] = ()
+
+    def __call__(self, tensors: tuple[Tensor, ...], *varying: int) -> None:
+        """Run on the current stream.
+
+        Args:
+            varying: arguments between the tensors and the fixed numbers, which the kernel is not specialized for.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        device = self._device
+        if device < 0 or torch._C._cuda_getDevice() != device:
+            self._slowly(tensors, varying)
+            return
+        for address in addresses:
+            if address % _ALIGNED:
+                self._slowly(tensors, varying)
+                return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        self._run(*self._grid, stream, *self._before, *addresses, *varying, *self._after)
+
+    def _slowly(self, tensors: tuple[Tensor, ...], varying: tuple[int, ...]) -> None:
+        """As Triton does it; what it compiles for aligned tensors is kept."""
+        first = tensors[0]
+        if first.device.type != "cuda":  # interpreted
+            self._kernel[self._grid](*tensors, *varying, *self._numbers, **self._constants, **self._options)
+            return
+        with torch.cuda.device(first.device):
+            kinds = tuple(tensor.dtype for tensor in tensors)
+            sizes = tuple((n % _ALIGNED == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in self._numbers)
+            key = (self._kernel, first.get_device(), kinds, sizes, *self._constants.values())
+            aligned = all(tensor.data_ptr() % _ALIGNED == 0 for tensor in tensors)
+            compiled = _compiled.get(key) if aligned else None
+            if compiled is None:
+                compiled = self._kernel[self._grid](
+                    *tensors, *varying, *self._numbers, **self._constants, **self._options
+                )
+            else:
+                compiled[self._grid](*tensors, *varying, *self._after)
+        if aligned:
+            _compiled[key] = compiled
+            # No metadata for and no hooks of Triton's own profiler.
+            self._before = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._run, self._device = compiled.run, first.get_device()
+
+
+def zeros(n: int, device: torch.device) -> Tensor:
+    """n zeros of int32, at least one, for one use: set to zero together with many others, in one launch."""
+    room = max(4, -(-n // 4) * 4)  # 16 bytes, so that the next ones are aligned
+    if device.type != "cuda" or room > _ZEROS or torch.cuda.is_current_stream_capturing():
+        # A captured graph must set them to zero each time it is replayed.
+        return torch.zeros(max(1, n), dtype=torch.int32, device=device)
+    pools: dict[Any, tuple[Tensor, int]] = _pools.__dict__.setdefault("by_stream", {})
+    where = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    pool, used = pools.get(where, (None, 0))
+    if pool is None or used + room > _ZEROS:
+        pool, used = torch.zeros(_ZEROS, dtype=torch.int32, device=device), 0
+    pools[where] = pool, used + room
+    return pool[used : used + n]
+
+
+def ceil_div(n: int, by: int) -> int:
+    """n / by, rounded up; triton.cdiv wraps every number that it is given."""
+    return -(-n // by)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()
