@@ -118,3 +118,15 @@ def test_plans_hold_the_precisions_of_every_rank_and_say_what_they_are_worth() -
     assert any("projections in int8" in reason for reason in low.reasons)
     assert "nothing is lowered" in exact.reasons
     assert low.hash != replace(low, roles=exact.roles, ranks=exact.ranks).hash
+
+
+def test_a_rank_without_units_of_a_lowered_block_has_a_peak() -> None:
+    search = lowering_on(ranks_on_hosts(FAST, SLOW), 1.0)
+    layout = even(search)
+    none = dict.fromkeys(layout.setting.counts[0], 0)
+    low = dict.fromkeys(search.blocks, "int8")
+    assert (
+        0
+        < search.layouts.peak(FAST, none, TOTAL, 1, None, low)
+        < search.layouts.peak(FAST, layout.setting.counts[0], TOTAL, 1, None, low)
+    )

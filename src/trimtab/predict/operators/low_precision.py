@@ -250,7 +250,7 @@ def _operand_bytes(x: Tensor, operator: Operator, name: str, device: DeviceKind)
     if operator.kind == "conv":
         return x.numel + 4 * x.shape[0]
     columns = x.shape[-1]
-    rows = x.numel // columns
+    rows = x.numel // max(1, columns)  # a tensor-parallel rank may have no unit of a block
     if name == "fp8":
         return _padded(rows, device) * _padded(columns, device) + 4
     return _padded(rows, device) * _padded(columns, device) + 4 * rows
