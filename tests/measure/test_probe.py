@@ -106,7 +106,7 @@ def test_what_may_pay_off_is_probed(
     expected: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trimtab.measure.device.offers", lambda _: {"linear": offered})
+    monkeypatch.setattr("trimtab.measure.products.offers", lambda _: {"linear": offered})
     monkeypatch.setattr("trimtab.measure.products.is_hopeless", lambda *_: False)
     assert usual_precisions(CPU, autocast) == expected
 
@@ -114,7 +114,7 @@ def test_what_may_pay_off_is_probed(
 def test_what_is_hopelessly_slow_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs without instructions for bf16 compute it about a hundred times slower than fp32."""
     monkeypatch.setattr(
-        "trimtab.measure.device.offers", lambda _: {"linear": ("fp32", "bf16", "fp16", "int8")}
+        "trimtab.measure.products.offers", lambda _: {"linear": ("fp32", "bf16", "fp16", "int8")}
     )
     monkeypatch.setattr("trimtab.measure.products.is_hopeless", lambda name, _: name in ("bf16", "fp16"))
     assert usual_precisions(CPU) == ("int8",)

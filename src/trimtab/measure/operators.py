@@ -240,7 +240,6 @@ class StepTrainer:
                 model,
                 find_unused_parameters=find_unused_parameters,
                 init_sync=False,
-                broadcast_buffers=False,
             )
             without_communication(self._ddp)
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
