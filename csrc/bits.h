@@ -39,7 +39,7 @@ template <int b>
 inline void unpack_words(const uint8_t* in, uint64_t (&codes)[4]) {
   for (int i = 0; i < 4; ++i) {
     uint64_t word = 0;
-    std::memcpy(&word, in + i * b, b);
+    for (int j = 0; j < b; ++j) word |= uint64_t{in[i * b + j]} << 8 * j;
     codes[i] = split_codes<b>(word);
   }
 }

@@ -28,6 +28,15 @@ inline void pack_bytes(__m256i codes, uint8_t* out) {
   } else if constexpr (b == 1) {
     const int mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7));
     std::memcpy(out, &mask, sizeof mask);
+  } else if constexpr (b == 3) {
+    const __m256i joined = reinterpret_cast<__m256i>(join_codes<b>(reinterpret_cast<Words>(codes)));
+    const __m128i first = _mm_setr_epi8(0, 1, 2, 8, 9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i second = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 0, 1, 2, 8, 9, 10, -1, -1, -1, -1);
+    const __m128i bytes = _mm_or_si128(_mm_shuffle_epi8(_mm256_castsi256_si128(joined), first),
+                                       _mm_shuffle_epi8(_mm256_extracti128_si256(joined, 1), second));
+    const int32_t rest = _mm_extract_epi32(bytes, 2);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), bytes);
+    std::memcpy(out + 8, &rest, sizeof rest);
   } else {
     const Words joined = join_codes<b>(reinterpret_cast<Words>(codes));
     for (int i = 0; i < 4; ++i) {
@@ -37,16 +46,31 @@ inline void pack_bytes(__m256i codes, uint8_t* out) {
   }
 }
 
-// For widths that have no shorter way: 3, 5, 6 and 7.
+// For widths that have no shorter way: 3, 5, 6 and 7. Two loads, of all that the first and the last two words have, and
+// of neighbors of theirs: words put together byte by byte would be read before their bytes are written.
 template <int b>
 inline __m256i unpack_bytes(const uint8_t* in) {
-  Words words;
-  for (int i = 0; i < 4; ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, in + i * b, b);
-    words[i] = word;
-  }
-  return reinterpret_cast<__m256i>(split_codes<b>(words));
+  constexpr int size = b == 3 ? 8 : 16, back = 4 * b - size, third = 2 * b - back;
+  static_assert(size <= 4 * b && third >= 0);
+  const auto load = [](const uint8_t* p) {
+    return b == 3 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))
+                  : _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  };
+  // Byte j of word i, or zero beyond its b bytes.
+  struct Places {
+    int8_t at[32];
+    constexpr Places() : at() {
+      for (int i = 0; i < 4; ++i) {
+        const int begin = i < 2 ? i * b : third + (i - 2) * b;
+        for (int j = 0; j < 8; ++j) at[8 * i + j] = int8_t(j < b ? begin + j : -1);
+      }
+    }
+  };
+  static constexpr Places places;
+  const __m256i both = _mm256_set_m128i(load(in + back), load(in));
+  const __m256i words =
+      _mm256_shuffle_epi8(both, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places.at)));
+  return reinterpret_cast<__m256i>(split_codes<b>(reinterpret_cast<Words>(words)));
 }
 
 inline int32_t read_int32(const uint8_t* in) {
