@@ -3,8 +3,9 @@
 Trains on four parts of one GPU, over NCCL's sockets, from where the state in FOLDER is, for at most so many seconds;
 FOLDER/METHOD.json has the losses on held-out text so far. Call it until `done` is true. Plain DDP is trained by one
 process on the batches of all four workers: the mean of four equal batches' mean gradients is that of the whole batch.
-`default` and `local` are four processes with the verbs of the product. Rounds are the longest that the planner allows
-four workers by default. `summary FOLDER` joins the methods' files into one.
+The others are four processes with the verbs of the product. The rounds of `local` are the longest that the planner
+allows four workers by default; those of `auto` are chosen, and follow the workers' agreement, so it is trained in one
+piece. `summary FOLDER` joins the methods' files into one.
 
     PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss ddp FOLDER --seconds 240
     PYTHONPATH=src:. python3 -m benchmarks.studies.local_loss default FOLDER --seconds 240
@@ -35,7 +36,7 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.models import tasks
 from trimtab.planning.local_steps import MAX_PENALTY, longest_round, penalty
 
-METHODS = ("ddp", "default", "local")
+METHODS = ("ddp", "default", "local", "auto")
 WORKERS, LR, WARM_UP, EVALUATE = 4, 3e-4, 100, 100
 COMMAND = "python3 -m benchmarks.studies.local_loss {} FOLDER"
 HELD_OUT = 128
@@ -48,6 +49,8 @@ def prepared(method: str, model: nn.Module, every: int) -> nn.Module:
         trimtab.compress(ddp, trimtab.Adaptive())
     elif method == "local":
         trimtab.local_steps(ddp, every=every)
+    elif method == "auto":
+        trimtab.local_steps(ddp)
     return ddp
 
 

@@ -61,7 +61,9 @@ class Stack:
         named = dict(model.named_parameters())
         self.names, self.heads = list(named), heads
         # Linear weights are kept as (in, out): so they are multiplied without a copy.
-        self._linear = {name: p.dim() == 2 and "tokens" not in name and "places" not in name for name, p in named.items()}
+        self._linear = {
+            name: p.dim() == 2 and "tokens" not in name and "places" not in name for name, p in named.items()
+        }
         values = [p.detach().t() if self._linear[name] else p.detach() for name, p in named.items()]
         self.shapes = [tuple(value.shape) for value in values]
         self.sizes = [value.numel() for value in values]
@@ -74,7 +76,10 @@ class Stack:
         half = torch.bfloat16 if flat.is_cuda else torch.float32
         parts = flat.to(half).split(self.sizes, dim=1)
         copies, batch, length = tokens.shape[0], tokens.shape[1], tokens.shape[2] - 1
-        w = {name: part.view(copies, *shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        w = {
+            name: part.view(copies, *shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             x = x.to(half).flatten(1, 2)
@@ -89,7 +94,10 @@ class Stack:
 
         table = w["tokens.weight"]
         rows = tokens[..., :-1] + (torch.arange(copies, device=tokens.device) * table.shape[1])[:, None, None]
-        x = F.embedding(rows, table.reshape(-1, table.shape[2])).float() + w["places.weight"][:, None, :length]
+        x = (
+            F.embedding(rows, table.reshape(-1, table.shape[2])).float()
+            + w["places.weight"][:, None, :length]
+        )
         for layer in range(self.layers):
             own = f"blocks.{layer}"
             q, k, v = (
@@ -181,7 +189,12 @@ class Run:
             later = values[len(values) // 4 :]
             return sum(later) / len(later) if later else None
 
-        return {**asdict(self.config), "name": self.config.name, "rho": mean(self.agreements), "gain": mean(self.gains)}
+        return {
+            **asdict(self.config),
+            "name": self.config.name,
+            "rho": mean(self.agreements),
+            "gain": mean(self.gains),
+        }
 
 
 def starts(corpus: int, length: int, count: int, seed: int, step: int) -> torch.Tensor:
@@ -212,7 +225,8 @@ def train(configs: Sequence[Config], args: argparse.Namespace, steps: int) -> li
     for step in range(1, steps + 1):
         # Samples are those of the whole batch: `ddp` and all divisions of it see the same text.
         by_seed = {
-            (c.seed, c.workers): starts(len(corpus), args.context, batch * c.workers, c.seed, step) for c in configs
+            (c.seed, c.workers): starts(len(corpus), args.context, batch * c.workers, c.seed, step)
+            for c in configs
         }
         places = torch.cat([by_seed[c.seed, c.workers] for c in configs]).to(device)
         tokens = corpus[places[:, None] + arange].long().view(len(flat), batch, -1)
@@ -325,8 +339,8 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
         gap = "" if baseline is None else f"{row['gap']:+.1%}"
         rho, gain = (0.0 if row[key] is None else row[key] for key in ("rho", "gain"))
         print(
-            f"{row['workers']:7} {row['batch']:5} {row['every']:5} {row['fragments']:4} {row['eta']!s:4} {row['momentum']:3} "
-            f"{row['inner']!s:5} {row['lr']:.5f} {rho:.3f} {gain:.3f} {row['loss']:.4f} {gap}",
+            f"{row['workers']:7} {row['batch']:5} {row['every']:5} {row['fragments']:4} {row['eta']!s:4} "
+            f"{row['momentum']:3} {row['inner']!s:5} {row['lr']:.5f} {rho:.3f} {gain:.3f} {row['loss']:.4f} {gap}",
             flush=True,
         )
 
@@ -349,7 +363,17 @@ def main() -> None:
         print(f"# {part}: {time.monotonic() - began:.0f} s", flush=True)
         table(rows)
         if args.json is not None:
-            args.json.write_text(json.dumps({"study": "local_steps", **{k: v for k, v in vars(args).items() if k != "json"}, "rows": rows}, indent=1) + "\n")
+            args.json.write_text(
+                json.dumps(
+                    {
+                        "study": "local_steps",
+                        **{k: v for k, v in vars(args).items() if k != "json"},
+                        "rows": rows,
+                    },
+                    indent=1,
+                )
+                + "\n"
+            )
 
 
 if __name__ == "__main__":
