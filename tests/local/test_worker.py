@@ -150,9 +150,11 @@ def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
                 optimizer.load_state_dict(saved[1])
                 trimtab.load_state_dict(model, saved[2])
         model(batch(0, 0)[0])
-        runs.append(flat(model).clone())
         local = local_steps_of(model)
         assert local is not None
+        assert local.worker is not None
+        sums = torch.tensor(list(local.worker.agreement.state_dict().values()))
+        runs.append(torch.cat([flat(model), sums]))
         local.close()
     return runs[0], runs[1]
 

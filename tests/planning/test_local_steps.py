@@ -15,9 +15,9 @@ from trimtab.planning.local_steps import (
     every_step_seconds,
     local_settings,
     longest_round,
+    of_one_step,
     outer_rates,
     penalty,
-    small_batch,
 )
 
 seconds = st.floats(1e-3, 100.0)
@@ -140,9 +140,65 @@ def test_the_penalty_grows_with_workers_and_rounds(workers: int, every: int) -> 
     assert penalty(workers, every, 2) > penalty(workers, every, 4) == penalty(workers, every, None)
 
 
-def test_a_small_batch_is_said() -> None:
-    assert "8 samples" in small_batch(8)
-    assert small_batch(64) == small_batch(0) == ""
+@given(st.integers(2, 64), st.integers(2, 100), st.floats(0, 1), st.floats(0, 1))
+def test_the_penalty_grows_where_workers_agree_less(
+    workers: int, every: int, one: float, other: float
+) -> None:
+    low, high = sorted((one, other))
+    assert penalty(workers, every, 4, low) >= penalty(workers, every, 4, high) >= penalty(workers, every)
+    assert longest_round(workers, 0.01, 4, low) <= longest_round(workers, 0.01, 4, high)
+
+
+@given(st.floats(0, 1), st.integers(1, 200))
+def test_agreement_of_a_step_is_that_of_the_round_it_is_part_of(of_a_step: float, steps: int) -> None:
+    common, noise = steps**2 * of_a_step, steps * (1 - of_a_step)
+    assert of_one_step(common / (common + noise), steps) == pytest.approx(of_a_step, abs=1e-9)
+
+
+@pytest.mark.parametrize(("agreement", "every"), [(None, 35), (0.4, 35), (0.38, 32), (0.005, None)])
+def test_rounds_become_shorter_where_workers_agree_less(agreement: float | None, every: int | None) -> None:
+    """A wire that needs 35 steps; every step compressed would take three times as long as computing."""
+    choice = choose_local_steps(
+        step_s=0.34, exchange_s={4: 10.0}, every_step_s=1.0, workers=2, layers=50, agreement=agreement
+    )
+    if every is not None:
+        assert choice.settings is not None
+        assert choice.settings.every == every
+        assert choice.penalty <= 0.01
+    else:
+        assert choice.settings is None
+
+
+# Workers, steps of a round, agreement of a step, and the increase of the loss: the cases of docs/local-steps.md.
+MEASURED = [
+    (2, 31, 0.330, 0.017),
+    (2, 31, 0.215, 0.041),
+    (2, 31, 0.106, 0.033),
+    (2, 15, 0.025, 0.094),
+    (2, 30, 0.0165, 0.140),
+    (2, 30, 0.0193, 0.109),
+    (4, 15, 0.0157, 0.249),
+    (4, 15, 0.0203, 0.152),
+    (4, 15, 0.0108, 0.173),
+    (4, 30, 0.0108, 0.350),
+]
+
+
+@pytest.mark.parametrize(("workers", "every", "agreement", "gap"), MEASURED)
+def test_expected_penalties_are_those_that_were_measured(
+    workers: int, every: int, agreement: float, gap: float
+) -> None:
+    assert gap / 2.4 < penalty(workers, every, 4, agreement) < 2.4 * gap
+
+
+def test_even_the_shortest_rounds_may_cost_too_much() -> None:
+    choice = choose_local_steps(
+        step_s=0.34, exchange_s={4: 0.5}, every_step_s=1.0, workers=4, layers=50, agreement=0.02
+    )
+    assert choice.settings is None
+    assert choice.step_s == 1.0
+    assert "2.0% of a step in common" in choice.reason
+    assert "1.0% is allowed" in choice.reason
 
 
 def test_published_penalties() -> None:

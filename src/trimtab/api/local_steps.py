@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
-from trimtab.control.local_steps import LocalSteps, WhoWorks, local_steps_of
+from trimtab.control.local_steps import LocalSteps, local_steps_of
+from trimtab.control.local_workers import WhoWorks
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
@@ -56,7 +57,9 @@ def local_steps(
         optimizer: is checked for the model's parameters; otherwise any that has them counts.
         every: steps of a round; "auto" measures a few steps and the link, and takes the shortest round that hides the
             exchange. Where exchanging every step is as fast, a DDP module goes back to that, with compressed gradients.
-        max_penalty: with "auto", the expected relative increase of the loss that is allowed.
+        max_penalty: with "auto", the expected relative increase of the loss that is allowed. While training, it follows
+            how far the changes of workers agree: where they agree too little, rounds become shorter, or a DDP module
+            goes back to exchanging every step.
         bits: of what is exchanged; None for uncompressed.
         outer_lr, outer_momentum: of the outer Nesterov step; by default 0.7 and 0.5.
         fragments: groups of parameters that are exchanged one after another.

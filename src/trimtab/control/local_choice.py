@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, harmonic_mean
 
 import torch
@@ -36,7 +37,7 @@ STREAM = 6
 """Exchanges that are timed one after another, as fragments travel."""
 
 
-def measured_choice(
+def measured_chooser(
     group: dist.ProcessGroup,
     device: torch.device,
     numel: int,
@@ -47,8 +48,8 @@ def measured_choice(
     workers: int,
     layers: int,
     max_penalty: float,
-) -> LocalChoice:
-    """Time exchanges on the job's own link, and choose. Collective.
+) -> partial[LocalChoice]:
+    """Time exchanges on the job's own link. Returns what chooses from it. Collective.
 
     Args:
         numel: values of all trained parameters.
@@ -75,7 +76,8 @@ def measured_choice(
     step_s, work_s = harmonic_mean(steps_s) if balanced else max(steps_s), max(works_s)
     # `trimtab.compress` sends 3 bits or so.
     compressed_s = fmean(exchange.compressed_s for exchange in gradients.values())
-    return choose_local_steps(
+    return partial(
+        choose_local_steps,
         step_s=step_s,
         exchange_s=exchange_s,
         every_step_s=min(

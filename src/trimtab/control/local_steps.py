@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,28 +16,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from trimtab.collectives import find_hosts
 from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.control.compression.ddp import compress_ddp
 from trimtab.control.compression.explanation import record_explanation
-from trimtab.control.local_choice import measured_choice
-from trimtab.control.rank_values import LaterNumbers
+from trimtab.control.local_choice import measured_chooser
+from trimtab.control.local_rounds import is_better, is_checked, shortened
+from trimtab.control.local_workers import WhoWorks, ranks_of_workers
+from trimtab.control.rank_values import LaterNumbers, gather_numbers
 from trimtab.control.training_steps import TrainingSteps, observe_skipped_steps
 from trimtab.control.unify import unify
-from trimtab.doors.ddp import has_other_hook
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.local.worker import LocalWorker
 from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound, JobHook, find_state
-from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings, small_batch
+from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings, of_one_step
 from trimtab.report import events
 
 WARM_UP, TIMED = 2, 4
 """Steps before the settings are chosen: some that are not timed, and some that are."""
-
-WhoWorks = Literal["auto", "ranks", "hosts"]
 
 
 class StepTimer(Protocol):
@@ -78,9 +76,11 @@ class LocalSteps(JobBound):
         self._parameters = len(trained)
         self._numel = sum(p.numel() for p in trained.values())
         self._largest = max(p.numel() for p in trained.values())
-        self._members = self._find_members(model, who)
+        self._members = ranks_of_workers(model, group, self.device, who)
         self.worker: LocalWorker | None = None
         self.choice: LocalChoice | None = None
+        self._chooser: Callable[..., LocalChoice] | None = None
+        """Where settings are chosen by measurements: chooses again, from agreement too."""
         self.timer: StepTimer | None = None
         """Must not count the time in which this worker waits for others as its own."""
         self._numbers: weakref.WeakKeyDictionary[object, LaterNumbers] = weakref.WeakKeyDictionary()
@@ -109,30 +109,6 @@ class LocalSteps(JobBound):
             weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
         _active.add(self)
-
-    def _find_members(self, model: nn.Module, who: WhoWorks) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of each worker; None where every rank is one. Collective."""
-        if who == "ranks":
-            return None
-        ddp = isinstance(model, DistributedDataParallel)
-        hosts = find_hosts(self.group, self.device).ranks
-        several = 1 < len(hosts) < self.group.size()
-        if who == "auto":
-            return (
-                hosts
-                if several and isinstance(model, DistributedDataParallel) and not has_other_hook(model)
-                else None
-            )
-        if not ddp:
-            raise TrimtabError(
-                "local_steps: workers='hosts' averages the gradients of a host's ranks by DistributedDataParallel; "
-                "wrap the model in it first"
-            )
-        if has_other_hook(model):  # type: ignore[arg-type]
-            raise TrimtabError(
-                "local_steps: this module has a communication hook of its own; use workers='ranks'"
-            )
-        return hosts if several else None
 
     def _count_workers(self) -> int:
         return self.group.size() if self._members is None else len(self._members)
@@ -164,7 +140,7 @@ class LocalSteps(JobBound):
     def _average_on_host(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        group = self.team[1]
+        group = self.group if self._off else self.team[1]
         assert group is not None
         return allreduce_hook(group, bucket)
 
@@ -182,6 +158,7 @@ class LocalSteps(JobBound):
             raise TrimtabError(
                 "local_steps: ranks of a host take the same number of steps; for uneven=\"steps\" use workers='ranks'"
             )
+        self.keep_rounds()  # the loader has cut them
         if self.worker is not None:
             self.worker.begin_round(length)
 
@@ -200,6 +177,10 @@ class LocalSteps(JobBound):
 
     def between(self, model: nn.Module) -> None:
         self.finish_step()
+        worker = self.worker
+        # Not in `finish_step`: one rank may call that for itself, to evaluate or to save.
+        if worker is not None and self._chooser is not None and is_checked(worker):
+            self._reconsider(worker, self._chooser)
 
     def begins(self) -> None:
         self._began = time.perf_counter()
@@ -229,7 +210,7 @@ class LocalSteps(JobBound):
 
     def _choose(self) -> None:
         """Choose settings from the measured step and link. Collective."""
-        self.choice = measured_choice(
+        self._chooser = measured_chooser(
             self.group,
             self.device,
             self._numel,
@@ -240,17 +221,49 @@ class LocalSteps(JobBound):
             layers=self._parameters,
             max_penalty=self._max_penalty,
         )
+        self.choice = self._chooser()
         settings = self.choice.settings
         if settings is None and self._exchange_every_step():
             return
         if settings is None:  # nothing exchanges gradients every step here: the shortest rounds
             settings = local_settings(2, None, self._count_workers(), self._parameters)
+            self.keep_rounds()
         start, self._start = self._start, None
         self._agree(replace(settings, **self._changes), start, self._join_hosts())
         assert self.worker is not None
         self.worker.missed(len(self._times), self._seen)
         expected = {"step_s": self.choice.step_s, "penalty": self.choice.penalty}
         self._say(self.explain().removeprefix("local steps: "), **expected)
+
+    def keep_rounds(self) -> None:
+        """Rounds stay as they were chosen, whatever the agreement; for comparisons."""
+        self._chooser = None
+
+    def _reconsider(self, worker: LocalWorker, chooser: Callable[..., LocalChoice]) -> None:
+        """Shorten rounds, or exchange every step, where the changes of workers agree too little. Collective."""
+        # The first rank's counts: with `patience` workers may count exchanges in different order.
+        own = worker.agreement.value
+        (measured,) = gather_numbers([-1.0 if own is None else own], self.group)[0]
+        if measured < 0:
+            return
+        choice = chooser(agreement=of_one_step(measured, worker.settings.every))
+        if not is_better(choice, worker.settings.every):
+            return
+        worker.finish()
+        self.choice = choice
+        if choice.settings is not None:
+            self.worker = shortened(worker, self.module, replace(choice.settings, **self._changes), self.seed)
+            self.worker.restored = self._forget_lost
+            self._say(self.explain().removeprefix("local steps: "), penalty=choice.penalty)
+            return
+        self._seen = self._batch
+        if self._exchange_every_step():
+            worker.close()
+            self.worker = None
+            self._say(f"off: {choice.reason}")
+        else:
+            self.keep_rounds()
+            self._say(f"{choice.reason}; rounds stay, as nothing here can exchange every step")
 
     def _join_hosts(self) -> Workers:
         """Ranks of a host went their own ways while steps were timed: from here on they are one worker. Collective."""
@@ -331,8 +344,12 @@ class LocalSteps(JobBound):
         if self.worker.late:
             text += f"; {self.worker.late} fragments came late and were taken later"
         reason = None if self.choice is None else self.choice.reason
-        reason = reason or expected_loss(workers.count, own.every, own.bits)
-        return f"{text}; {reason}{small_batch(self._batch * len(workers.own))}"
+        measured = self.worker.agreement.value
+        if reason is None or measured is not None:
+            common = None if measured is None else of_one_step(measured, own.every)
+            expected = expected_loss(workers.count, own.every, own.bits, common)
+            reason = expected if reason is None else f"{reason}; measured by now: {expected}"
+        return f"{text}; {reason}"
 
     def close(self) -> None:
         self._off = True

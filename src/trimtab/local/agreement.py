@@ -9,6 +9,7 @@ the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ class AgreedFragment:
         self._reduction = self._plan(seed)
         self._future: Any = None
         self._lost = False
+        self._shares: list[float] = []
+        self._norms: list[float] = []
+        """Of the last exchange, from all workers: their parts of the samples, and squared norms of their changes."""
+        self._mean_norm = 0.0
+        """Of the last exchange: the squared norm of the mean change, as this worker computed it."""
+        self.measured: tuple[float, list[float], list[float]] | None = None
+        """Of the exchange before the last, the same on all workers: what `MeasuredAgreement` is told."""
         self.read(self.agreed)
 
     def drop_feedback(self) -> None:
@@ -141,7 +149,8 @@ class AgreedFragment:
         self._future = runner.submit(steps, self._next)
 
     def _exchange(self, shift: torch.Tensor, round_: int, samples: int) -> Iterator[dist.Work]:
-        """1. sum the numbers of samples over all ranks.
+        """1. sum the numbers of samples over all ranks, and norms with them. Of the mean change each worker may compute
+           another last bit, so the first worker's counts, which arrives with the next exchange.
         2. average the changes over the workers' leaders, weighted by samples.
         3. each leader hands the average to its worker's other ranks; all take the outer step.
         """
@@ -149,14 +158,18 @@ class AgreedFragment:
         change = torch.empty_like(shift) if on_gpu else self._next
         agreed = self.agreed.to(self.device, non_blocking=True)  # on a CPU itself
         torch.sub(agreed, shift, out=change)
-        total = change.sum()
+        norm = torch.dot(change, change)
         sleep_until_done(self.device)
-        self._lost = not bool(torch.isfinite(total))
+        own = float(norm)
+        self._lost = not isfinite(own)
         if self._lost:
             change.zero_()
-        report = workers.report(0 if self._lost else samples)
+            own = 0.0
+        report = workers.report(0 if self._lost else samples, own, self._mean_norm)
         yield started(dist.all_reduce(report, group=workers.everyone, async_op=True))
-        scale = workers.part(report)
+        self.measured = (float(report[0, 2]), self._norms, self._shares) if self._shares else None
+        self._shares, self._norms = workers.shares(report), report[:, 1].tolist()
+        scale = self._shares[workers.index]
         if workers.leads:
             yield from self._reduction.steps(change, step=round_, scale=scale)
         if workers.inside is not None:
@@ -167,6 +180,7 @@ class AgreedFragment:
             yield started(dist.broadcast(here, group=workers.inside, group_src=0, async_op=True))
             if on_gpu:
                 change.copy_(here, non_blocking=True)
+        mean_norm = torch.dot(change, change)
         momentum = self.momentum.to(self.device, non_blocking=True)
         outer_step(agreed, momentum, change, settings.outer_lr, settings.outer_momentum)
         torch.sub(change, shift, alpha=settings.keep, out=shift)
@@ -174,6 +188,7 @@ class AgreedFragment:
             self.momentum.copy_(momentum, non_blocking=True)
             self._next.copy_(change, non_blocking=True)
             sleep_until_done(self.device)
+        self._mean_norm = float(mean_norm)
 
     def wait(self) -> None:
         """Wait until the average has arrived."""
@@ -211,7 +226,10 @@ class AgreedFragment:
         """What all workers have alike, and this worker's residuals and exchange under way."""
         self.wait()
         agreed = self.agreed if self._future is None else self._next
-        own: dict[str, Any] = {"residuals": {} if self.feedback is None else self.feedback.state_dict()}
+        own: dict[str, Any] = {
+            "residuals": {} if self.feedback is None else self.feedback.state_dict(),
+            "norms": [self._mean_norm, self._norms, self._shares, self.measured],
+        }
         if self._future is not None and self._shift is not None:
             own["flight"] = {
                 "before": self.agreed.clone(),
@@ -241,6 +259,7 @@ class AgreedFragment:
         if self.feedback is not None:
             residuals = {name: value.to(self.device) for name, value in own["residuals"].items()}
             self.feedback.load_state_dict(residuals)
+        self._mean_norm, self._norms, self._shares, self.measured = own["norms"]
         if "flight" in own:
             self.agreed, self._next = self._next, self.agreed
             self.agreed.copy_(own["flight"]["before"])

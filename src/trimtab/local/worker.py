@@ -18,11 +18,12 @@ from trimtab.errors import TrimtabError
 from trimtab.local.agreement import AgreedFragment, AveragedBuffers
 from trimtab.local.device import streams_for
 from trimtab.local.fragments import Part, split, turns
+from trimtab.local.measured_agreement import MeasuredAgreement
 from trimtab.local.workers import HOST, Workers, start_alike
 from trimtab.local_settings import LocalSettings
 from trimtab.model_state import JobBound
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 STREAMS = 2
 """On a GPU fragments compute in so many streams by turns: one that is sent waits there for the training's last kernels,
 and the one before, which arrives meanwhile, should not. Memory of the device is kept for so many fragments."""
@@ -86,6 +87,7 @@ class LocalWorker(JobBound):
                 fragment.set_agreed(start)
         self._buffers = AveragedBuffers(buffers, everyone) if buffers else None
         self._runner = runner_for(HOST)
+        self.agreement = MeasuredAgreement(fragments=len(self.fragments))
         self._samples = [0] * len(self.fragments)
         self._ages = [0] * len(self.fragments)
         """Steps since each fragment was sent."""
@@ -144,16 +146,42 @@ class LocalWorker(JobBound):
         return not late
 
     def _take(self, index: int) -> None:
-        if self.fragments[index].take():
+        lost = self.fragments[index].take()
+        if (measured := self.fragments[index].measured) is not None:
+            self.agreement.add(*measured)
+        if lost:
             # One fragment that is not finite soon makes the others so: all begin anew.
             for fragment in self.fragments:
                 fragment.restore()
             self.restored()
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that have ended."""
+        return self._round
+
+    @property
+    def at_round_end(self) -> bool:
+        """Whether the last step ended a round."""
+        return self._place == 0
+
+    def finish(self) -> None:
+        """Take all that is under way, waiting for it."""
+        for index, fragment in enumerate(self.fragments):
+            if fragment.in_flight:
+                self._take(index)
+        if self._buffers is not None and self._buffers.in_flight:
+            self._buffers.take()
+
     def without_feedback(self) -> None:
         """Drop what rounding leaves out, instead of sending it next time; for comparisons."""
         for fragment in self.fragments:
             fragment.drop_feedback()
+
+    @property
+    def samples(self) -> int:
+        """Samples since the fragment that was sent first in this round."""
+        return max(self._samples)
 
     def missed(self, steps: int, samples: int) -> None:
         """What the worker did before this was made belongs to its first round."""
@@ -190,6 +218,7 @@ class LocalWorker(JobBound):
             "own": [state["own"] for state in states],
             "samples": list(self._samples),
             "ages": list(self._ages),
+            "agreement": self.agreement.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,15 +247,20 @@ class LocalWorker(JobBound):
         self.begin_round(length)
         self._place = place
         self._samples, self._ages = list(state["samples"]), list(state["ages"])
+        self.agreement.load_state_dict(state["agreement"])
         for fragment, saved in zip(self.fragments, state["own"], strict=True):
             fragment.load_own(saved)
 
     def _parts(self) -> list[list[str]]:
         return [[part.label for part in fragment.parameters] for fragment in self.fragments]
 
+    def stop(self) -> None:
+        """Stop the threads."""
+        self._runner.close()
+
     def close(self) -> None:
         """Stop the threads and destroy the groups."""
-        self._runner.close()
+        self.stop()
         self.workers.close()
 
 

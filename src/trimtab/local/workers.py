@@ -71,16 +71,22 @@ class Workers:
     def count(self) -> int:
         return len(self.members)
 
-    def report(self, samples: int) -> torch.Tensor:
-        """What this rank adds to the sum over all ranks that begins an exchange: the samples of each worker."""
-        row = torch.zeros(self.count, dtype=torch.float64, device=HOST)
-        row[self.index] = samples
-        return row
+    def report(self, samples: int, *norms: float) -> torch.Tensor:
+        """What this rank adds to the sum over all ranks that begins an exchange: a row of numbers of each worker.
 
-    def part(self, report: torch.Tensor) -> float:
-        """This worker's part of all samples, from the sum of the reports."""
-        samples = report.tolist()
-        return float(samples[self.index] / sum(samples)) if sum(samples) else 0.0
+        Samples are those of all its ranks; of `norms` all its ranks have the same, so its leader reports them.
+        """
+        table = torch.zeros(self.count, 1 + len(norms), dtype=torch.float64, device=HOST)
+        table[self.index, 0] = samples
+        if self.leads:
+            table[self.index, 1:] = torch.tensor(norms, dtype=torch.float64)
+        return table
+
+    def shares(self, report: torch.Tensor) -> list[float]:
+        """Each worker's part of all samples, from the sum of the reports."""
+        samples = report[:, 0].tolist()
+        whole = sum(samples)
+        return [each / whole if whole else 0.0 for each in samples]
 
     def close(self) -> None:
         groups = (self.everyone, *self.stages, self.inside, self.gradients)

@@ -27,9 +27,12 @@ OVERLAPPED = 0.5
 PENALTY = {1: 0.0, 2: 0.0048, 4: 0.0137, 8: 0.0287}
 """Relative increase of the loss by number of workers, with rounds of 30 steps (published fits for 124 M parameters)."""
 
-FEW_SAMPLES = 32
-"""With fewer samples in a worker's step, its own gradient is mostly noise, and the penalty many times larger
-(docs/local-steps.md)."""
+LARGE_BATCH = 0.4
+"""The part of a single step that workers have in common from which the published penalties hold."""
+
+NOISE = 20.0
+"""With less in common the penalty grows evenly, to 1 and so many times the published one where nothing is. Chosen from
+what was measured with 2 to 64 sequences a worker (docs/local-steps.md), which it fits to a factor of about two."""
 
 REFERENCE_EVERY = 30
 GROWTH = 0.5
@@ -81,27 +84,35 @@ def require_penalty(verb: str, max_penalty: float) -> None:
         )
 
 
-def penalty(workers: int, every: int, bits: int | None = 4) -> float:
-    """Expected relative increase of the loss over training together."""
+def of_one_step(in_a_round: float, steps: int) -> float:
+    """Agreement of single steps from that of rounds, in which common parts add up and noise cancels in part."""
+    return in_a_round / (in_a_round + steps * (1 - in_a_round)) if in_a_round > 0 else 0.0
+
+
+def penalty(workers: int, every: int, bits: int | None = 4, agreement: float = LARGE_BATCH) -> float:
+    """Expected relative increase of the loss over training together.
+
+    Args:
+        agreement: the part of a single step that is common to all workers; by default that of large batches.
+    """
     if workers < 2 or every < 2:
         return 0.0
     below = 1 << int(log2(workers))
     low, high = _known(below), _known(2 * below)
     at_reference = low + (high - low) * (workers / below - 1)
     coarse = 0.0 if bits is None or bits >= 4 else COARSE_PENALTY
-    return float(at_reference * (every / REFERENCE_EVERY) ** GROWTH + coarse)
+    noise = 1 + NOISE * max(0.0, 1 - agreement / LARGE_BATCH)
+    return float(at_reference * noise * (every / REFERENCE_EVERY) ** GROWTH + coarse)
 
 
-def expected_loss(workers: int, every: int, bits: int | None = 4) -> str:
-    """The penalty in words."""
-    return f"the loss is expected to be {penalty(workers, every, bits):.1%} higher than DDP's, with large batches"
-
-
-def small_batch(samples: int) -> str:
-    """What to expect of a worker's batch of so many samples; empty where it is not small."""
-    if not 0 < samples < FEW_SAMPLES:
-        return ""
-    return f"; {samples} samples in a worker's step are few, and the loss may end far higher than that"
+def expected_loss(workers: int, every: int, bits: int | None = 4, agreement: float | None = None) -> str:
+    """The penalty in words; without a measured agreement that of large batches."""
+    if agreement is None:
+        return f"the loss is expected to be {penalty(workers, every, bits):.1%} higher than DDP's, with large batches"
+    return (
+        f"the loss is expected to be {penalty(workers, every, bits, agreement):.1%} higher than DDP's: workers have "
+        f"{agreement:.0%} of a step in common"
+    )
 
 
 def _known(workers: int) -> float:
@@ -127,6 +138,7 @@ def choose_local_steps(
     layers: int,
     max_penalty: float = MAX_PENALTY,
     work_s: float = 0.0,
+    agreement: float | None = None,
 ) -> LocalChoice:
     """The shortest round that wire and worker allow, in the bits with the lowest expected penalty.
 
@@ -139,6 +151,8 @@ def choose_local_steps(
         work_s: computing time that the exchange of all weights takes from the training.
         layers: groups of parameters that can be sent one after another.
         max_penalty: the relative increase of the loss that is allowed.
+        agreement: measured, of single steps. Then a round whose penalty is too high is none: where the shortest one
+            is, workers exchange every step.
     """
     if workers < 2:
         return LocalChoice(
@@ -156,12 +170,13 @@ def choose_local_steps(
     for bits in TRIED_BITS:
         if bits not in exchange_s:
             continue
-        most = longest_round(workers, max_penalty, bits)
+        most = longest_round(workers, max_penalty, bits, LARGE_BATCH if agreement is None else agreement)
         needed = max(2, ceil(max(exchange_s[bits] / (WIRE_PART * step_s), work_s / (WORK_PART * step_s))))
         every = min(needed, most)
         seconds = max(step_s + work_s / every, exchange_s[bits] / every)
         waits = needed > most
-        tried.append((waits, seconds if waits else penalty(workers, every, bits), every, bits, seconds))
+        expected = penalty(workers, every, bits, LARGE_BATCH if agreement is None else agreement)
+        tried.append((waits, seconds if waits else expected, every, bits, seconds))
     if not tried:
         raise TrimtabError(f"local steps: the exchange was measured in none of {TRIED_BITS} bits")
     _, _, every, bits, seconds = min(tried, key=lambda one: one[:2])
@@ -173,13 +188,23 @@ def choose_local_steps(
             reason=f"rounds of {every} steps, the longest within a penalty of {max_penalty:.1%}, would take "
             f"{_ms(seconds)} a step, and exchanging every step takes {_ms(every_step_s)}",
         )
+    expected = penalty(workers, every, bits, LARGE_BATCH if agreement is None else agreement)
+    if agreement is not None and expected > max_penalty:
+        return LocalChoice(
+            settings=None,
+            penalty=0.0,
+            step_s=every_step_s,
+            reason=f"workers have only {agreement:.1%} of a step in common, and even rounds of {every} steps would "
+            f"increase the loss by {expected:.1%}, where {max_penalty:.1%} is allowed",
+        )
     settings = local_settings(every, bits, workers, layers)
     return LocalChoice(
         settings=settings,
-        penalty=penalty(workers, every, bits),
+        penalty=expected,
         step_s=seconds,
         reason=f"a step takes {_ms(seconds)} where exchanging every step takes {_ms(every_step_s)} (all weights take "
-        f"{_ms(exchange_s[bits])} on the wire and {_ms(work_s)} of computing); {expected_loss(workers, every, bits)}",
+        f"{_ms(exchange_s[bits])} on the wire and {_ms(work_s)} of computing); "
+        f"{expected_loss(workers, every, bits, agreement)}",
     )
 
 
@@ -195,10 +220,12 @@ def every_step_seconds(step_s: float, exchange_s: float, work_s: float, largest:
     return step_s + work_s + max(exchange_s - OVERLAPPED * step_s, exposed)
 
 
-def longest_round(workers: int, max_penalty: float, bits: int | None = 4) -> int:
+def longest_round(
+    workers: int, max_penalty: float, bits: int | None = 4, agreement: float = LARGE_BATCH
+) -> int:
     """The longest round within a penalty, of at least 2 steps."""
-    at_reference = penalty(workers, REFERENCE_EVERY)
-    left = max(0.0, max_penalty - penalty(workers, REFERENCE_EVERY, bits) + at_reference)
+    at_reference = penalty(workers, REFERENCE_EVERY, agreement=agreement)
+    left = max(0.0, max_penalty - penalty(workers, REFERENCE_EVERY, bits, agreement) + at_reference)
     return max(2, min(MOST_EVERY, int(REFERENCE_EVERY * (left / at_reference) ** (1 / GROWTH))))
 
 

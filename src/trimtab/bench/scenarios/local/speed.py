@@ -91,6 +91,7 @@ class Method(Trainer):
             self._train(1, steps)
             steps += 1
         if own is not None and own.worker is not None:
+            own.keep_rounds()  # a bench's few steps say nothing about the loss
             self._train(2 * own.worker.settings.delay, steps)
         elif self.device.type == "cuda":
             controller = adaptive_of(self.model) if isinstance(self.model, DistributedDataParallel) else None
