@@ -85,12 +85,15 @@ class Stack:
             x = x.to(half).flatten(1, 2)
             bias = w.get(f"{name}.bias")
             weight = w[f"{name}.weight"]
-            y = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias[:, None], x, weight)
-            return y.unflatten(1, (batch, length))
+            y: torch.Tensor = (
+                torch.bmm(x, weight) if bias is None else torch.baddbmm(bias[:, None], x, weight)
+            )
+            return torch.unflatten(y, 1, (batch, length))
 
         def norm(x: torch.Tensor, name: str) -> torch.Tensor:
             y = F.layer_norm(x, x.shape[-1:])
-            return y * w[f"{name}.weight"][:, None, None] + w[f"{name}.bias"][:, None, None]
+            scaled: torch.Tensor = y * w[f"{name}.weight"][:, None, None] + w[f"{name}.bias"][:, None, None]
+            return scaled
 
         table = w["tokens.weight"]
         rows = tokens[..., :-1] + (torch.arange(copies, device=tokens.device) * table.shape[1])[:, None, None]
@@ -263,7 +266,7 @@ def train(configs: Sequence[Config], args: argparse.Namespace, steps: int) -> li
 
 def grid(name: str) -> list[Config]:
     """The configurations of a part of the study."""
-    product = {"eta": 0.7, "momentum": 0.5}
+    product: dict[str, Any] = {"eta": 0.7, "momentum": 0.5}
     if name == "small":  # the case that failed: four workers of 8
         base = Config(workers=4, batch=8, every=15)
         return [
