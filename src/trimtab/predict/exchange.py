@@ -27,6 +27,11 @@ class Exchange:
         """Rate at which the plain all-reduce processes the values."""
         return self.nbytes * 8 / self.plain_s / 1e9
 
+    @property
+    def cost_s(self) -> float:
+        """What codecs are compared by: computing may hide the exchange, but not the work of a CPU in it."""
+        return self.compressed_s + self.work_s
+
     def of(self, nbytes: int) -> Exchange:
         """The same exchange of so many bytes; both ways take time in proportion."""
         times = nbytes / self.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trimtab.planning.compression.payoff import MAX_TIME_RATIO, decide, decide_family, decide_shared_memory
@@ -45,6 +47,20 @@ def test_the_fastest_family_is_taken_and_the_others_are_told() -> None:
     assert "bits-feedback takes least time on this link, 1e+03 ms a step" in decision.reason
     assert "1e+03 ms a step (measured in 4 bits)" in decision.reason
     assert "bits 1.25e+03 ms" in decision.reason
+
+
+def test_work_that_no_computation_hides_counts() -> None:
+    """Error feedback takes fewer bytes and more passes over the gradients: over a fast link bits alone are better."""
+
+    def both(wire_of_a_bit: float) -> dict[str, Exchange]:
+        bits = Exchange(
+            nbytes=1, plain_s=32 * wire_of_a_bit, compressed_s=0.024 + 3 * wire_of_a_bit, bits=3, work_s=0.024
+        )
+        fewer = replace(bits, compressed_s=0.058 + 2 * wire_of_a_bit, bits=2, work_s=0.058)
+        return {"bits": bits, "bits-feedback": fewer}
+
+    assert decide_family(both(0.025), gradient_bytes=1)[0] == "bits"
+    assert decide_family(both(0.250), gradient_bytes=1)[0] == "bits-feedback"
 
 
 def test_where_no_family_pays_none_is_named() -> None:

@@ -21,7 +21,7 @@ from trimtab.control.compression.agreement import tensor_group
 from trimtab.control.compression.host_route import HostRoute, choose_host_route, fixed_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
-from trimtab.control.rank_values import gather_choices
+from trimtab.control.rank_values import gather_choices, gather_numbers
 from trimtab.control.tensor.replicas import UnitReplicas
 from trimtab.doors.ddp import DdpCompression, has_other_hook, refuse_python_reducer, stage_groups
 from trimtab.environment import logger
@@ -318,12 +318,13 @@ def _choose_family(
         if dist.get_rank(groups[0]) == 0:
             logger().debug("compressing pays hardly or not at all; measuring the link once more")
         exchanges = measure(repeats=4 * REPEATS)
+    exchanges = _agreed(exchanges, groups[0])
     memory = PastDecision(gradient_bytes, groups[0], device)
     before = memory.recall()
     name, decision = decide_family({name: exchanges[name] for name in names}, gradient_bytes, before)
     first = name
     if undecided:  # whatever the optimizer turns out to be, compressing must pay
-        first = min(passed_families(optimizer=ADAMW), key=lambda each: (exchanges[each].compressed_s, each))
+        first = min(passed_families(optimizer=ADAMW), key=lambda each: (exchanges[each].cost_s, each))
         decision = decide(exchanges[first], gradient_bytes, before)
     memory.remember(decision.compress)
     if dist.get_rank(groups[0]) == 0:
@@ -344,6 +345,15 @@ def _choose_family(
             )
             decision = replace(decision, reason=reason)
     return _FamilyChoice(config=config, settings=settings, decision=decision, groups=groups)
+
+
+def _agreed(exchanges: dict[str, Exchange], group: dist.ProcessGroup) -> dict[str, Exchange]:
+    """With the computing time of the rank that needs most, so that all choose the same. Collective."""
+    by_rank = gather_numbers([exchange.work_s for exchange in exchanges.values()], group)
+    return {
+        name: replace(exchange, work_s=max(each))
+        for (name, exchange), each in zip(exchanges.items(), zip(*by_rank, strict=True), strict=True)
+    }
 
 
 def _emit_decision(decision: Decision, exchange: Exchange) -> None:

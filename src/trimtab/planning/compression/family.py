@@ -128,7 +128,7 @@ class FamilyCandidate:
 
     family: str
     seconds: float
-    """Time of a step's exchange: encoding, sending, decoding."""
+    """Time of a step's exchange: encoding, sending, decoding; work of a CPU counts twice (`Exchange.cost_s`)."""
 
     how: str
     """Where the time comes from, in words."""

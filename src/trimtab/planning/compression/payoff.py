@@ -81,11 +81,14 @@ def decide_shared_memory(exchange: Exchange, gradient_bytes: int) -> Decision:
 def decide_family(
     exchanges: Mapping[str, Exchange], gradient_bytes: int, before: bool | None = None
 ) -> tuple[str, Decision]:
-    """The fastest of the families that were timed on this link, and whether it pays."""
+    """The fastest of the families that were timed on this link, and whether it pays.
+
+    All ranks must pass the same numbers, also for `work_s`.
+    """
     candidates = [
         FamilyCandidate(
             family=name,
-            seconds=exchange.of(gradient_bytes).compressed_s,
+            seconds=exchange.of(gradient_bytes).cost_s,
             how=f"measured in {exchange.bits} bits",
         )
         for name, exchange in exchanges.items()
