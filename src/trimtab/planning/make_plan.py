@@ -40,6 +40,7 @@ def make_plan(
     budget: float = BUDGET,
     bits: Bits = "auto",
     layout: LayoutOption = "auto",
+    own_buckets: bool = False,
     max_penalty: float = MAX_PENALTY,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
@@ -56,6 +57,7 @@ def make_plan(
         bits: of gradients; "auto" takes the fastest of uncompressed, the measured ones of `TRIED` and bits that adapt.
         layout: "data" gives every rank a copy of the model, a number makes tensor groups of so many ranks; "auto"
             does that where it is predicted to be faster, or where a copy does not fit.
+        own_buckets: DDP exists already, so its buckets are the workload's.
         max_penalty: of the local steps that the plan mentions where they would be much faster: the expected relative
             increase of the loss limits their rounds.
 
@@ -66,7 +68,18 @@ def make_plan(
     return with_layout(
         search,
         lambda: _data_parallel(
-            cluster, workload, damages, model, trimtab, batch_size, batch, budget, bits, max_penalty, progress
+            cluster,
+            workload,
+            damages,
+            model,
+            trimtab,
+            batch_size,
+            batch,
+            budget,
+            bits,
+            own_buckets,
+            max_penalty,
+            progress,
         ),
         layout,
         model=model,
@@ -87,13 +100,16 @@ def _data_parallel(
     batch: Literal["fixed", "free"],
     budget: float,
     bits: Bits,
+    own_buckets: bool,
     max_penalty: float,
     progress: Callable[[int, int], None],
 ) -> Plan:
     """The plan with a copy of the model on every rank, or in FSDP2 where that does not fit."""
 
     def searching(**options: Any) -> PlanSearch:
-        return PlanSearch(cluster, workload, damages, batch_size, progress=progress, **options)
+        return PlanSearch(
+            cluster, workload, damages, batch_size, own_buckets=own_buckets, progress=progress, **options
+        )
 
     wrapper: Adjustment | None = None
     plain_ddp_s: float | None = None

@@ -30,9 +30,10 @@ Bits = int | Literal["adaptive"] | None
 class PlanSearch(JobSearch):
     """Searches plans for one model on one cluster."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        """As `JobSearch`."""
+    def __init__(self, *args: Any, own_buckets: bool = False, **keywords: Any) -> None:
+        """As `JobSearch`; with `own_buckets` no other bucket sizes than the workload's are tried."""
         super().__init__(*args, **keywords)
+        self._own_buckets = own_buckets
         self.tried: dict[Bits, JobCandidate] = {}
         """The best candidate with each number of bits."""
 
@@ -94,6 +95,8 @@ class PlanSearch(JobSearch):
         caps: list[float | None] = [
             cap for cap in BUCKET_CAPS_MB if cap == BUCKET_CAPS_MB[-1] or whole <= MOST_BUCKETS * cap
         ]
+        if self._own_buckets:
+            caps = [None]
 
         def fastest(caps: Iterable[float | None], **changed: Any) -> JobCandidate:
             settings = (replace(candidate.setting, bucket_cap_mb=cap, **changed) for cap in caps)

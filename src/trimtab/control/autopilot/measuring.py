@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 import time
@@ -12,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster import Cluster
+from trimtab.control.autopilot.lightning_step import copy_of
 from trimtab.control.autopilot.observed_step import JobSpec, ObservedStep
 from trimtab.control.compression.bucket_caps import bucket_caps_mb
 from trimtab.control.compression.ddp import compresses
@@ -155,7 +154,7 @@ def _task(
     device: torch.device,
 ) -> Task:
     try:
-        model: nn.Module = copy.deepcopy(ddp.module)
+        model = copy_of(ddp.module)
         set_operators(model, {})
     except Exception as error:
         raise RuntimeError(f"the model cannot be copied: {error}") from error

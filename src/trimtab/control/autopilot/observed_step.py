@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trimtab.control.autopilot.lightning_step import called_method
 from trimtab.errors import TrimtabError
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.products import DTYPES
@@ -42,16 +43,17 @@ class ObservedStep:
         """Before a forward pass; tensors are kept as they are, without their graph.
 
         Raises:
-            TrimtabError: the arguments cannot be given by name.
+            TrimtabError: the arguments cannot be given by name, or the call cannot be repeated.
         """
-        signature = inspect.signature(model.forward)
+        called = called_method(model)
+        signature = inspect.signature(called)
         by_position = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
         bound = signature.bind(*args, **kwargs)
         batch: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
             if kind in by_position:
-                raise TrimtabError(f"{type(model).__name__}.forward takes {name} by position only")
+                raise TrimtabError(f"{type(model).__name__}.{called.__name__} takes {name} by position only")
             batch |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
         device = next((p.device.type for p in model.parameters()), "cpu")
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

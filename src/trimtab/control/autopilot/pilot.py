@@ -37,7 +37,7 @@ from trimtab.control.plans.applying import apply_plan
 from trimtab.control.plans.follower import Follow
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.shares.takeover import Takeover
-from trimtab.control.training_steps import TrainingSteps
+from trimtab.control.training_steps import TrainingSteps, in_training_mode
 from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.fingerprint import fingerprint
@@ -148,7 +148,8 @@ class Autopilot:
 
         ddp.register_forward_pre_hook(JobHook(torch.compiler.disable(before_forward)), with_kwargs=True)
         ddp.register_forward_hook(JobHook(torch.compiler.disable(after_forward)))
-        weakref.finalize(ddp, self._close).atexit = False
+        self._ends_with_ddp = weakref.finalize(ddp, self._close)
+        self._ends_with_ddp.atexit = False
 
     def begins(self) -> None:
         """Nothing to do: steps are timed from one to the next."""
@@ -162,17 +163,24 @@ class Autopilot:
         self._step += 1
         now = time.perf_counter()
         self._step_s, self._began = now - self._began, now
+        takeover = Takeover.current
         if self._step == OBSERVED_STEP:
-            self._after_observed_step(model)
+            with nullcontext() if takeover is None else takeover.waiting():
+                self._after_observed_step(model, takeover)
             self._began = time.perf_counter()
         elif self._future is not None and self._step % LOOK == 0:
-            self._apply_when_ready(model)
+            # Here a fast rank waits for a slow one's optimizer, which says nothing about its own speed.
+            with nullcontext() if takeover is None else takeover.waiting():
+                self._apply_when_ready(model)
+        if self._step >= OBSERVED_STEP and self._future is None:
+            # Nothing is left to do in any later step.
+            self._ends_with_ddp.detach()
+            attach_state(model).autopilot = None
 
     def _is_observing(self, module: nn.Module) -> bool:
         repeated = torch._C._current_graph_task_id() != -1
-        return (
-            self._step == OBSERVED_STEP - 1 and module.training and torch.is_grad_enabled() and not repeated
-        )
+        observed = self._step == OBSERVED_STEP - 1
+        return observed and in_training_mode(module) and torch.is_grad_enabled() and not repeated
 
     def _observe_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._observed is None and self._problem is None:
@@ -185,9 +193,8 @@ class Autopilot:
         if self._observed is not None and not self._observed.followed:
             self._observed.follow_output(output)
 
-    def _after_observed_step(self, ddp: DistributedDataParallel) -> None:
+    def _after_observed_step(self, ddp: DistributedDataParallel, takeover: Takeover | None) -> None:
         observed, self._observed = self._observed, None
-        takeover = Takeover.current
         try:
             step, samples = agree_on_step(observed, self._problem, self._device)
             if self._known_batch is not None:
@@ -198,8 +205,7 @@ class Autopilot:
                     listed_by_rank(samples),
                 )
             precise = "precision" in self._adjust
-            with nullcontext() if takeover is None else takeover.waiting():
-                measured = measure_job(ddp, step, samples, precise=precise, step_s=self._step_s)
+            measured = measure_job(ddp, step, samples, precise=precise, step_s=self._step_s)
         except Exception as error:
             _give_up(self._rank, "no plan is made", error)
             return
@@ -233,6 +239,7 @@ class Autopilot:
                 budget=self._budget,
                 bits=bits,
                 layout="data",
+                own_buckets=True,
             )
 
         plan = made(measured.damages)
