@@ -272,6 +272,15 @@ def test_a_rank_behind_a_slow_link_owns_no_chunk(monkeypatch: pytest.MonkeyPatch
     assert replan(plan, {"three": 3 * plan.roles["three"].compute_s}).route == plan.route
 
 
+def test_buckets_that_exist_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.planning.plan_search.BUCKET_CAPS_MB", (0.1,))  # a small model
+    cluster = behind_a_slow_link(50.0)
+    assert planned(cluster, 12, bits=None).bucket_cap_mb == 0.1
+    plan = planned(cluster, 12, bits=None, own_buckets=True)
+    assert plan.bucket_cap_mb is None
+    assert not any("bucket" in reason for reason in plan.reasons)
+
+
 # Bad input
 
 
