@@ -76,7 +76,7 @@ def trainer() -> Any:
     return found
 
 
-def observed(module: Module) -> tuple[ObservedStep, nn.Module]:
+def observed(module: Module) -> tuple[ObservedStep, Any]:
     """One step as Lightning runs it, and the copy that is timed before the next."""
     wrapper, redirect = Wrapper(module), _ForwardRedirection()
     found: list[Any] = []
@@ -123,7 +123,7 @@ def test_what_cannot_be_repeated_is_refused() -> None:
     manual.automatic_optimization = False
     with pytest.raises(TrimtabError, match="Module optimizes manually"):
         observed(manual)
-    compiled = Module()
+    compiled: Any = Module()
     compiled.training_step = lambda *_: None
     with pytest.raises(TrimtabError, match="compiled, or replaced"):
         observed(compiled)
@@ -134,7 +134,7 @@ def test_what_cannot_be_repeated_is_refused() -> None:
         module = kind()
         module._trainer = trainer()
         redirect, backward = _ForwardRedirection(), torch.autograd.backward
-        wrapper, copies = Wrapper(module), []
+        wrapper, copies = Wrapper(module), list[Any]()
         wrapper.register_forward_pre_hook(lambda _wrapper, _args, m=module, c=copies: c.append(copy_of(m)))
         batch = {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
         if kind is OwnBackward:

@@ -144,7 +144,7 @@ def _refusing_backward() -> Iterator[None]:
         raise TrimtabError("training_step runs a backward pass of its own, so it cannot be repeated")
 
     backward = torch.autograd.backward
-    torch.autograd.backward = refuse  # type: ignore[assignment]  # `Tensor.backward` calls it, too
+    torch.autograd.backward = refuse  # `Tensor.backward` calls it, too
     try:
         yield
     finally:
