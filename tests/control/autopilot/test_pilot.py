@@ -107,6 +107,7 @@ def train(adjust: str | None, *extra: nn.Module, samples: int = 4) -> dict[str, 
         "plan": None if active is None else active.plan.hash,
         "shares": None if active is None else active.plan.shares,
         "sizes": sizes,
+        "pilot": state_of(ddp).autopilot is not None,
         "choices": {name: sorted(by) for name, by in choices.items()},
         "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
     }
@@ -172,6 +173,8 @@ def test_a_job_plans_for_itself(ranks: Pool, tmp_path: Path) -> None:
         assert case["plan"] is other["plan"] is None
         assert [line for line in case["log"] if "rank 1: " in line and "out of luck" in line], case["log"]
         assert torch.equal(case["parameters"], plain["parameters"]), "training went on unadjusted"
+    for name in ("first", "second", "glass", "captured", "timed"):
+        assert not first_rank[name]["pilot"], "nothing is left to do in later steps"
 
     shared = first_rank["shared"]
     quick, lame = shared["shares"]
