@@ -144,6 +144,45 @@ def test_what_has_no_units_is_replicated_with_the_reason(ranks: Pool) -> None:
         assert difference < 1e-5
 
 
+class Unreached(nn.Module):
+    """An MLP under well-known names, in a layer that no example input fits."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.mixes = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), mixes
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.fc1(x)
+        return self.fc2(hidden.softmax(-1) if self.mixes else hidden.relu())
+
+
+class Keyed(nn.Module):
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mlp = Unreached(mixes)
+
+    def forward(self, streams: dict[str, torch.Tensor]) -> Any:
+        return self.mlp(streams["x"])
+
+
+def unreached(mixes: bool) -> float | str:
+    torch.manual_seed(0)
+    alone: Any = nn.ModuleList([Keyed(mixes)])
+    spread: Any = convert(copy.deepcopy(alone), shares=[2, 1])
+    streams = {"x": torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))}
+    try:
+        return float((alone[0](streams) - spread[0](streams)).abs().max())
+    except TrimtabError as error:
+        return str(error)
+
+
+def test_what_only_its_names_tell_is_checked_in_the_first_forward_pass(ranks: Pool) -> None:
+    for gap, message in zip(ranks(2, unreached, False), ranks(2, unreached, True), strict=True):
+        assert gap < 1e-6
+        assert "Unreached (0.mlp) cannot be sharded as the names of its projections suggest" in message
+        assert "replicate=['0.mlp']" in message
+
+
 def bert_by_hand() -> tuple[float, list[str]]:
     from transformers.models.bert.modeling_bert import BertAttention, BertLayer
 

@@ -44,6 +44,33 @@ _SWIN: dict[str, Any] = {
     "drop_path_rate": 0.0,
 }  # fmt: skip
 
+_NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+_XLM: dict[str, Any] = {
+    "emb_dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": VOCABULARY, "n_words": VOCABULARY,
+    "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32,
+}  # fmt: skip
+_FUNNEL: dict[str, Any] = {
+    "d_model": WIDTH, "n_head": HEADS, "d_inner": HIDDEN, "vocab_size": VOCABULARY, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+_STAGES: dict[str, Any] = {
+    "image_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+}  # fmt: skip
+_PVT: dict[str, Any] = {
+    **_STAGES, "num_encoder_blocks": 1, "depths": [1], "sequence_reduction_ratios": [1], "hidden_sizes": [16],
+    "patch_sizes": [4], "strides": [4], "num_attention_heads": [4], "mlp_ratios": [2],
+}  # fmt: skip
+_SEGFORMER: dict[str, Any] = {
+    **_STAGES, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16],
+    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2],
+    "classifier_dropout_prob": 0.0,
+}  # fmt: skip
+_RWKV: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+_JAMBA: dict[str, Any] = {
+    **_LLAMA, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+}  # fmt: skip
+
 FURTHER: tuple[Family, ...] = (
     Family("Gemma", "GemmaForCausalLM", {**_LLAMA, "head_dim": 4}),
     Family("OLMo", "OlmoForCausalLM", _LLAMA),
@@ -99,6 +126,41 @@ FURTHER: tuple[Family, ...] = (
         "images",
         eager=True,
     ),
+    Family("UMT5", "UMT5ForConditionalGeneration", _T5, "seq2seq"),
+    Family(
+        "BioGPT",
+        "BioGptForCausalLM",
+        {**_BERT, "use_cache": False, "activation_dropout": 0.0, "layerdrop": 0.0},
+    ),
+    Family("Marian", "MarianMTModel", _TRANSLATION, "seq2seq"),
+    Family("CamemBERT", "CamembertForMaskedLM", _BERT),
+    Family("RoFormer", "RoFormerForMaskedLM", _BERT, eager=True),
+    Family("ERNIE", "ErnieForMaskedLM", _BERT),
+    Family("XLM", "XLMWithLMHeadModel", _XLM, eager=True),
+    Family("OpenAI GPT", "OpenAIGPTLMHeadModel", _GPT, eager=True),
+    Family("CTRL", "CTRLLMHeadModel", {**_GPT, "dff": HIDDEN}, eager=True),
+    Family("EXAONE 4", "Exaone4ForCausalLM", _LLAMA),
+    Family("Helium", "HeliumForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("Ministral", "MinistralForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("Seed-OSS", "SeedOssForCausalLM", {**_LLAMA, "head_dim": 4, **_NO_DROPOUT}),
+    Family("ERNIE 4.5", "Ernie4_5ForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("Arcee", "ArceeForCausalLM", _LLAMA),
+    Family("GLM", "GlmForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("Apertus", "ApertusForCausalLM", _LLAMA),
+    Family("LFM2", "Lfm2ForCausalLM", _LLAMA),
+    Family(
+        "Granite MoE", "GraniteMoeForCausalLM", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    Family("PhiMoE", "PhimoeForCausalLM", {**_LLAMA, "num_local_experts": 4}),
+    Family(
+        "FNet",
+        "FNetForMaskedLM",
+        {**_TEXT, "intermediate_size": HIDDEN, "hidden_dropout_prob": 0.0},
+        eager=True,
+    ),
+    Family("LayoutLM", "LayoutLMForMaskedLM", _BERT, eager=True),
+    Family("ViT-MSN", "ViTMSNForImageClassification", _IMAGE, "images"),
+    Family("PVT", "PvtForImageClassification", _PVT, "images", eager=True),
 )
 """Trained as on a single device, attention and MLPs divided."""
 
@@ -117,5 +179,16 @@ IN_PART: tuple[Family, ...] = (
             "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1,
         },
     ),
+    Family("OLMo3", "Olmo3ForCausalLM", _LLAMA),
+    Family("CodeGen", "CodeGenForCausalLM", {**_GPT, "rotary_dim": 4, "n_head": 4}, eager=True),
+    Family("XLNet", "XLNetLMHeadModel", {**_FUNNEL, "n_layer": LAYERS, "dropout": 0.0}, eager=True),
+    Family("Funnel", "FunnelForMaskedLM", {**_FUNNEL, "d_head": 4, "block_sizes": [1, 1]}, eager=True),
+    Family("Swin V2", "Swinv2ForImageClassification", _SWIN, "images", eager=True),
+    Family("SegFormer", "SegformerForImageClassification", _SEGFORMER, "images", eager=True),
+    Family("RWKV", "RwkvForCausalLM", {**_RWKV, "context_length": 32, "use_cache": False}, eager=True),
+    Family("Jamba", "JambaForCausalLM", _JAMBA, eager=True),
 )  # fmt: skip
-"""Trained as on a single device, with attention whole on every rank: its heads share a norm, a bias or keys."""
+"""Trained as on a single device, with a part of the layers whole on every rank.
+
+Most often attention, whose heads share a norm, a bias or keys; the MLP of SegFormer and the Mamba layers of Jamba.
+"""

@@ -58,8 +58,8 @@ def convert(
 ) -> ShardedModel:
     """Keep only this rank's units of every block. The parameters of rank 0 are broadcast.
 
-    Everything is checked before anything is changed. Only declared modules are compared with the unsharded ones once
-    more, in their first forward pass, with the inputs of the job.
+    Everything is checked before anything is changed. Declared modules, and those that no example has
+    reached, are compared with the unsharded ones in their first forward pass, with the inputs of the job.
 
     Args:
         share: returns the table of every block, given for each its number of units and the bytes of one unit.
@@ -84,10 +84,7 @@ def convert(
         known = chosen.get((type(each.parent), each.kind))
         adaptation, problem = _adaptation(each, split, known)
         if problem.startswith(FAILS) and isinstance(each.kind, (Mlp, Attention)):
-            blocks[index], problem = (
-                replace(each, call=None),
-                "",
-            )  # a known kind, or checked in its first forward pass
+            blocks[index], problem = replace(each, call=None), ""  # checked in its first forward pass
         if not problem:
             chosen[type(each.parent), each.kind] = adaptation
             splits[each.name] = replace(split, adaptation=adaptation)
@@ -124,7 +121,7 @@ def convert(
     key_dropout(model, sharded, {each.name: each for each in blocks})
     attach_state(model).tensor_parallel = sharded
     for each in blocks:
-        if each.declared:
+        if each.declared or each.call is None:  # not run on an example: its name alone says little
             verify_at_first_forward(each, sharded.blocks[each.name])
     if replicated and group.rank == 0:
         logger().warning("tensor_parallel: replicated on every rank: %s", listed(replicated))
@@ -288,7 +285,7 @@ def _shard(found_block: FoundBlock, split: Split, table: UnitTable, sharded: Sha
         align_biases(block)
     elif split.heads and split.adaptation.entries:
         select_entries(block)
-    for name in kind.inside if isinstance(kind, Units) else ():
+    for name in found_block.inside:
         module = found_block.parent.get_submodule(name)
         by_head = (
             split.adaptation.bias or (split.adaptation.entries and module is found_block.parent)

@@ -12,7 +12,7 @@ from torch import nn
 from trimtab.errors import TrimtabError
 from trimtab.sharding.structure.example import repeated_layers
 from trimtab.sharding.structure.functional import functional_kind
-from trimtab.sharding.structure.layout import find_units
+from trimtab.sharding.structure.layout import find_units, inside_of
 from trimtab.sharding.structure.linear import features, is_linear
 from trimtab.sharding.structure.trace import Call, Trace, trace_model
 from trimtab.sharding.unit_kinds import (
@@ -47,6 +47,8 @@ class FoundBlock:
     """Whether the user declared the kind: then it is refused, not replicated, if it does not work."""
     call: Call | None = None
     """Arguments of the parent, to try it with; None if it has not been run."""
+    inside: tuple[str, ...] = ()
+    """Modules with parameters that every unit uses: on each rank their gradient is that of its units only."""
 
 
 def find_blocks(
@@ -113,6 +115,7 @@ def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trac
                 kind=kind,
                 declared=declared,
                 call=trace.calls.get(path),
+                inside=_inside(model, trace, path, kind),
             )
         )
     names = [block.name for block in blocks]
@@ -122,6 +125,13 @@ def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trac
         else replace(block, name=f"{block.path}.{block.kind.out}".lstrip("."))
         for block in blocks
     ]
+
+
+def _inside(model: nn.Module, trace: Trace, path: str, kind: AnyKind) -> tuple[str, ...]:
+    if isinstance(kind, Units):
+        return kind.inside
+    last = trace.linears.get(f"{path}.{kind.out}".lstrip("."))
+    return () if last is None else tuple(inside_of(model, trace, last, path))
 
 
 def _kinds_of(

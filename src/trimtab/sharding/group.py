@@ -129,7 +129,7 @@ class _Leave(torch.autograd.Function):
         group.compute_ends()
         total = y.detach().contiguous()
         group.all_reduce(total)  # in place: backward of a product does not need its result
-        return total
+        return no_view(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -143,7 +143,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
         total = y.detach().contiguous()
         group.all_reduce(total)
-        return total
+        return no_view(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -161,6 +161,11 @@ class _Apart(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.group.compute_starts()
         return gradients[0], None
+
+
+def no_view(y: Tensor) -> Tensor:
+    """The same memory, as a result that the model may change in place: autograd forbids that for a view."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape)  # type: ignore[no-any-return]
 
 
 def enter(x: Tensor, group: TensorGroup) -> Tensor:

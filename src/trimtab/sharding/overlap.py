@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.group import TensorGroup, no_view
 
 
 class Late:
@@ -240,7 +240,7 @@ class _Product(torch.autograd.Function):
             x, weight = (v if v.dtype == torch.float64 else v.to(low) for v in (x, weight))
             bias = bias.to(weight.dtype) if bias is not None else None
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias) if transposed else x @ weight
+        return no_view(F.linear(x, weight, bias) if transposed else x @ weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Check that a declared module computes its units independently of how many a rank has.
+"""Check that a module computes its units independently of how many a rank has: one that is declared, or found by name.
 
 A forward pass that splits heads by their number, orders a fused projection differently, or mixes hidden units gives
 other outputs when the units are sharded, often without an error. So the hidden values of this rank's units are
@@ -102,12 +102,17 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
 
 
 def refusal(found: FoundBlock, problem: str) -> TrimtabError:
-    """The error for a declared module that cannot be split as declared."""
+    """The error for a module that cannot be split as it is declared, or as its names suggest."""
+    what = f"{type(found.parent).__name__} ({found.path or 'the model'})"
+    how = (
+        "as kinds= declares it"
+        if found.declared
+        else f"as the names of its projections suggest ({found.kind})"
+    )
     return TrimtabError(
-        f"tensor_parallel: {type(found.parent).__name__} ({found.path or 'the model'}) cannot be sharded as kinds= "
-        f"declares it: {problem}. Its forward pass must split heads by their width, view(..., -1, head_dim), order a "
-        "fused projection as all queries, all keys, all values, and not mix units. Change that, or replicate the "
-        f"module with replicate=[{found.path!r}]"
+        f"tensor_parallel: {what} cannot be sharded {how}: {problem}. Its forward pass must split heads by their "
+        "width, view(..., -1, head_dim), order a fused projection as all queries, all keys, all values, and not mix "
+        f"units. Change that, or replicate the module with replicate=[{found.path!r}]"
     )
 
 

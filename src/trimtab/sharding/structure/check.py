@@ -69,10 +69,10 @@ def _run(parent: nn.Module, out: str, call: Call, replace: Tensor | None) -> tup
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         first, *rest = output if isinstance(output, tuple) else (output,)
-        seen.append(first)
+        seen.append(first.clone())  # what follows may change it in place
         if replace is None:
             return None
-        return (replace, *rest) if isinstance(output, tuple) else replace
+        return (replace.clone(), *rest) if isinstance(output, tuple) else replace.clone()
 
     modes = [(module, module.training) for module in parent.modules()]
     handle = (parent.get_submodule(out) if out else parent).register_forward_hook(hook)

@@ -72,7 +72,8 @@ def _transformers(model: Any, like: Tensor) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
 
     def tokens(below: int) -> Tensor:
-        length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+        most = getattr(text, "max_position_embeddings", None) or -1  # -1: any number
+        length = min(_LENGTH, most) if most > 0 else _LENGTH
         generator = torch.Generator().manual_seed(0)
         return torch.randint(below, (_BATCH, length), generator=generator).to(like.device)
 

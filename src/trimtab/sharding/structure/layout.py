@@ -90,12 +90,17 @@ def _block(
         out=call.path[start:],
         width=units.width,
         heads=units.heads,
-        inside=tuple(name[start:] for name in _inside(model, trace, call, path)),
+        inside=tuple(inside_of(model, trace, call, path)),
     )
 
 
-def _inside(model: nn.Module, trace: Trace, call: LinearCall, path: str) -> Iterator[str]:
-    """Modules with parameters of their own between the projections, such as a norm of the queries by head."""
+def inside_of(model: nn.Module, trace: Trace, call: LinearCall, path: str) -> Iterator[str]:
+    """Modules with parameters of their own between the projections of a block, such as a norm of the queries by head.
+
+    Args:
+        call: of the block's last projection.
+        path: of the module that computes the block; the names are those inside it.
+    """
     modules = [
         (name, list(module.parameters(recurse=False)))
         for name, module in model.get_submodule(path).named_modules(prefix=path)
@@ -103,7 +108,7 @@ def _inside(model: nn.Module, trace: Trace, call: LinearCall, path: str) -> Iter
     ]
     for name, parameters in modules:
         if any(g is not None for g in trace.gradients(call, parameters, slice(None))):
-            yield name
+            yield name[len(path) + 1 if path else 0 :]
 
 
 def _common(paths: list[str]) -> str:

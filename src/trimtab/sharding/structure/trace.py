@@ -73,8 +73,12 @@ class Trace:
 def trace_model(model: nn.Module) -> Trace:
     """Record one pass of the model, or of its layers, in evaluation mode. Nothing of the model changes."""
     trace = Trace()
-    calls = list(example_calls(model))
-    if not calls:
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    try:
+        calls += example_calls(model)
+    except Exception as error:  # a configuration that says other things than most
+        trace.problem = f"no example inputs for {type(model).__name__}: {error}"
+    if not calls and not trace.problem:
         trace.problem = "the model has no parameters on a device, or no input can be made for it"
     names = {id(module): name for name, module in model.named_modules()}
     with _hooked(model, names, trace), torch.enable_grad(), _random_state(model):
@@ -98,8 +102,10 @@ def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[N
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
             trace.inputs[name] = tensors
 
-    def after(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    def after(module: nn.Module, args: Any, y: Any) -> Any:
         name = names[id(module)]
+        if not isinstance(y, Tensor):  # a router that is a subclass of nn.Linear
+            return y
         if name in trace.linears or name in trace.repeated:
             trace.linears.pop(name, None)
             trace.repeated.add(name)
