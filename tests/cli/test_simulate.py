@@ -26,6 +26,14 @@ def test_measurements_of_another_version_are_refused(tmp_path: Path) -> None:
         simulate(tmp_path / "c.json", "gpt", batch=2, as_json=True)
 
 
+def test_plans_of_another_version_are_refused_by_their_own_name(tmp_path: Path) -> None:
+    save_cluster(cluster(), tmp_path / "c.json")
+    (tmp_path / "p.json").write_text(json.dumps({"version": 1}))
+    with pytest.raises(TrimtabError, match=r"version mismatch: found 1.*trimtab plan") as refused:
+        simulate(tmp_path / "c.json", "gpt", batch=2, plan=tmp_path / "p.json", as_json=True)
+    assert str(refused.value).startswith(f"{tmp_path / 'p.json'}")
+
+
 @pytest.mark.parametrize(("samples", "far"), [(8, False), (40, True)])
 def test_batches_far_from_those_probed_are_said_once(
     samples: int,

@@ -93,10 +93,11 @@ def simulate(
     from trimtab.cluster import check_profile, load_cluster, model_name
     from trimtab.planning.cases import changed_clusters, verdicts
     from trimtab.planning.cluster_changes import parsed_prices, priced, require_one_kind, with_link
+    from trimtab.planning.plan import load_plan
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
 
-    base = load_cluster(cluster)
+    base, loaded = load_cluster(cluster), None if plan is None else load_plan(plan)
     try:
         if base.profile is not None:
             check_profile(base.profile, trimtab=trimtab.__version__)
@@ -116,8 +117,8 @@ def simulate(
                 require_one_kind(changed)
         changes = [(name, priced(changed, prices)) for name, changed in changes]
         job, setting = base, even(base, batch)
-        if plan is not None:
-            loaded = _plan_for(plan, base, model)
+        if loaded is not None:
+            _require_model(loaded, f"{plan}", base, model)
             job, setting = planned(loaded, base)
             batch_size = batch_size or loaded.batch_size
         outcomes = what_ifs(job, workload, setting, bits=bits)
@@ -218,15 +219,13 @@ def _workload(cluster: Cluster, model: str, samples: int, autocast: str | None, 
     return workload_of(model, samples=samples, autocast=autocast, device=min(kinds), real=real)
 
 
-def _plan_for(path: Path, cluster: Cluster, model: str) -> Plan:
-    """The plan of a file; refused if it was made for another model."""
+def _require_model(plan: Plan, path: str, cluster: Cluster, model: str) -> None:
+    """Refuse a plan that was made for another model."""
     import torch
 
     from trimtab.measure.fingerprint import fingerprint
     from trimtab.models.spec import load_model
-    from trimtab.planning.plan import load_plan
 
-    plan = load_plan(path)
     stored = None if cluster.profile is None else cluster.profile.models.get(model)
     own = fingerprint(load_model(model, torch.device("meta")).model) if stored is None else stored.fingerprint
     if plan.model != own:
@@ -234,7 +233,6 @@ def _plan_for(path: Path, cluster: Cluster, model: str) -> Plan:
             f"{path} was made for another model (fingerprint {plan.model}) than {model} ({own}); make a new one with "
             f"`trimtab plan --model {model}`"
         )
-    return plan
 
 
 def ranks(outcome: Outcome) -> list[dict[str, Any]]:
