@@ -195,7 +195,8 @@ class Takeover:
         repeated = torch._C._current_graph_task_id() != -1
         if repeated or OwnSteps.running or not in_training_mode(module) or not torch.is_grad_enabled():
             return
-        if id(module) not in self._inside:
+        gone = self._model is None or self._model() is None  # its ids may be those of a new model
+        if gone or id(module) not in self._inside:
             self._model = weakref.ref(module)
             self._inside = {id(inner) for inner in module.modules()}
         if self._model is not None and self._model() is module:
