@@ -61,6 +61,52 @@ def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
     assert "local steps" in done.stderr
 
 
+OTHERS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+    def forward(self, inputs):
+        return (inputs.to(torch.complex64) @ self.weight).abs()
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+hooked = DistributedDataParallel(nn.Linear(8, 8))
+hooked.register_comm_hook(None, fp16_compress_hook)
+for ddp in (DistributedDataParallel(Complex()), hooked):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(9):
+        ddp(torch.randn(4, 8) + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_auto_steps_aside_and_a_script_may_have_its_own_hook(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OTHERS)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2", "--local-steps", "auto"),
+            str(tmp_path / "train.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weight is complex" in done.stderr
+    assert "gradients are exchanged in every step" in done.stderr
+
+
 def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     script = str(tmp_path / "train.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.control.local_choice import STREAM, codec_work_s, stream_s
+from trimtab.control.local_choice import STREAM, codec_work_s, of_given_bits, stream_s
 from trimtab.planning.local_steps import MOST_FRAGMENTS
 from trimtab.predict.exchange import Exchange
 
@@ -32,3 +32,11 @@ def test_exchanges_that_follow_each_other() -> None:
     )
     assert stream_s(4.0, 4.0 + (STREAM - 1) * 1.0) == 2.0, "four stages at once, but two turns to arrive in"
     assert stream_s(3.0, 3.0 + (STREAM - 1) * 1.0, on_gpu=True) == 2.0
+
+
+def test_rounds_are_chosen_for_the_bits_that_are_given() -> None:
+    measured = {4: 4.25, 2: 2.25}
+    assert of_given_bits(measured, 2) == {2: 2.25}
+    assert of_given_bits(measured, 8) == {4: pytest.approx(8.25)}
+    assert of_given_bits(measured, None) == {4: pytest.approx(32.25)}
+    assert of_given_bits(measured, 1) == {2: pytest.approx(1.25)}

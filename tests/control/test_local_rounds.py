@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.planning.local_steps import LocalChoice, local_settings
 
 

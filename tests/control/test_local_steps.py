@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import trimtab
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.control.shares.script_hooks import take_over
 from trimtab.model_state import state_of
+from trimtab.planning.local_steps import LocalChoice
 from trimtab.planning.shares.batch import Adjust
 
 SETTINGS: dict[str, Any] = {"every": 6, "fragments": 3, "delay": 2, "outer_lr": 1.1, "outer_momentum": 0.2}
@@ -37,16 +39,21 @@ def agreed(model: nn.Module) -> torch.Tensor:
         return flat(model).clone()
 
 
-def on_hosts(steps: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Ranks 0 and 1 are one host, ranks 2 and 3 another."""
-    rank = dist.get_rank()
+def two_hosts(module: nn.Module) -> DistributedDataParallel:
+    """Ranks 0 and 1 are one host, ranks 2 and 3 another; hosts are workers."""
     before = os.environ.get("GROUP_RANK")
-    os.environ["GROUP_RANK"] = str(rank // 2)
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
-        model = DistributedDataParallel(net())
+        model = DistributedDataParallel(module)
         trimtab.local_steps(model, **SETTINGS, bits=None)
     finally:
         os.environ.pop("GROUP_RANK") if before is None else os.environ.update(GROUP_RANK=before)
+    return model
+
+
+def on_hosts(steps: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    rank = dist.get_rank()
+    model = two_hosts(net())
     optimizer = optimizer_for(model)
     for step in range(1, steps + 1):
         one_step(model, optimizer, step, rank)
@@ -69,6 +76,36 @@ def test_ranks_of_a_host_are_one_worker(ranks: Pool) -> None:
         assert torch.equal(own, outcome[rank // 2 * 2][0]), "ranks of a host have the same weights"
         assert "2 hosts" in explanation
         assert "the loss is expected to be" in explanation
+
+
+def agreement_of_hosts(alike: bool) -> tuple[float | None, bool]:
+    """Hosts see the same batches, or their own; and whether running statistics stay with their rank in a round."""
+    rank = dist.get_rank()
+    model = two_hosts(nn.Sequential(net(), nn.BatchNorm1d(3)))
+    optimizer = optimizer_for(model)
+    for step in range(1, 21):
+        one_step(model, optimizer, step, rank % 2 if alike else rank, samples=8)
+    mean = model.module[1].running_mean
+    everyone = [torch.empty_like(mean) for _ in range(4)]
+    dist.all_gather(everyone, mean)
+    local = local_steps_of(model)
+    assert local is not None
+    assert local.worker is not None
+    value = local.worker.agreement.value
+    close(model)
+    return value, not torch.equal(everyone[0], everyone[1])
+
+
+def test_agreement_is_measured_between_hosts(ranks: Pool) -> None:
+    measured = {alike: ranks(4, agreement_of_hosts, alike) for alike in (True, False)}
+    for outcome in measured.values():
+        assert len({value for value, _ in outcome}) == 1, "all ranks have measured the same"
+        assert all(apart for _, apart in outcome), "DDP broadcasts no buffers between hosts"
+    alike, own = measured[True][0][0], measured[False][0][0]
+    assert alike is not None
+    assert own is not None
+    assert alike == pytest.approx(1.0, abs=1e-3)
+    assert own < 0.98
 
 
 class Slow(nn.Module):
@@ -110,6 +147,24 @@ def test_ddp_goes_back_to_every_step_where_that_is_fast_enough(ranks: Pool) -> N
         assert not has_state
         assert min(apart[:6]) > 0, "each rank for itself while steps are timed"
         assert max(apart[6:]) == 0, "then weights, optimizer states and gradients are the same"
+
+
+def with_a_static_graph() -> tuple[str, list[float]]:
+    model = DistributedDataParallel(Slow(), static_graph=True)
+    trimtab.local_steps(model)
+    optimizer = optimizer_for(model)
+    for step in range(1, 12):
+        one_step(model, optimizer, step, dist.get_rank())
+    text = trimtab.explain(model)
+    of_all = agreed(model).tolist()
+    close(model)
+    return text, of_all
+
+
+def test_a_static_graph_takes_the_shortest_rounds_instead(ranks: Pool) -> None:
+    (text, first), (_, second) = ranks(2, with_a_static_graph)
+    assert "agree every 2 steps" in text
+    assert first == second
 
 
 def through_a_loader(shares: tuple[int, int], steps: int) -> torch.Tensor:
@@ -184,6 +239,72 @@ def test_batches_of_an_unchanged_loop_are_cut_and_count_in_the_agreement(ranks: 
         ):
             torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
             assert any("batches of 6/2 samples" in text for text in texts)
+
+
+def back_to_every_step(steps: int, after: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """As above, with SGD; at the end of the fourth round workers go back to DDP."""
+    data = TensorDataset(*samples(8 * steps))
+    takeover, give_back = take_over((6, 2))
+    try:
+        model = DistributedDataParallel(net())
+        trimtab.local_steps(model, every=2, workers="ranks")
+        local = local_steps_of(model)
+        assert local is not None
+        local._chooser = lambda **_: LocalChoice(settings=None, penalty=0.0, step_s=1.0, reason="for a test")
+        takeover.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False))
+        between = flat(model).clone()
+        for step, (inputs, targets) in enumerate(loader, 1):
+            outputs = model(inputs)
+            if step == after:
+                between = flat(model).clone()
+            F.mse_loss(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        give_back()
+    text = trimtab.explain(model)
+    local.close()
+    return between, flat(model).clone(), text
+
+
+def test_after_going_back_to_every_step_cut_batches_count_by_their_samples(ranks: Pool) -> None:
+    steps, after = 14, 10
+    outcome = ranks(2, back_to_every_step, steps, after)
+    inputs, targets = samples(8 * steps)
+    reference = net()
+    nn.utils.vector_to_parameters(outcome[0][0].clone(), reference.parameters())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(after, steps + 1):
+        part = slice(8 * (step - 1), 8 * step)
+        F.mse_loss(reference(inputs[part]), targets[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for between, final, text in outcome:
+        assert "local steps are off: for a test" in text
+        assert torch.equal(between, outcome[0][0]), "weights were averaged once"
+        torch.testing.assert_close(final, flat(reference), rtol=1e-5, atol=1e-6)
+
+
+def at_uneven_speed(pauses: tuple[float, float]) -> torch.Tensor:
+    pause = pauses[dist.get_rank()]
+    data = trimtab.loader(TensorDataset(*samples(8 * 14)), 8, shares=(6, 2), adjust=None)
+    model = net()
+    trimtab.local_steps(model, every=4, fragments=2, bits=2)
+    optimizer = optimizer_for(model)
+    for step, (inputs, targets) in enumerate(data):
+        time.sleep(pause * (step % 3))
+        data.weigh(F.mse_loss(model(inputs), targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(model)
+    return flat(model).clone()
+
+
+def test_runs_with_fixed_shares_are_the_same_to_the_bit_at_any_speed(ranks: Pool) -> None:
+    once, again = ranks(2, at_uneven_speed, (0.0, 0.02)), ranks(2, at_uneven_speed, (0.03, 0.0))
+    assert all(map(torch.equal, once, again))
 
 
 def late_with_a_loader() -> tuple[tuple[int, ...], torch.Tensor]:

@@ -14,8 +14,8 @@ from torch import nn
 import trimtab
 from trimtab.collectives import runner_for
 from trimtab.collectives.groups import private_groups
-from trimtab.control.local_steps import local_steps_of
 from trimtab.control.rank_values import LaterNumbers
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.local.agreement import AgreedFragment
 from trimtab.local.device import streams_for
 from trimtab.local.fragments import Part

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.errors import TrimtabError
 
 
@@ -87,6 +87,31 @@ def test_changes_count_by_samples_and_ddp_stays_silent(ranks: Pool) -> None:
         torch.testing.assert_close(of_rank, agreed, rtol=1e-5, atol=1e-6)
     even, _ = in_one_process(14, (1, 1), settings)
     assert not torch.allclose(expected[0], even[0], rtol=1e-3), "the shares matter"
+
+
+def every_step(local: bool, steps: int) -> torch.Tensor:
+    """SGD with momentum, gradients of two batches accumulated."""
+    ddp = DistributedDataParallel(net())
+    if local:
+        trimtab.local_steps(ddp, every=1, bits=None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(steps):
+        for part in range(2):
+            ddp.require_backward_grad_sync = part == 1
+            inputs, targets = batch(2 * step + part, dist.get_rank())
+            (F.mse_loss(ddp(inputs), targets) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ddp(batch(0, 0)[0])
+    own = local_steps_of(ddp)
+    if own is not None:
+        own.close()
+    return flat(ddp).clone()
+
+
+def test_rounds_of_one_step_with_sgd_are_ddp(ranks: Pool) -> None:
+    for local, ddp in zip(ranks(3, every_step, True, 12), ranks(3, every_step, False, 12), strict=True):
+        torch.testing.assert_close(local, ddp, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -198,6 +223,35 @@ def test_other_numbers_of_workers_continue_from_the_agreement(ranks: Pool) -> No
     state = ranks(2, saved_state, 9)[0]
     agreed = ranks(3, grown, 12, state)
     assert all(torch.equal(each, agreed[0]) for each in agreed)
+
+
+def agreed_at_the_end(steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    model = wide_net()
+    trimtab.local_steps(
+        model, every=6, fragments=3, delay=4, bits=None, outer_lr=1.0, outer_momentum=0.0, keep=0.5
+    )
+    optimizer = optimizer_for(model)
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, step, dist.get_rank())
+    local = local_steps_of(model)
+    assert local is not None
+    local.finish_step()
+    assert local.worker is not None
+    local.worker.finish()
+    own = flat(model).clone()
+    with trimtab.agreed_weights(model, now=True):
+        agreed = flat(model).clone()
+    one_step(model, optimizer, steps + 1, dist.get_rank())  # and the round goes on
+    local.finish_step()
+    local.close()
+    return own, agreed, flat(model)
+
+
+def test_workers_can_agree_on_all_that_they_did_until_now(ranks: Pool) -> None:
+    (own, agreed, _), (other, same, _) = ranks(2, agreed_at_the_end, 9)
+    assert not torch.equal(own, other)
+    torch.testing.assert_close(agreed, (own + other) / 2)
+    assert torch.equal(agreed, same)
 
 
 def with_grad_scaler() -> int:

@@ -227,3 +227,8 @@ def test_the_largest_parameter_is_ready_last() -> None:
     assert every_step_seconds(step_s, 2.0, 0.1, 0.3) == pytest.approx(2.6), (
         "what does not fit the backward pass"
     )
+
+
+def test_rounds_of_one_step_take_the_mean() -> None:
+    settings = local_settings(1, 4, 4, 10)
+    assert (settings.outer_lr, settings.outer_momentum, settings.delay) == (1.0, 0.0, 0)

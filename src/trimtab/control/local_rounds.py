@@ -6,7 +6,7 @@ from torch import nn
 
 from trimtab.local.worker import LocalWorker
 from trimtab.local_settings import LocalSettings
-from trimtab.planning.local_steps import LocalChoice
+from trimtab.planning.local_steps import LocalChoice, expected_loss, of_one_step
 
 FIRST_CHECK = 4
 """Rounds before agreement is looked at first, and then after twice as many each time: it falls while a model learns."""
@@ -40,3 +40,26 @@ def shortened(worker: LocalWorker, module: nn.Module, settings: LocalSettings, s
         fragment.load_state_dict(state["agreed"], state["momentum"])
     following.missed(worker.steps, worker.samples)
     return following
+
+
+def in_words(worker: LocalWorker, choice: LocalChoice | None) -> str:
+    """The rounds, why they are so long if that was chosen, and the loss that is expected of them."""
+    own, workers = worker.settings, worker.workers
+    who = (
+        "workers"
+        if workers.inside is None
+        else f"hosts, whose ranks average in every step ({workers.ranks}),"
+    )
+    text = (
+        f"local steps: {workers.count} {who} agree every {own.every} steps, in "
+        f"{own.bits or 32} bits and {len(worker.fragments)} fragments"
+    )
+    if worker.late:
+        text += f"; {worker.late} fragments came late and were taken later"
+    reason = None if choice is None else choice.reason
+    measured = worker.agreement.value
+    if reason is None or measured is not None:
+        common = None if measured is None else of_one_step(measured, own.every)
+        expected = expected_loss(workers.count, own.every, own.bits, common)
+        reason = expected if reason is None else f"{reason}; measured by now: {expected}"
+    return f"{text}; {reason}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,37 +16,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from trimtab.collectives.groups import destroy_groups, private_groups
-from trimtab.control.compression.ddp import compress_ddp
-from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.local_choice import measured_chooser
-from trimtab.control.local_rounds import is_better, is_checked, shortened
+from trimtab.control.local_ddp import DdpOfWorker
+from trimtab.control.local_rounds import in_words, is_better, is_checked, shortened
+from trimtab.control.local_watch import HandUpdates, LoadedWeights, shards_states
 from trimtab.control.local_workers import WhoWorks, ranks_of_workers
-from trimtab.control.rank_values import LaterNumbers, gather_numbers
-from trimtab.control.training_steps import TrainingSteps, observe_skipped_steps
-from trimtab.control.unify import unify
+from trimtab.control.rank_values import NumbersOfOwners, gather_numbers
+from trimtab.control.running_local_steps import StepTimer, active
+from trimtab.control.training_steps import TrainingSteps, in_training_mode, observe_skipped_steps
+from trimtab.control.unify import forget_lost, unify
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.local.worker import LocalWorker
-from trimtab.local.workers import HOST, Workers, start_alike
+from trimtab.local.workers import HOST, Workers, are_alike, start_alike
 from trimtab.local_settings import LocalSettings
-from trimtab.model_state import JobBound, JobHook, find_state
-from trimtab.planning.local_steps import LocalChoice, expected_loss, local_settings, of_one_step
+from trimtab.model_state import JobBound, JobHook
+from trimtab.planning.local_steps import LocalChoice, local_settings, of_one_step
 from trimtab.report import events
 
 WARM_UP, TIMED = 2, 4
 """Steps before the settings are chosen: some that are not timed, and some that are."""
-
-
-class StepTimer(Protocol):
-    """Times this rank's own work in a step: a loader that shares batches out by speed."""
-
-    @property
-    def follows_speeds(self) -> bool:
-        """Whether batches will be such that all ranks take the same time."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Around what is not part of it."""
 
 
 class LocalSteps(JobBound):
@@ -64,7 +53,6 @@ class LocalSteps(JobBound):
         who: WhoWorks = "auto",
     ) -> None:
         """Collective. `every` None chooses by measurements after a few steps; `changes` are settings that are given."""
-        ddp = isinstance(model, DistributedDataParallel)
         self.module = model.module if isinstance(model, DistributedDataParallel) else model
         self.group, self.seed, self._changes = group, seed, changes
         self._max_penalty = max_penalty
@@ -72,10 +60,12 @@ class LocalSteps(JobBound):
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not trained:
             raise TrimtabError("local_steps: the model has no parameter that is trained")
+        if odd := next((name for name, p in trained.items() if p.is_complex()), None):
+            raise TrimtabError(
+                f"local_steps: {odd} is complex, and changes of weights are exchanged as real numbers"
+            )
+        self._trained = trained
         self.device = next(iter(trained.values())).device
-        self._parameters = len(trained)
-        self._numel = sum(p.numel() for p in trained.values())
-        self._largest = max(p.numel() for p in trained.values())
         self._members = ranks_of_workers(model, group, self.device, who)
         self.worker: LocalWorker | None = None
         self.choice: LocalChoice | None = None
@@ -83,32 +73,38 @@ class LocalSteps(JobBound):
         """Where settings are chosen by measurements: chooses again, from agreement too."""
         self.timer: StepTimer | None = None
         """Must not count the time in which this worker waits for others as its own."""
-        self._numbers: weakref.WeakKeyDictionary[object, LaterNumbers] = weakref.WeakKeyDictionary()
-        self._number_groups: list[dist.ProcessGroup] = []
+        self.numbers = NumbersOfOwners(group, HOST)
         self._start: dict[str, torch.Tensor] | None = None
         self._samples = self._batch = self._seen = self._skipped = 0
         self._ended = False
         self._began = 0.0
         self._times: list[float] = []
-        self._off = False
-        if isinstance(model, DistributedDataParallel):
-            # As inside `no_sync()`, for good: gradients and buffers stay with their worker.
-            model.require_backward_grad_sync = model.require_forward_param_sync = False
+        self._off = self._opened = self._begun = self._resumed = False
+        """Whether a forward pass of training was seen, a step was taken, and a checkpoint of local steps was loaded
+        that no step has followed."""
+        self._loaded = LoadedWeights(self.module, list(trained.values()))
+        self._by_hand = HandUpdates(list(trained.values()))
+        # Before what follows a step is done: the script may have changed weights since.
+        before = JobHook(torch.compiler.disable(self._before_forward))
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        self._steps = TrainingSteps(model, {id(p) for p in trained.values()}, self, skipped=True)
+        self._ddp = DdpOfWorker(model) if isinstance(model, DistributedDataParallel) else None
         if every is not None:
-            settings = local_settings(every, 4, self._count_workers(), self._parameters)
+            settings = local_settings(every, 4, self._count_workers(), len(self._trained))
             self._agree(replace(settings, **changes))
             self._say(self.explain().removeprefix("local steps: "))
         else:
             start_alike(list(trained.values()), group, self.device)
-            self._start = {name: p.detach().float().clone() for name, p in trained.items()}
-        self._steps = TrainingSteps(model, {id(p) for p in trained.values()}, self, skipped=True)
-        count = JobHook(torch.compiler.disable(self._count))
-        model.register_forward_pre_hook(count, with_kwargs=True)
-        if ddp and every is None:  # only then is it asked for
-            skip = observe_skipped_steps(_weakly(self))
+            self._start = self._present()
+        if self._ddp is not None and every is None:  # only then is it asked for
+            alive = weakref.WeakMethod(self.skips)
+            skip = observe_skipped_steps(lambda _: own() if (own := alive()) else None)
             weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
-        _active.add(self)
+        active.add(self)
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().float().clone() for name, p in self._trained.items()}
 
     def _count_workers(self) -> int:
         return self.group.size() if self._members is None else len(self._members)
@@ -123,26 +119,10 @@ class LocalSteps(JobBound):
         self.worker = LocalWorker(
             self.module, self.group, settings, workers=workers, seed=self.seed, start=start
         )
-        self.worker.restored = self._forget_lost
-        model = self._model()
-        if workers.gradients is not None and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, self._average_on_host)
-            model.require_backward_grad_sync = True
-
-    def _forget_lost(self) -> None:
-        """What the optimizers kept of gradients that were not finite would spoil the next weights too."""
-        for optimizer in self._steps.optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        value.nan_to_num_(0.0, 0.0, 0.0)
-
-    def _average_on_host(self, _state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        group = self.group if self._off else self.team[1]
-        assert group is not None
-        return allreduce_hook(group, bucket)
+        self.worker.restored = lambda: forget_lost(self._steps.optimizers)
+        if workers.gradients is not None:
+            assert self._ddp is not None
+            self._ddp.average_in(workers.gradients)
 
     @property
     def team(self) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
@@ -162,31 +142,79 @@ class LocalSteps(JobBound):
         if self.worker is not None:
             self.worker.begin_round(length)
 
-    def numbers_of(self, owner: object) -> LaterNumbers:
-        """What exchanges an owner's numbers between steps while nobody waits. The first call is collective."""
-        if owner not in self._numbers:
-            self._number_groups += private_groups(self.group, HOST, 1)
-            self._numbers[owner] = LaterNumbers(self._number_groups[-1])
-        return self._numbers[owner]
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at what the script did since the last one; and count samples: the first axis of the first tensor."""
+        repeated = torch._C._current_graph_task_id() != -1
+        if self._off or repeated or not in_training_mode(module) or not torch.is_grad_enabled():
+            return
+        if not self._begun and self._is_refused():
+            return
+        if self._opened and self._loaded.pending:
+            self._take_loaded()
+        self.finish_step()
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
+        self._samples += next((x.shape[0] for x in tensors), 1)
 
-    def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Count the samples of a forward pass: the first axis of its first tensor."""
-        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
-            self._samples += next((x.shape[0] for x in tensors), 1)
+    def _is_refused(self) -> bool:
+        """Before the first step: go back to DDP where rounds cannot be."""
+        if self._ddp is not None and self._ddp.joins:
+            reason = "torch's Join lets ranks take different numbers of steps, and rounds have as many on all"
+            self._leave(reason, alike=True, compressed=False)
+        elif self._by_hand.look():
+            self._leave("the weights change without a step of a torch optimizer, so steps cannot be counted")
+        return self._off
+
+    def _agree_on_present(self) -> None:
+        """All workers have the present weights alike: rounds begin anew from them."""
+        if self.worker is None:
+            self._start = self._present()
+        elif self.worker.differs():
+            self.worker.restart()
+
+    def _take_loaded(self) -> None:
+        """The script has loaded weights in the middle of the training: all begin anew from them. Collective.
+
+        Where each worker has loaded something of its own, that is a part of its change.
+        """
+        weights = list(self._trained.values())
+        if self._resumed:
+            self._loaded.drop()
+        elif self._loaded.settle(self._finish) and are_alike(weights, self.group, self.device):
+            self._agree_on_present()
+
+    def _finish(self) -> None:
+        self.finish_step()
+        if self.worker is not None:
+            self.worker.finish()
 
     def between(self, model: nn.Module) -> None:
         self.finish_step()
-        worker = self.worker
+        self._resumed = False
+        if self._off:
+            return
         # Not in `finish_step`: one rank may call that for itself, to evaluate or to save.
-        if worker is not None and self._chooser is not None and is_checked(worker):
+        worker = self.worker
+        if self._ddp is not None and any(map(shards_states, self._steps.optimizers)):
+            self._leave("ZeroRedundancyOptimizer updates every parameter on one rank only", alike=True)
+        elif worker is None and len(self._times) >= WARM_UP + TIMED:
+            with self._not_own_time():
+                self._choose()
+        elif worker is not None and self._chooser is not None and is_checked(worker):
             self._reconsider(worker, self._chooser)
 
+    def _not_own_time(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.waiting()
+
     def begins(self) -> None:
+        if not self._opened:  # scripts load their weights, and wrap a model before that or after it
+            self._opened = True
+            self._loaded.drop()
+            if not self._resumed:
+                self._agree_on_present()
         self._began = time.perf_counter()
 
     def ends(self) -> None:
-        self._ended = True
+        self._ended = self._begun = True
 
     def skips(self) -> None:
         """A GradScaler has skipped a step."""
@@ -194,39 +222,39 @@ class LocalSteps(JobBound):
 
     def finish_step(self) -> None:
         """What follows a step, if one has ended: before the next forward pass, or before the state is looked at."""
-        if not self._ended or self._off:
+        if not self._ended or self._off or self._loaded.pending:
             return
         self._ended = False
         self._batch = samples = self._samples
         self._samples = 0
-        with nullcontext() if self.timer is None else self.timer.waiting():
+        with self._not_own_time():
             if self.worker is None:
                 self._seen += samples
                 self._times.append(time.perf_counter() - self._began)
-                if len(self._times) >= WARM_UP + TIMED:
-                    self._choose()
             else:
                 self.worker.step(samples)
 
     def _choose(self) -> None:
         """Choose settings from the measured step and link. Collective."""
+        sizes = [p.numel() for p in self._trained.values()]
         self._chooser = measured_chooser(
             self.group,
             self.device,
-            self._numel,
-            largest=self._largest,
+            sum(sizes),
+            largest=max(sizes),
             step_s=median(self._times[WARM_UP:]),
             balanced=self.timer is not None and self.timer.follows_speeds,
             workers=self._count_workers(),
-            layers=self._parameters,
+            layers=len(self._trained),
             max_penalty=self._max_penalty,
+            bits=self._changes.get("bits", "auto"),
         )
         self.choice = self._chooser()
         settings = self.choice.settings
-        if settings is None and self._exchange_every_step():
+        if settings is None and self._exchange_every_step(self.choice.reason):
             return
         if settings is None:  # nothing exchanges gradients every step here: the shortest rounds
-            settings = local_settings(2, None, self._count_workers(), self._parameters)
+            settings = local_settings(2, None, self._count_workers(), len(self._trained))
             self.keep_rounds()
         start, self._start = self._start, None
         self._agree(replace(settings, **self._changes), start, self._join_hosts())
@@ -253,14 +281,13 @@ class LocalSteps(JobBound):
         self.choice = choice
         if choice.settings is not None:
             self.worker = shortened(worker, self.module, replace(choice.settings, **self._changes), self.seed)
-            self.worker.restored = self._forget_lost
+            self.worker.restored = lambda: forget_lost(self._steps.optimizers)
             self._say(self.explain().removeprefix("local steps: "), penalty=choice.penalty)
             return
         self._seen = self._batch
-        if self._exchange_every_step():
+        if self._exchange_every_step(choice.reason):
             worker.close()
             self.worker = None
-            self._say(f"off: {choice.reason}")
         else:
             self.keep_rounds()
             self._say(f"{choice.reason}; rounds stay, as nothing here can exchange every step")
@@ -285,22 +312,40 @@ class LocalSteps(JobBound):
             skipped=self._skipped,
         )
 
-    def _exchange_every_step(self) -> bool:
-        """Go back to DDP with compressed gradients; False where that is not possible. Collective."""
-        model = self._model()
-        if not isinstance(model, DistributedDataParallel) or self._changes or not self._unify(self.group):
+    def _exchange_every_step(self, reason: str) -> bool:
+        """Go back to DDP; False where that is not possible. Collective."""
+        if self._changes or self._ddp is None or not self._ddp.can_go_back or not self._unify(self.group):
             return False
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        self._off = True
-        _active.discard(self)
-        self._start = None
-        try:
-            decision = compress_ddp(model)
-        except TrimtabError as error:
-            decision = f"gradients are sent as by DDP alone: {error}"
-        assert self.choice is not None
-        record_explanation(model, f"local steps are off: {self.choice.reason}; {decision}")
+        self._back_to_ddp(reason)
         return True
+
+    def _back_to_ddp(self, reason: str, *, compressed: bool = True) -> None:
+        assert self._ddp is not None
+        self._turn_off()
+        self._ddp.take_back(f"local steps are off: {reason}", compressed=compressed)
+        if self.group.rank() == 0:
+            events.emit("decision", what="local_steps", decided="off", why=reason, expected={})
+
+    def defer(self, state: object, hook: Callable[[Any, Any], Any]) -> bool:
+        """Keep the script's communication hook until DDP exchanges every step again; False where it does so now."""
+        if self._ddp is None or self._off:
+            return False
+        self._ddp.defer(state, hook)
+        return True
+
+    def _leave(self, reason: str, *, alike: bool = False, compressed: bool = True) -> None:
+        """Back to DDP, whatever the settings; `alike`: ranks have the same weights already. Collective.
+
+        Not if `alike` and not `compressed`: ranks without data never come here.
+        """
+        self._seen = max(1, self._seen + self._samples)
+        if self._ddp is None or not self._ddp.can_go_back or not (alike or self._unify(self.group)):
+            raise TrimtabError(f"local_steps: {reason}; train without local steps")
+        self._finish()
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        self._back_to_ddp(reason, compressed=compressed)
 
     def _say(self, text: str, **expected: float) -> None:
         if self.group.rank() == 0:
@@ -312,12 +357,16 @@ class LocalSteps(JobBound):
 
         Where the settings are still to be chosen, those of the checkpoint are taken.
         """
+        self._loaded.drop()
         self.finish_step()
         if self._off:
             return False
+        self._resumed = True
         if self.worker is None:
             saved = state["settings"]
-            settings = local_settings(saved["every"], saved["bits"], self._count_workers(), self._parameters)
+            settings = local_settings(
+                saved["every"], saved["bits"], self._count_workers(), len(self._trained)
+            )
             if state["workers"] == self._count_workers():
                 settings = LocalSettings(**saved)
             self._start = None
@@ -331,63 +380,18 @@ class LocalSteps(JobBound):
             return ""
         if self.worker is None:
             return "local steps: the settings are chosen after a few steps"
-        own, workers = self.worker.settings, self.worker.workers
-        who = (
-            "workers"
-            if workers.inside is None
-            else f"hosts, whose ranks average in every step ({workers.ranks}),"
-        )
-        text = (
-            f"local steps: {workers.count} {who} agree every {own.every} steps, in "
-            f"{own.bits or 32} bits and {len(self.worker.fragments)} fragments"
-        )
-        if self.worker.late:
-            text += f"; {self.worker.late} fragments came late and were taken later"
-        reason = None if self.choice is None else self.choice.reason
-        measured = self.worker.agreement.value
-        if reason is None or measured is not None:
-            common = None if measured is None else of_one_step(measured, own.every)
-            expected = expected_loss(workers.count, own.every, own.bits, common)
-            reason = expected if reason is None else f"{reason}; measured by now: {expected}"
-        return f"{text}; {reason}"
+        return in_words(self.worker, self.choice)
+
+    def _turn_off(self) -> None:
+        self._off, self._start = True, None
+        active.discard(self)
+        self._loaded.end()
 
     def close(self) -> None:
-        self._off = True
-        _active.discard(self)
-        destroy_groups(self._number_groups)
+        self._turn_off()
+        self.numbers.close()
         if self.worker is not None:
             self.worker.close()
-
-
-_active: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
-"""The local steps that run in this process."""
-
-
-def running_local_steps() -> LocalSteps | None:
-    """The local steps of this process; of several, those of any one: all have the same ranks."""
-    return next(iter(_active), None)
-
-
-def averaging_ranks() -> tuple[int, ...] | None:
-    """The ranks that average their gradients with this one in every step; None where all do."""
-    local = running_local_steps()
-    return None if local is None else local.team[0]
-
-
-def local_steps_of(model: nn.Module) -> LocalSteps | None:
-    """The local steps of a model, if it has any."""
-    steps: LocalSteps | None = find_state(model, "local_steps")
-    return steps
-
-
-def _weakly(steps: LocalSteps) -> Callable[[Any], None]:
-    alive = weakref.ref(steps)
-
-    def skips(_optimizer: Any) -> None:
-        if (own := alive()) is not None:
-            own.skips()
-
-    return skips
 
 
 def _close(steps: Callable[[], LocalSteps | None]) -> None:

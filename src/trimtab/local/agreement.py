@@ -8,7 +8,7 @@ the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
@@ -268,32 +268,18 @@ class AgreedFragment:
             self._future = torch.futures.Future()
             self._future.set_result(self._next)
 
+    def restart(self) -> None:
+        """Begin anew from the present weights, which all workers have alike. Nothing may be under way."""
+        self.read(self.agreed)
+        self.momentum.zero_()
+        if self.feedback is not None:
+            self.feedback.load_state_dict({})
+        self._mean_norm, self._norms, self._shares, self.measured = 0.0, [], [], None
 
-class AveragedBuffers:
-    """Running statistics, as of batch norm: once a round they become their mean over the workers."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self._buffers, self._group = buffers, group
-        self._flat: torch.Tensor | None = None
-        self._future: Any = None
-
-    @property
-    def in_flight(self) -> bool:
-        return self._future is not None
-
-    def send(self, runner: Any) -> None:
-        self._flat = torch.cat([b.reshape(-1).float() for b in self._buffers]).cpu()
-        plain = PlainReduction([self._group])
-        self._future = runner.submit(
-            plain.steps(self._flat, step=0, scale=1 / self._group.size()), self._flat
-        )
-
-    def take(self) -> None:
-        assert self._flat is not None
-        self._future.wait()
-        self._future = None
-        for b, mean in zip(self._buffers, self._flat.split([b.numel() for b in self._buffers]), strict=True):
-            b.copy_(mean.view_as(b))
+    def differs(self) -> bool:
+        """Whether this worker's weights are others than those agreed on."""
+        pairs = zip(self._weights(), self.views(self.agreed), strict=True)
+        return any(not torch.equal(own.float().cpu(), agreed) for own, agreed in pairs)
 
 
 def outer_step(

@@ -15,7 +15,8 @@ from trimtab.collectives import runner_for
 from trimtab.collectives.layout import fingerprint
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.errors import TrimtabError
-from trimtab.local.agreement import AgreedFragment, AveragedBuffers
+from trimtab.local.agreement import AgreedFragment
+from trimtab.local.buffers import AveragedBuffers
 from trimtab.local.device import streams_for
 from trimtab.local.fragments import Part, split, turns
 from trimtab.local.measured_agreement import MeasuredAgreement
@@ -173,6 +174,27 @@ class LocalWorker(JobBound):
         if self._buffers is not None and self._buffers.in_flight:
             self._buffers.take()
 
+    def agree_now(self) -> None:
+        """Agree on everything that workers did until now, between two turns, and wait for it. Collective."""
+        self.finish()
+        for index, fragment in enumerate(self.fragments):
+            fragment.send(self._runner, self._round, self._samples[index])
+            self._samples[index] = self._ages[index] = 0
+        if self._buffers is not None:
+            self._buffers.send(self._runner)
+        self.finish()
+
+    def differs(self) -> bool:
+        """Whether this worker's weights are others than those agreed on."""
+        return any(fragment.differs() for fragment in self.fragments)
+
+    def restart(self) -> None:
+        """Begin anew from the present weights, which all workers have alike. Nothing may be under way."""
+        for fragment in self.fragments:
+            fragment.restart()
+        if self._buffers is not None:
+            self._buffers.restart()
+
     def without_feedback(self) -> None:
         """Drop what rounding leaves out, instead of sending it next time; for comparisons."""
         for fragment in self.fragments:
@@ -219,6 +241,7 @@ class LocalWorker(JobBound):
             "samples": list(self._samples),
             "ages": list(self._ages),
             "agreement": self.agreement.state_dict(),
+            "buffers": None if self._buffers is None else self._buffers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,6 +265,8 @@ class LocalWorker(JobBound):
             self._round = self.steps // every
             for fragment in self.fragments:
                 fragment.write(fragment.agreed)
+            if self._buffers is not None:
+                self._buffers.restart()
             return
         self._round, place, length = state["place"]
         self.begin_round(length)
@@ -250,6 +275,8 @@ class LocalWorker(JobBound):
         self.agreement.load_state_dict(state["agreement"])
         for fragment, saved in zip(self.fragments, state["own"], strict=True):
             fragment.load_own(saved)
+        if self._buffers is not None and state.get("buffers") is not None:
+            self._buffers.load_state_dict(state["buffers"])
 
     def _parts(self) -> list[list[str]]:
         return [[part.label for part in fragment.parameters] for fragment in self.fragments]

@@ -18,15 +18,22 @@ HOST = torch.device("cpu")
 
 def start_alike(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Give every rank the first one's values; where all have them already, only a hash travels. Collective."""
+    if not are_alike(tensors, group, device):
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            tensor.detach().copy_(values)
+
+
+def are_alike(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks have the same values. Collective."""
     digest = blake2b(digest_size=7)
     for tensor in tensors:
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     own = torch.tensor([int.from_bytes(digest.digest(), "little")], device=device)
     everyone = torch.empty(group.size(), dtype=own.dtype, device=device)
     all_gather_single(everyone, own, group)
-    if bool((everyone != everyone[0]).any()):
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)
+    return bool((everyone == everyone[0]).all())
 
 
 class Workers:

@@ -17,9 +17,9 @@ from trimtab.local_settings import LocalSettings
 WIRE_PART = 0.85
 """The part of a round that its exchange may take: beyond it, workers would wait for any variation."""
 
-WORK_PART = 0.025
+WORK_PART = 0.033
 """The part of a round's computing time that its exchange may take by itself. Beside the training, with which it shares
-cores and caches, it costs about twice as much."""
+cores and caches, it costs about twice as much. With less, rounds are so long that the loss suffers."""
 
 OVERLAPPED = 0.5
 """The part of a step during which DDP's exchange of gradients is hidden: most of the backward pass."""
@@ -51,7 +51,7 @@ buckets."""
 
 TRIED_BITS = (4, 2)
 SLOWER = 1.05
-"""Exchanging every step is preferred while a step takes at most this many times the computation."""
+"""Exchanging every step is preferred while a step takes at most this many times the computation, or a local step."""
 
 MAX_PENALTY = 0.01
 """The relative increase of the loss that is allowed by default."""
@@ -180,13 +180,13 @@ def choose_local_steps(
     if not tried:
         raise TrimtabError(f"local steps: the exchange was measured in none of {TRIED_BITS} bits")
     _, _, every, bits, seconds = min(tried, key=lambda one: one[:2])
-    if seconds > every_step_s:
+    if every_step_s <= SLOWER * seconds:
         return LocalChoice(
             settings=None,
             penalty=0.0,
             step_s=every_step_s,
-            reason=f"rounds of {every} steps, the longest within a penalty of {max_penalty:.1%}, would take "
-            f"{_ms(seconds)} a step, and exchanging every step takes {_ms(every_step_s)}",
+            reason=f"in rounds of {every} steps one would take {_ms(seconds)}, and exchanging every step takes "
+            f"{_ms(every_step_s)}: not worth a higher loss",
         )
     expected = penalty(workers, every, bits, LARGE_BATCH if agreement is None else agreement)
     if agreement is not None and expected > max_penalty:
@@ -235,7 +235,7 @@ def local_settings(every: int, bits: int | None, workers: int, layers: int) -> L
     Turns are at least two steps apart, where the round has them, and about evenly: no time is lost to rounding.
     A slow exchange or a late worker that takes less than the delay holds nobody up.
     """
-    lr, momentum = outer_rates(workers)
+    lr, momentum = outer_rates(workers) if every > 1 else (1.0, 0.0)  # the mean: as DDP, for plain SGD
     fragments = max(1, min(layers, every // max(2, ceil(every / MOST_FRAGMENTS))))
     return LocalSettings(
         every=every,

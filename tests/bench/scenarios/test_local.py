@@ -75,8 +75,10 @@ def test_the_whole_bench_with_tiny_settings() -> None:
         model={"width": 64, "layers": 2, "heads": 4, "context": 64},
     )
     rows = {(row["speeds"], row["method"]): row for row in result.rows}
-    assert {method for speeds, method in rows if speeds == "1/1/1/1"} == {*SPEED[:2], "local", CANARY}
+    assert {method for speeds, method in rows if speeds == "1/1/1/1"} == {*SPEED, CANARY}
     assert {method for speeds, method in rows if speeds == "1/1"} == {*SPEED, CANARY}
     assert {method for speeds, method in rows if speeds == "1/0.4"} == {"ddp", "local", "ideal"}
     assert set(rows["1/1", "local"]) >= KEYS
-    assert rows["1/1", "local"]["wire_mb_per_step"] > 0
+    for speeds in ("1/1", "1/1/1/1"):
+        assert rows[speeds, "local"]["wire_mb_per_step"] > 0
+        assert {*KEYS} <= set(rows[speeds, "local"])

@@ -1,0 +1,45 @@
+"""The local steps that run in this process, for those who only ask about them."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from trimtab.model_state import find_state
+
+if TYPE_CHECKING:
+    from trimtab.control.local_steps import LocalSteps
+
+
+class StepTimer(Protocol):
+    """Times this rank's own work in a step: a loader that shares batches out by speed."""
+
+    @property
+    def follows_speeds(self) -> bool:
+        """Whether batches will be such that all ranks take the same time."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around what is not part of it."""
+
+
+active: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+
+
+def running_local_steps() -> LocalSteps | None:
+    """The local steps of this process; of several, those of any one: all have the same ranks."""
+    return next(iter(active), None)
+
+
+def averaging_ranks() -> tuple[int, ...] | None:
+    """The ranks that average their gradients with this one in every step; None where all do."""
+    local = running_local_steps()
+    return None if local is None else local.team[0]
+
+
+def local_steps_of(model: nn.Module) -> LocalSteps | None:
+    """The local steps of a model, if it has any."""
+    steps: LocalSteps | None = find_state(model, "local_steps")
+    return steps
