@@ -375,6 +375,11 @@ def test_memory_limits_and_differing_ranks(ranks: Pool) -> None:
     assert ranks(2, differing) == ["(7, 1)"] * 2
 
 
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(8))
@@ -397,7 +402,13 @@ def test_refusals_without_a_group() -> None:
         loader(Numbers(8), 4, batch_sizes=[4], shares=[1])
     with pytest.raises(TrimtabError, match="batch_sampler is chosen by trimtab"):
         loader(Numbers(8), 4, batch_sampler=[])
+    with pytest.raises(TrimtabError, match=r"batch_size=4\.0: give a whole number"):
+        loader(Numbers(8), 4.0)  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="Endless has no __len__"):
+        loader(Endless(), 4)
     data = loader(Numbers(8), 4)
+    with pytest.raises(TrimtabError, match="got NoneType"):
+        data.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="inside the loop"):
         data.weigh(torch.tensor(1.0))
     with pytest.raises(TrimtabError, match="not weighed"):
@@ -408,6 +419,8 @@ def test_refusals_without_a_group() -> None:
     batch = next(iter(data))
     with pytest.raises(TrimtabError, match=r"shape \(4, 1\)"):
         data.weigh(batch)
+    with pytest.raises(TrimtabError, match="the loss is a float"):
+        data.weigh(1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["zip", "islice", "break"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import bootstrap
+from trimtab.cli import agent, bootstrap
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
 from trimtab.run_settings import RunSettings
@@ -139,6 +139,7 @@ import os, signal, sys, time, torch.distributed as dist
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     if sys.argv[1] == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "signal": os.kill(os.getpid(), 40)  # without a name in Python
     if sys.argv[1] == "exit": sys.exit(7)
     if sys.argv[1] == "words": sys.exit("no data here")
 dist.barrier()
@@ -149,6 +150,7 @@ dist.barrier()
     ("fault", "status", "words"),
     [
         ("kill", 137, "SIGKILL"),
+        pytest.param("signal", 168, "rank 1 failed", marks=pytest.mark.soak),
         pytest.param("words", 1, "no data here", marks=pytest.mark.soak),
         pytest.param("exit", 7, "exited with status 7", marks=pytest.mark.soak),
     ],
@@ -219,3 +221,37 @@ def test_no_script_is_a_mistake_in_words() -> None:
         torchrun_command(["--nproc-per-node", "2"])
     with pytest.raises(TrimtabError, match="--no-python"):
         torchrun_command(["--no-python", "train.sh"])
+
+
+def test_a_signal_without_a_name_is_said_by_its_number(tmp_path: Path) -> None:
+    class Failure:
+        exitcode = -40
+
+    rank, text, status = agent._first_failure({1: Failure()}, tmp_path)
+    assert (rank, status) == (1, 168)
+    assert text.startswith("ended by signal 40 (")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nproc-per-node", "two"], "--nproc-per-node two: give a number of ranks of at least 1"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0: give"),
+        (["--nproc-per-node=-1"], "--nproc-per-node -1: give"),
+        (["--nnodes", "0"], "--nnodes 0: give a number of nodes"),
+        (["--nnodes", "3:2"], "--nnodes 3:2: give"),
+        (["--nnodes", "a:b:c"], "--nnodes a:b:c: give"),
+        (["--nnodes", "some", "--batch-sizes", "1,2"], "--nnodes some: give"),
+        (["--batch-sizes", "²,1"], "--batch-sizes ²,1: give auto, equal"),
+        (["--local-steps", "²"], "--local-steps ²: give a number"),
+        (["--max-penalty", "0.1"], "--max-penalty says how --local-steps auto chooses"),
+    ],
+)
+def test_numbers_that_torchrun_would_end_on_with_a_traceback_are_refused(
+    tmp_path: Path, flags: list[str], words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(TrimtabError) as refused:
+        torchrun_command([*flags, str(script)])
+    assert words in str(refused.value)

@@ -95,6 +95,17 @@ def test_an_unchanged_script_trains_as_one_device_on_its_global_batches(tmp_path
     assert "batches of 11/5 samples" in done.stderr
 
 
+def test_a_script_that_needs_equal_batches_fails_with_a_hint(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    fixed = "(model(inputs) * torch.ones(8, 1)).mean()"
+    script.write_text(SCRIPT.replace("F.cross_entropy(model(inputs), targets)", fixed))
+    done = run(script, "--batch-sizes", "11,5")
+    assert done.returncode == 1
+    assert "must match the size of tensor b (8)" in done.stderr
+    assert "batches were uneven at that time, of 11/5 samples" in done.stderr
+    assert "if the script needs 8 in every batch, use --batch-sizes equal" in done.stderr
+
+
 def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     Path(script).touch()

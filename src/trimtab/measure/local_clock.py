@@ -10,6 +10,9 @@ Both timestamps are taken in callbacks of the autograd engine, which runs them i
 queued, after the last gradient. The first is queued when the pass begins, before DDP queues its own; the
 second is queued by the first, after DDP's. On a GPU they are events on the stream, which the host does not
 wait for.
+
+On a GPU collectives compute, too: those that wait for a slower rank occupy multiprocessors, so that the backward pass
+of a fast rank takes as long as that of the slow one. The forward pass is timed by itself, as it meets none of them.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ class LocalClock:
         self._steps: list[list[tuple[Any, Any]]] = []
         self._update: tuple[Any, Any] | None = None
         self._updates: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+        """Start of the current interval of a forward pass."""
+        self._forward: list[tuple[Any, Any]] = []
+        """Those of the current step: from the end of the optimizer's step, or of a backward pass, to the next one."""
+        self._forwards: list[list[tuple[Any, Any]]] = []
+        self._in_backward = False
 
     def follow(self, loss: torch.Tensor) -> None:
         """Take the two timestamps in the backward pass of this loss."""
@@ -57,30 +66,35 @@ class LocalClock:
     def pause(self) -> None:
         """From here on the rank waits for others."""
         if self._since is not None:
-            self._worked.append((self._since, self._now()))
+            now = self._now()
+            self._worked.append((self._since, now))
             self._since, self._paused = None, True
+            self._end_forward(now)
 
     def resume(self) -> None:
         """From here on the rank works on its own again."""
         if self._paused:
             self._since, self._paused = self._now(), False
+            self._begin = None if self._in_backward else self._since
 
     def update_ends(self) -> None:
         """The optimizer has used the averages: what it took does not depend on the rank's samples."""
         if self._since is not None:
             self._update = self._since, self._now()
+            self._begin = self._update[1]
 
     def end_step(self, *, keep: bool = True) -> None:
         """Count the work up to the last backward pass as one step; what follows belongs to the next."""
         if keep and self._worked:
             self._steps.append(self._worked)
+            self._forwards.append(self._forward)
             if self._update is not None:
                 self._updates.append(self._update)
-        self._worked, self._update = [], None
+        self._worked, self._update, self._forward = [], None, []
 
     def forget(self) -> None:
         """Drop the steps counted so far."""
-        self._steps, self._updates = [], []
+        self._steps, self._updates, self._forwards = [], [], []
 
     def read_update(self) -> float:
         """Median seconds from the averages to the end of the optimizer's step, since the last reading; 0 if unknown."""
@@ -88,6 +102,13 @@ class LocalClock:
         if self._cuda:
             updates = [update for update in updates if update[1].query()]
         return median(self._seconds([update]) for update in updates) if updates else 0.0
+
+    def read_forward(self) -> float:
+        """Median seconds of the forward passes of a step since the last reading; 0 on a CPU, where nothing slows down
+        backward passes alone, and if unknown."""
+        forwards, self._forwards = self._forwards, []
+        known = [own for own in forwards if self._cuda and own and own[-1][1].query()]
+        return median(map(self._seconds, known)) if known else 0.0
 
     def read(self) -> float:
         """Median seconds of the steps since the last reading; NaN if there are none."""
@@ -101,6 +122,8 @@ class LocalClock:
         return median(map(self._seconds, steps)) if steps else float("nan")
 
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        self._end_forward(self._now())
+        self._in_backward = True
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._last_gradient)
 
@@ -112,6 +135,12 @@ class LocalClock:
     def _averages_are_there(self) -> None:
         # Also the first time, when nothing was paused: the clock starts with a whole step.
         self._since, self._paused = self._now(), False
+        self._begin, self._in_backward = self._since, False
+
+    def _end_forward(self, now: Any) -> None:
+        if self._begin is not None:
+            self._forward.append((self._begin, now))
+            self._begin = None
 
     def _now(self) -> Any:
         if not self._cuda:

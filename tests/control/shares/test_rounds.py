@@ -14,7 +14,7 @@ from tests.local.rounds import WIDTH, flat, net, optimizer_for, train_on
 from torch.utils.data import TensorDataset
 
 import trimtab
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.control.shares.rounds import RoundCut, RoundSampler
 from trimtab.errors import TrimtabError
 

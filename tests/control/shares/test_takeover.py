@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from trimtab.control.shares.loss_form import loss_form
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_hooks import take_over
 from trimtab.control.shares.takeover import Takeover
@@ -156,6 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="sum") * (1 / len(y))
     },
     "a mean times the batch size": {"loss": lambda x, y: F.cross_entropy(x, y) * len(y)},
+    "smoothed labels": {"loss": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1)},
     "no target for the last token of each sample": {"loss": lambda x, y: causal(x, y)},
     "sharded by FSDP2": {"sharded": True, "epochs": 1},
 }
@@ -165,6 +167,31 @@ def causal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Two tokens a sample, of which the last has nothing to predict: as the causal models of transformers count."""
     two = torch.stack([targets, torch.full_like(targets, -100)], 1)
     return F.cross_entropy(torch.stack([logits, 2 * logits], 1).flatten(0, 1), two.flatten())
+
+
+class Returns(nn.Module):
+    """Has its loss and its scores as results, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.net(inputs)
+        return scores, F.cross_entropy(scores, targets)
+
+
+def on_rank_results() -> None:
+    """DDP passes all results of a model through one operation if parameters may be unused."""
+    ddp = Ddp(Returns(), find_unused_parameters=True)
+    scores, loss = ddp(*samples(8)[:])
+    form = loss_form(2 * loss)
+    assert (form.means, form.problem) == ((8,), None)
+    assert loss_form(scores.square().mean()).means == (32,)
+
+
+def test_the_loss_among_the_results_of_a_model(ranks: Pool) -> None:
+    ranks(2, on_rank_results)
 
 
 def on_rank_exact() -> None:
@@ -260,7 +287,47 @@ def weighted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, weight=torch.arange(1.0, 5.0, dtype=torch.float64))
 
 
+def scaled_by_rank(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(logits, targets)
+    return loss / loss.detach()
+
+
+def normalized(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    weights = (targets + 1).double()
+    return (F.cross_entropy(logits, targets, reduction="none") * (weights / weights.sum())).sum()
+
+
+def ranked(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    return F.softplus(logits[:, 0, None] - logits[None, :, 0]).mean()
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, torch.where(targets == 0, -100, targets), label_smoothing=0.1)
+
+
+def padded(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean over as many tokens as the longest sample of the batch has."""
+    return F.pad(logits, (0, int(targets.max()) + 4 * dist.get_rank())).square().mean()
+
+
+def over_tokens_by_a_factor(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    kept = targets != 0
+    return (F.cross_entropy(logits, targets, reduction="none") * kept).sum() * (1 / int(kept.sum()))
+
+
+def by_neighbors(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    return (logits - logits.roll(1, 0)).square().mean()
+
+
 TRAPS: dict[str, dict[str, Any]] = {
+    "targets are ignored": {"loss": smoothed},
+    "differs from rank to rank": {"loss": scaled_by_rank},
+    "normalized by those of their batch": {"loss": normalized},
+    "with each other": {"loss": ranked},
+    "(RollBackward0": {"loss": lambda x, y: F.triplet_margin_loss(x, x.roll(1, 0), -x.detach())},
+    "RollBackward0 along the batch": {"loss": by_neighbors},
+    "is a mean over, or multiplied": {"loss": padded},
+    "multiplied or divided by, differs": {"loss": over_tokens_by_a_factor},
     "ignored": {"loss": masked},
     "varies": {"loss": over_tokens},
     "in-batch negatives": {"loss": matched, "model": Contrastive},
@@ -301,7 +368,8 @@ def on_rank_traps() -> None:
             DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=seed)) for seed in (0, 1)
         ]
         feed((map(torch.cat, zip(*pair, strict=True)) for pair in zip(*both, strict=True)), takeover)
-    assert takeover.texts == {"batches stay equal on all ranks: a step takes batches from several loaders"}
+    (said,) = takeover.texts
+    assert said.endswith("a step takes batches from several loaders, of 8 samples")
     own = DataLoader(data, batch_sampler=ShareSampler(80, batch_size=16, rank=dist.get_rank(), shares=(9, 7)))
     with taken_over() as takeover:
         feed(own, takeover)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,7 @@ class CutLoader:
     def change(self, shares: Sequence[int] | None, *, at: int) -> None:
         """Cut by these shares (None: as the plain job) from drawn batch `at` on; all ranks make the same call."""
         assert at >= self.drawn
+        assert shares is None or sum(shares) == self.batch_size * self.world_size
         self._later = at, None if shares is None else tuple(shares)
 
     def cut(self, batches: Sequence[list[int]]) -> tuple[list[int], CutBatch]:
@@ -210,6 +211,18 @@ def cut_loader(loader: DataLoader[Any], in_training: Callable[[], bool]) -> CutL
         in_training=in_training,
         ahead=True,
     )
+
+
+def waiting_beside(source: CutLoader, loaders: Iterable[CutLoader | LeftAlone]) -> list[CutLoader]:
+    """Other loaders of which the script has batches that had no backward pass."""
+    cut = (other for other in loaders if isinstance(other, CutLoader))
+    return [other for other in cut if other is not source and other.waiting]
+
+
+def several_loaders(source: CutLoader, loaders: Iterable[CutLoader | LeftAlone]) -> str:
+    """Why batches are not cut where a step takes them from several loaders."""
+    sizes = sorted({loader.batch_size for loader in (source, *waiting_beside(source, loaders))})
+    return f"a step takes batches from several loaders, of {' and '.join(map(str, sizes))} samples"
 
 
 def _distributed_steps(

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab import environment
-from trimtab.control.local_steps import running_local_steps
 from trimtab.control.plans.active_plan import ActivePlan
 from trimtab.control.rank_values import (
     collective_device,
@@ -27,6 +26,7 @@ from trimtab.control.rank_values import (
     rank_and_world_size,
     require_equal_settings,
 )
+from trimtab.control.running_local_steps import running_local_steps
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.sampler import Cut, ShareSampler
 from trimtab.control.shares.windows import ShareWindows
@@ -141,6 +141,10 @@ class Loader:
             raise TrimtabError("weigh: there is no current batch; call it inside the loop over the loader")
         if reduction not in ("mean", "sum"):
             raise TrimtabError(f'weigh: reduction is "mean" or "sum"; got {reduction!r}')
+        if not isinstance(loss, torch.Tensor):
+            raise TrimtabError(
+                f"weigh: the loss is a {type(loss).__name__}; give the tensor that backward is called on"
+            )
         if loss.dim() != 0:
             raise TrimtabError(f"weigh: the loss has shape {tuple(loss.shape)}; reduce it to a scalar first")
         if self.sampler.accumulate > 1:

@@ -18,8 +18,8 @@ import torch
 _MEAN, _SUM = 1, 2
 """Reductions as ATen numbers them."""
 
-_LEAF = "torch::autograd::AccumulateGrad"
-_SCALARS = {
+LEAF = "torch::autograd::AccumulateGrad"
+SCALARS = {
     *("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "MulBackward1", "DivBackward0"),
     *("DivBackward1", "ToCopyBackward0", "CloneBackward0", "ViewBackward0", "ReshapeAliasBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "AliasBackward0", "_DDPSinkBackward"),
@@ -27,24 +27,25 @@ _SCALARS = {
 """Operations between scalars, and views of them."""
 
 _OF_WEIGHTS = {
-    *(_LEAF, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0", "ViewBackward0"),
+    *(LEAF, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0", "ViewBackward0"),
     *("ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0", "SliceBackward0", "CatBackward0"),
     *("MulBackward0", "MulBackward1", "AddBackward0", "DivBackward0", "PowBackward0", "AbsBackward0"),
     *("WeightNormInterfaceBackward0", "LinalgVectorNormBackward0", "NormBackward0", "SumBackward0"),
+    *(
+        "MeanBackward0",
+        "MeanBackward1",
+        "SumBackward1",
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "SubBackward0",
+    ),
+    *("SoftmaxBackward0", "LogSoftmaxBackward0", "MvBackward0", "DotBackward0", "VdotBackward0"),
 }
 """What weights go through between their parameter and their use."""
 
-_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0", "ConvolutionBackward0"}
-_REDUCING = (
-    "MeanBackward",
-    "SumBackward",
-    "VarBackward",
-    "StdBackward",
-    "VarMeanBackward",
-    "StdMeanBackward",
-)
+_SMOOTHING = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
+"""From the second term of a smoothed loss to the logarithms of the probabilities."""
 
-_COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
 _SEARCHED = 50_000
 """Nodes of a graph that are looked at."""
 
@@ -62,18 +63,25 @@ class LossForm:
     factors: tuple[float, ...] = ()
     """For each of these terms: the number that it is multiplied by, as far as Python has it."""
 
+    scales: tuple[torch.Tensor, ...] = ()
+    """What scalars on the way to the loss were multiplied with or divided by, as far as torch keeps it."""
+
     counted: tuple[tuple[torch.Tensor, int], ...] = ()
     """For means over targets of which some may be ignored: how many are not, and how many there are."""
 
     problem: str | None = None
     """Why gradients of uneven batches cannot be averaged exactly."""
 
+    def numbers(self) -> tuple[Any, ...]:
+        """What must be the same on every rank if the loss is to weigh the samples of all ranks alike."""
+        return self.means, self.divisors, self.factors, tuple(float(value) for value in self.scales)
+
 
 def loss_form(loss: torch.Tensor) -> LossForm:
     """Read the form of a loss before its backward pass."""
     if loss.numel() != 1:
         return LossForm(problem=f"the backward pass starts from a tensor of shape {tuple(loss.shape)}")
-    form = _reductions(loss.grad_fn)
+    form = _reductions(loss.grad_fn, loss.output_nr)
     if form.problem is None and bool(form.means) == bool(form.divisors):
         kind = "partly a mean and partly a sum" if form.means else "not reduced from a batch"
         return LossForm(problem=f"the loss is {kind}")
@@ -100,39 +108,28 @@ def grows_with_samples(form: LossForm, equal: LossForm, ratio: float) -> bool | 
     return False if growth == {1.0} or form.means else None
 
 
-def compares_samples(loss: torch.Tensor) -> str | None:
-    """What makes samples of a batch depend on each other, as in contrastive losses, if something is seen."""
-    for node in _nodes(loss.grad_fn):
-        name = node.name()
-        product = name in ("MmBackward0", "AddmmBackward0")
-        if name == "BmmBackward0":
-            product = getattr(node, "_saved_self", None) is not None and len(node._saved_self) == 1
-        operands = [before for before, _ in node.next_functions][-2:]
-        if name in _COMPARING or (product and not any(map(_is_weight, operands))):
-            return "the loss compares samples of a batch with each other (in-batch negatives)"
-        if name.startswith("NllLoss") and _counts_up(node._saved_self, node._saved_target):
-            return "every sample of a batch is a class of its own (in-batch negatives)"
-    return None
-
-
-def _reductions(node: Any) -> LossForm:
-    """The form of a scalar that this operation computed."""
-    if node is None or _is_weight(node):
+def _reductions(node: Any, place: int = 0) -> LossForm:
+    """The form of a scalar that this operation computed, as its only result or at this place among them."""
+    if node is None or is_weight(node):
         return LossForm()  # a constant or a penalty on weights: the same on all ranks
     name = node.name()
+    if name == "_DDPSinkBackward":  # has all results of the model, and passes each on
+        return _reductions(*node.next_functions[place])
     count = prod(getattr(node, "_saved_self_sym_sizes", ()))
     inputs = [before for before, _ in node.next_functions if before is not None]
     if name.startswith("MeanBackward") and count > 1:
         if any(before.name() in ("StackBackward0", "CatBackward0") for before in inputs):
             return LossForm(problem="the loss is a mean of terms that were stacked")
-        return LossForm(means=(count,), factors=(1.0,), problem=_reduced_before(node))
+        return LossForm(means=(count,), factors=(1.0,))
     if name.startswith("SumBackward") and count > 1:
-        return LossForm(divisors=(1,), factors=(1.0,), problem=_reduced_before(node))
+        return LossForm(divisors=(1,), factors=(1.0,))
     if hasattr(node, "_saved_reduction"):
         return _torch_loss(node)
-    if name not in _SCALARS and not name.startswith(("MeanBackward", "SumBackward")):
+    if (smoothed := _smoothed_loss(node)) is not None:
+        return _torch_loss(smoothed)
+    if name not in SCALARS and not name.startswith(("MeanBackward", "SumBackward")):
         return LossForm(problem=f"how the loss was reduced is not known ({name})")
-    terms = [_reductions(before) for before in inputs]
+    terms = [_reductions(before, at) for before, at in node.next_functions if before is not None]
     problem = next((term.problem for term in terms if term.problem is not None), None)
     if (
         problem is None
@@ -150,6 +147,7 @@ def _reductions(node: Any) -> LossForm:
         means=tuple(mean for term in terms for mean in term.means),
         divisors=divisors,
         factors=tuple(by * _factor(node) for term in terms for by in term.factors),
+        scales=(*_scales(node), *(scale for term in terms for scale in term.scales)),
         counted=tuple(pair for term in terms for pair in term.counted),
         problem=problem,
     )
@@ -169,35 +167,21 @@ def _torch_loss(node: Any) -> LossForm:
     return LossForm(means=(count,), factors=(1.0,), counted=counted)
 
 
-def _reduced_before(node: Any) -> str | None:
-    """Whether what is reduced to a loss has been reduced over its first axis already, up to the nearest weights."""
-    seen, todo = {node}, [node]
-    while todo and len(seen) < _SEARCHED:
-        nearest = todo.pop()
-        for before, _ in nearest.next_functions:
-            if before is None or before in seen or before.name() == _LEAF:
-                continue
-            name = before.name()
-            if any(inner is not None and inner.name() == _LEAF for inner, _ in before.next_functions):
-                continue
-            if name in _PRODUCTS:
-                continue
-            if name.startswith(_REDUCING) and _over_first_axis(before):
-                return f"the loss is reduced over its batch in two places ({name})"
-            seen.add(before)
-            todo.append(before)
-    return None
+def _smoothed_loss(node: Any) -> Any:
+    """The loss in a `cross_entropy` with `label_smoothing`; its other term has the same mean over the same targets."""
+    if node.name() != "AddBackward0" or len(node.next_functions) != 2:
+        return None
+    loss, other = (_behind(before, "MulBackward1") for before, _ in node.next_functions)
+    if loss is None or not loss.name().startswith("NllLoss"):
+        return None
+    for name in _SMOOTHING:
+        other = _behind(other, name)
+    return loss if other is not None and other is loss.next_functions[0][0] else None
 
 
-def _over_first_axis(node: Any) -> bool:
-    """Whether an operation reduces axis 0, or all axes; a saved axis is unsigned."""
-    axes = getattr(node, "_saved_dim", None)
-    if axes is None:
-        return True
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    rank = len(sizes) if sizes is not None else getattr(node, "_saved_self", torch.empty(1)).dim()
-    first = {0, -rank % (1 << 64)}
-    return not set(axes if isinstance(axes, list | tuple) else (axes,)).isdisjoint(first)
+def _behind(node: Any, name: str) -> Any:
+    """What an operation of this name was applied to; None if it is another one."""
+    return node.next_functions[0][0] if node is not None and node.name() == name else None
 
 
 def _factor(node: Any) -> float:
@@ -218,6 +202,13 @@ def _factor(node: Any) -> float:
     return 1.0
 
 
+def _scales(node: Any) -> Iterator[torch.Tensor]:
+    if node.name().startswith(("MulBackward", "DivBackward")):
+        for value in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
+                yield value.detach()
+
+
 def _whole_number(value: Any) -> int | None:
     """The number that something was divided by; None if it is on a GPU, where reading it would block the host."""
     if isinstance(value, torch.Tensor):
@@ -227,7 +218,8 @@ def _whole_number(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value > 0 and value == int(value) else None
 
 
-def _nodes(root: Any) -> Iterator[Any]:
+def nodes_of(root: Any) -> Iterator[Any]:
+    """The operations of a graph, from its root on."""
     seen, todo = {root}, [root]
     while todo and len(seen) < _SEARCHED:
         node = todo.pop()
@@ -239,16 +231,9 @@ def _nodes(root: Any) -> Iterator[Any]:
         todo += new
 
 
-def _is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> bool:
     """Whether a value comes from parameters alone."""
     if node is None:
         return True  # without a gradient: an input or a constant
-    inner = [before.name() for before in islice(_nodes(node), 64)]
-    return len(inner) < 64 and _LEAF in inner and _OF_WEIGHTS.issuperset(inner)
-
-
-def _counts_up(scores: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether the targets of n samples with n classes are 0, 1, 2, ...: each sample against all others."""
-    if targets.dim() != 1 or len(targets) < 2 or scores.shape[-1] < len(targets):
-        return False
-    return bool((targets[1:] - targets[:-1] == 1).all())
+    inner = [before.name() for before in islice(nodes_of(node), 64)]
+    return len(inner) < 64 and LEAF in inner and _OF_WEIGHTS.issuperset(inner)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.control.local_steps import running_local_steps
+from trimtab.control.running_local_steps import running_local_steps
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.loader import FOLLOW_SPEEDS, Loader
 from trimtab.control.shares.sampler import Cut, ShareSampler

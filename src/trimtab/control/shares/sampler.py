@@ -138,6 +138,8 @@ class ShareSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`, on any number of ranks; shares are kept if they still fit."""
+        if not isinstance(state, Mapping):
+            raise TrimtabError(f"loader: expected what state_dict() returned, got {type(state).__name__}")
         if state.get("version") != STATE_VERSION:
             raise TrimtabError(
                 f"loader: version mismatch of the state: found {state.get('version')!r}, expected {STATE_VERSION}"

@@ -1,4 +1,4 @@
-"""Where a script meets the take-over of its batches: iterators of its DataLoaders, and its backward passes."""
+"""Where a script meets the take-over of its batches: its DataLoaders, backward passes and collectives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import dataloader as torch_dataloader
 
 from trimtab.control.shares.cutting import CutLoader
+from trimtab.control.shares.script_collectives import watch_collectives
 from trimtab.control.shares.takeover import Takeover
 from trimtab.planning.shares.batch import Adjust
 
@@ -49,10 +50,12 @@ def take_over(
 
     iterator.__init__, iterator.__next__ = begin_epoch, next_batch
     torch.autograd.backward = weighted_backward
+    give_collectives_back = watch_collectives(takeover.exchanged)
 
     def give_back() -> None:
         iterator.__init__, iterator.__next__ = begin, advance
         torch.autograd.backward = backward
+        give_collectives_back()
         Takeover.current = None
 
     return takeover, give_back

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trimtab.errors import TrimtabError
 
 
@@ -10,8 +12,18 @@ def parse_sizes(text: str) -> tuple[int, ...] | None:
     if text in ("auto", "equal"):
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise TrimtabError(
             f"run: --batch-sizes {text}: give auto, equal, or one whole number above 0 for each rank, as in 24,11,11"
         )
     return tuple(map(int, parts))
+
+
+def refused(sizes: Sequence[int], batch_size: int, world_size: int) -> str:
+    """Why a script with so many samples on each rank cannot have these."""
+    whole = batch_size * world_size
+    return (
+        f"run: --batch-sizes {','.join(map(str, sizes))}: the script trains on {whole} samples in a step, "
+        f"{batch_size} on each of {world_size} ranks, and these are {sum(sizes)} on {len(sizes)}, so the training "
+        f"would change; give {world_size} numbers that add up to {whole}"
+    )

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from trimtab import environment
-from trimtab.control.local_steps import running_local_steps
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.running_local_steps import running_local_steps
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.measure.local_clock import LocalClock
-from trimtab.planning.shares.batch import Adjust, Run, fixed_seconds, noise_of, rebalance
+from trimtab.planning.shares.batch import Adjust, Run, fixed_seconds, noise_of, rebalance, without_waiting
 from trimtab.report import events
 
 _RUNS = 32
@@ -72,14 +72,16 @@ class ShareWindows:
             return None
         self._steps = 0
         with clock.waiting():
-            own = [clock.read(), clock.read_update(), self._capacity.samples(), float(alarm)]
+            own = [clock.read(), clock.read_update(), clock.read_forward()]
+            own += [self._capacity.samples(), float(alarm)]
             by_rank = self._compare(own)
         if by_rank is None:
             return None
-        seconds, updates, limits, alarms = zip(*by_rank, strict=True)
+        seconds, updates, forwards, limits, alarms = zip(*by_rank, strict=True)
         self.alarm = any(alarms)
         if self._rule is None or not all(own > 0 for own in seconds):
             return None
+        seconds = without_waiting(seconds, updates, forwards)
         if not self._runs or self._ended:
             self._runs.append(Run(shares=shares, windows=[]))
             self._comparable_runs, self._ended = self._comparable_runs + 1, False
@@ -111,7 +113,7 @@ class ShareWindows:
         local = running_local_steps()
         if local is None:
             return gather_numbers(values, self._group)
-        by_rank = local.numbers_of(self).exchange(values)
+        by_rank = local.numbers.of(self).exchange(values)
         comparable, self._comparable = self._comparable, True
         return by_rank if comparable else None
 

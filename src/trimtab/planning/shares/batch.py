@@ -136,7 +136,8 @@ def rebalance(
 
     Times that jump at some number of samples (a cache that overflows, a short step that meets another thread) do
     cross it. After such a move back and forth, every further move takes twice the windows and goes half
-    of the way; and shares under which a step took longer are not tried again.
+    of the way; and shares under which a step took longer are not tried again, nor any beyond them as long as the
+    present shares take what they took before that.
 
     A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
     So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
@@ -162,12 +163,33 @@ def rebalance(
             reversals = _reversals([*runs, Run(shares=new, windows=[])], rule)
             if reversals:
                 new = _halfway(shares, new)
-            known = [max(_typical(run.windows)) for run in runs if run.shares == new and run.windows]
-            faster = new != shares and (not known or known[-1] < max(typical))
-            if faster and count >= _patience(reversals, rule):
+            slower = new == shares or _was_slower(runs, new, typical, log(rule.gain) + _SIGMAS * noise)
+            if not slower and count >= _patience(reversals, rule):
                 return new
         count = max(rule.dwell, 2 * count)
     return None
+
+
+def _was_slower(runs: Sequence[Run], new: Sequence[int], typical: Sequence[float], alike: float) -> bool:
+    """Whether a step took longer with these shares, or with some on the way to them.
+
+    Those on the way count if they came after a run with the present shares and the same times, but for a factor of
+    exp(`alike`): then no rank has changed its speed since.
+    """
+    now = runs[-1].shares
+    earlier = [run for run in runs[:-1] if run.windows]
+    known = [run for run in earlier if run.shares == tuple(new)][-1:]
+    for index, run in enumerate(earlier):
+        pairs = zip(_typical(run.windows), typical, strict=True)
+        if run.shares == now and all(abs(log(then / time)) <= alike for then, time in pairs):
+            known += [
+                each
+                for each in earlier[index + 1 :]
+                if each.shares != now
+                and all(min(a, c) <= b <= max(a, c) for a, b, c in zip(now, each.shares, new, strict=True))
+            ]
+            break
+    return any(max(_typical(run.windows)) >= max(typical) for run in known)
 
 
 def _patience(reversals: int, rule: Adjust) -> int:
@@ -231,6 +253,25 @@ def fixed_seconds(
             certain = (parts[0] - parts[1]) / more - 2 * scatter
             result[rank] = max(result[rank], min(certain, largest[rank]))
     return tuple(result)
+
+
+def without_waiting(
+    seconds: Sequence[float], updates: Sequence[float], forwards: Sequence[float]
+) -> tuple[float, ...]:
+    """Own seconds of a step where collectives that wait for other ranks slow down a backward pass, as on GPUs.
+
+    The slowest rank waits for nobody, so the smallest ratio of backward to forward pass is true, and holds for all.
+
+    Args:
+        seconds: for each rank what was measured.
+        updates: those of its optimizer.
+        forwards: those of its forward passes; 0 where unknown, and then nothing is changed.
+    """
+    if not all(forward > 0 for forward in forwards):
+        return tuple(seconds)
+    parts = list(zip(seconds, updates, forwards, strict=True))
+    ratio = min(max(0.0, own - update - forward) / forward for own, update, forward in parts)
+    return tuple(min(own, update + forward * (1 + ratio)) for own, update, forward in parts)
 
 
 def noise_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:

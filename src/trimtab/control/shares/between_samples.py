@@ -1,0 +1,201 @@
+"""What makes the samples of a batch depend on each other, read from the autograd graph of a loss.
+
+Such a loss is another one with another batch, so its gradient cannot be put together from uneven batches. The first
+axis is taken for that of the samples where its size says so. What is seen wrongly here costs speed, not correctness:
+batches then stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trimtab.control.shares.loss_form import LEAF, SCALARS, is_weight, nodes_of
+
+_COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0", "ConvolutionBackward0"}
+_STATISTICS = {"Mean", "Sum", "Var", "Std", "VarMean", "StdMean"}
+_ALONG_AN_AXIS = {
+    *("Softmax", "LogSoftmax", "Logsumexp", "Prod", "Norm", "LinalgVectorNorm"),
+    *("Cumsum", "Cumprod", "Cummax", "Cummin", "Logcumsumexp"),
+    *("Roll", "Flip", "Sort", "Topk", "Gather"),
+    *("Amax", "Amin", "Max", "Min", "Median"),
+}
+"""Operations whose results depend on all values along an axis, or change places along it."""
+
+_NEGATIVES = "the loss compares samples of a batch with each other (in-batch negatives)"
+_ALIKE = 1e-4
+"""Weights whose sum or mean is so close to 1 were divided by it."""
+
+
+def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
+    """What makes the samples of a batch depend on each other, as in contrastive losses, if something is seen."""
+    reductions = _reductions_to(loss.grad_fn)
+    near = _up_to_weights(reductions)
+    for node in nodes_of(loss.grad_fn):
+        name = node.name()
+        product = name in ("MmBackward0", "AddmmBackward0")
+        if name == "BmmBackward0":
+            product = getattr(node, "_saved_self", None) is not None and len(node._saved_self) == 1
+        operands = [before for before, _ in node.next_functions][-2:]
+        if name in _COMPARING or (product and not any(map(is_weight, operands))):
+            return _NEGATIVES
+        if name.startswith("NllLoss") and _counts_up(node._saved_self, node._saved_target):
+            return "every sample of a batch is a class of its own (in-batch negatives)"
+        if samples < 2:
+            continue
+        kind = name.partition("Backward")[0]
+        if _pairs_samples(node, kind, samples):
+            return _NEGATIVES
+        if kind in ("Mean", "Sum") and _weights_are_normalized(node, samples):
+            return "the weights of samples are normalized by those of their batch"
+        if (
+            node not in reductions
+            and _mixes(node, kind, samples, near=node in near)
+            and not _of_weights(node)
+        ):
+            return f"samples of a batch depend on each other ({name} along the batch)"
+    return None
+
+
+def _reductions_to(root: Any) -> set[Any]:
+    """The operations that reduced values of samples to the scalars a loss is made of."""
+    found, seen, todo = set(), {root}, [root]
+    while todo:
+        node = todo.pop()
+        name = node.name()
+        single = torch.Size(getattr(node, "_saved_self_sym_sizes", (1,))).numel() == 1
+        if name in SCALARS or (single and name.startswith(("MeanBackward", "SumBackward"))):
+            new = [before for before, _ in node.next_functions if before is not None and before not in seen]
+            seen.update(new)
+            todo += new
+        else:
+            found.add(node)
+    return found
+
+
+def _up_to_weights(reductions: set[Any]) -> set[Any]:
+    """The operations between these and the nearest weights: what they reduce is a batch, whatever its shape."""
+    found, todo = set(reductions), list(reductions)
+    while todo:
+        for before, _ in todo.pop().next_functions:
+            if before is None or before in found or before.name() == LEAF or before.name() in _PRODUCTS:
+                continue
+            if not any(inner is not None and inner.name() == LEAF for inner, _ in before.next_functions):
+                found.add(before)
+                todo.append(before)
+    return found - reductions
+
+
+def _mixes(node: Any, kind: str, samples: int, *, near: bool) -> bool:
+    """Whether an operation computes something from several samples, or puts them in another order."""
+    shape = _shape_before(node)
+    if kind in _STATISTICS or kind in _ALONG_AN_AXIS:
+        anyway = near and kind in _STATISTICS
+        return _has_samples_first(shape, samples, anyway=anyway) and _along_first_axis(node, len(shape))
+    if not _has_samples_first(shape, samples):
+        return False
+    if shape[0] == samples:  # experts take tokens in an order of their own, and put them back
+        if kind in ("Slice", "Split"):
+            part = _shape(node)
+            return _along_first_axis(node, len(shape)) and len(part) > 0 and part[0] != samples
+        if kind == "Index":
+            return _changes_places(node._saved_indices[0], samples)
+        if kind == "IndexSelect":
+            return _along_first_axis(node, len(shape)) and _changes_places(node._saved_index, samples)
+    return kind in ("NativeBatchNorm", "CudnnBatchNorm") and bool(node._saved_training)
+
+
+def _has_samples_first(shape: Sequence[int], samples: int, *, anyway: bool = False) -> bool:
+    """Whether the first axis is that of the samples, or of all their tokens; sequences may come first too.
+
+    Args:
+        anyway: if nothing else is known of it.
+    """
+    if not shape or (len(shape) > 1 and shape[0] != samples == shape[1]):
+        return False
+    of_tokens = len(shape) <= 2 and shape[0] % samples == 0
+    return shape[0] == samples or (shape[0] > 1 and (of_tokens or anyway))
+
+
+def _along_first_axis(node: Any, rank: int) -> bool:
+    """Whether an operation goes along axis 0, or along all axes; a saved axis is unsigned."""
+    axes = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if axes is None or axes == ():
+        return True
+    return not set(axes if isinstance(axes, list | tuple) else (axes,)).isdisjoint({0, -rank % (1 << 64)})
+
+
+def _shape(node: Any, place: int = 0) -> tuple[int, ...]:
+    """Of what an operation has computed, as far as that is known."""
+    outputs = getattr(node, "_input_metadata", ())
+    return tuple(outputs[place].shape) if place < len(outputs) else ()
+
+
+def _shape_before(node: Any) -> tuple[int, ...]:
+    """Of what an operation was computed from."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is not None:
+        return tuple(sizes)
+    before, place = next(((b, p) for b, p in node.next_functions if b is not None), (None, 0))
+    return () if before is None else _shape(before, place)
+
+
+def _of_weights(node: Any) -> bool:
+    return all(is_weight(before) for before, _ in node.next_functions if before is not None)
+
+
+def _pairs_samples(node: Any, kind: str, samples: int) -> bool:
+    """Whether an operation combines each sample with all others: one operand has them along another axis."""
+    whole = _shape(node)
+    if len(whole) < 2 or whole[0] != samples:
+        return False
+    for before, place in node.next_functions:
+        if before is None or not (own := _shape(before, place)):
+            continue
+        padded = (1,) * (len(whole) - len(own)) + own
+        if kind in _ELEMENTWISE:
+            meets = padded[0] == 1 and samples in padded[1:]
+        else:
+            meets = len(own) == len(whole) and own[:2] == (1, samples) and whole[1] == samples
+        if meets and not is_weight(before):
+            return True
+    return False
+
+
+def _changes_places(index: Any, samples: int) -> bool:
+    """Whether an index takes as many samples as there are, but not each at its own place."""
+    if not isinstance(index, torch.Tensor) or index.dtype != torch.int64 or index.shape != (samples,):
+        return False
+    return not torch.equal(index, torch.arange(samples, device=index.device))
+
+
+def _weights_are_normalized(node: Any, samples: int) -> bool:
+    """Whether what is reduced was multiplied by weights that add up to 1 or to their number, or the largest is 1."""
+    product = node.next_functions[0][0]
+    if product is None or not product.name().startswith("MulBackward"):
+        return False
+    for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
+        if not isinstance(weights, torch.Tensor) or weights.requires_grad or not weights.is_floating_point():
+            continue
+        if not weights.dim() or not len(weights) or len(weights) % samples:
+            continue
+        values = weights.detach().flatten().double()
+        if bool((values == values[0]).all()) or bool(((values == 0) | (values == 1)).all()):
+            continue  # constants and masks
+        total = float(values.sum())
+        if min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
+            return True
+        if len(values) == samples and float(values.max()) == 1:
+            return True
+    return False
+
+
+def _counts_up(scores: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether the targets of n samples with n classes are 0, 1, 2, ...: each sample against all others."""
+    if targets.dim() != 1 or len(targets) < 2 or scores.shape[-1] < len(targets):
+        return False
+    return bool((targets[1:] - targets[:-1] == 1).all())

@@ -1,0 +1,116 @@
+"""Which of a script's DDP and FSDP2 modules train, and where their steps end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from trimtab.control.shares.model_form import problem_of_model
+from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
+from trimtab.measure.local_clock import LocalClock, leave_out
+from trimtab.model_state import JobHook
+from trimtab.run_settings import OwnSteps
+
+
+class TrainedModels:
+    """Follows the modules that average gradients over ranks; a script may train one after another, or several."""
+
+    def __init__(self, listener: StepListener, unknown: Callable[[], None]) -> None:
+        """
+        Args:
+            listener: hears of the steps of the modules that are followed.
+            unknown: called on every rank where a module is made, or trains for the first time.
+        """
+        self._listener, self._unknown = listener, unknown
+        self._latest: weakref.ref[nn.Module] | None = None
+        self._inside: set[int] = set()
+        """Ids of the latest module and of the modules in it, of which FSDP2 shards some by themselves."""
+        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[nn.Module, TrainingSteps] = weakref.WeakKeyDictionary()
+        self._followed: weakref.ref[nn.Module] | None = None
+        self.rows: int | None = None
+        """The first axis of what the latest module was called with."""
+
+    @property
+    def latest(self) -> nn.Module | None:
+        """The module that ran last in training."""
+        return None if self._latest is None else self._latest()
+
+    @property
+    def followed(self) -> nn.Module | None:
+        """The module whose steps count."""
+        return None if self._followed is None else self._followed()
+
+    @property
+    def in_training(self) -> bool:
+        """False as long as the latest module is in evaluation mode."""
+        latest = self.latest
+        return latest is None or in_training_mode(latest)
+
+    def watch(self, model: nn.Module) -> None:
+        """Take notice of a module that averages gradients, unless it is one that trimtab tries something with."""
+        if OwnSteps.running:
+            return
+        hook = JobHook(torch.compiler.disable(self.before_forward))
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        if _averages_over_all(model):
+            self._unknown()
+
+    def forget(self) -> None:
+        """No module is known to have trained."""
+        self._trained.clear()
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called."""
+        repeated = torch._C._current_graph_task_id() != -1
+        if repeated or OwnSteps.running or not in_training_mode(module) or not torch.is_grad_enabled():
+            return
+        latest = self.latest
+        if (
+            latest is None or id(module) not in self._inside
+        ):  # ids of one that is gone may be those of a new one
+            if module not in self._trained and self._trained and _averages_over_all(module):
+                self._unknown()
+            self._trained.add(module)
+            self._latest = weakref.ref(module)
+            self._inside = {id(inner) for inner in module.modules()}
+            latest = module
+        if latest is module:
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
+            self.rows = next(map(len, tensors), None)
+
+    def problem(self, *, follows_speeds: bool) -> str | None:
+        """Why batches must be equal on all ranks, of the first module that has a reason."""
+        problems = (problem_of_model(model, follows_speeds=follows_speeds) for model in self._trained)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def follow(self, clock: Callable[[], LocalClock | None]) -> None:
+        """From here on the steps of the latest module count; the listener hears of them."""
+        model = self.latest
+        assert model is not None
+        self._followed = weakref.ref(model)
+        if model in self._steps:
+            return
+        self._steps[model] = TrainingSteps(
+            model, {id(p) for p in model.parameters()}, self._listener, skipped=True
+        )
+        for module in model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                leave_out(module, clock)
+
+
+def _averages_over_all(model: nn.Module) -> bool:
+    """Whether all ranks have a part in a module, so that they meet where it is made and where it runs."""
+    if not dist.is_initialized():
+        return False
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group.size() == dist.get_world_size()
+    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    return sharded is not None and sharded.device_mesh.size() == dist.get_world_size()

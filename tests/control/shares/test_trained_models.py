@@ -1,0 +1,141 @@
+"""One script, several models: each is looked at before its batches are cut."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.control.shares.test_takeover import net, samples, taken_over
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+from torch.utils.data import DataLoader, DistributedSampler
+
+from trimtab.planning.shares.batch import Adjust
+from trimtab.run_settings import own_steps
+
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
+
+    from trimtab.control.shares.takeover import Takeover
+
+OWN = (11, 5)
+
+
+def wrapped(takeover: Takeover | None, model: nn.Module) -> Ddp:
+    ddp = Ddp(model)
+    if takeover is not None:
+        takeover.watch(ddp)
+    return ddp
+
+
+def divided(size: int = 80, batch: int = 8, seed: int = 0) -> Any:
+    data = samples(size)
+    sampler: Any = DistributedSampler(data, seed=seed)
+    return DataLoader(data, batch_size=batch, sampler=sampler)
+
+
+def train(loader: Any, *models: Ddp) -> list[int]:
+    """Steps of the sum of the models. Returns the sizes of this rank's batches."""
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.01)
+    sizes = []
+    for inputs, targets in loader:
+        outputs = torch.stack([model(inputs) for model in models]).sum(0)
+        F.cross_entropy(outputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(len(inputs))
+    return sizes
+
+
+def values(models: list[Ddp]) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
+
+
+def one_after_another(takeover: Takeover | None) -> tuple[torch.Tensor, list[list[int]]]:
+    """Models that are made before and between trainings, with one loader and with new ones."""
+    loader, models, sizes = divided(), [], []
+    early = wrapped(takeover, net())
+    for model in (net(), net(nn.BatchNorm1d(16).double())):
+        models.append(wrapped(takeover, model))
+        sizes.append(train(loader, models[-1]))
+    sizes.append(train(divided(), early))
+    pair = [wrapped(takeover, net(nn.BatchNorm1d(16).double())), wrapped(takeover, net())]
+    sizes.append(train(loader, *pair))
+    return values([*models, early, *pair]), sizes
+
+
+def on_rank_models() -> None:
+    own = OWN[dist.get_rank()]
+    plain, _ = one_after_another(None)
+    with taken_over(OWN) as takeover:
+        cut, sizes = one_after_another(takeover)
+        assert takeover._decided
+        with own_steps():
+            wrapped(takeover, net())
+        assert takeover._decided, "a copy that trimtab measures is no model of the script"
+    assert (cut - plain).abs().max() < 1e-10
+    uneven = [8] * 3 + [own] * 2
+    assert sizes == [uneven, [8] * 5, uneven, [8] * 5], sizes
+    assert sum("BatchNorm1d" in text for text in takeover.texts) == 1
+
+
+class Slow(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(0.01 * len(inputs))
+        return inputs
+
+
+def on_rank_speeds() -> None:
+    """Shares follow speeds for a second model, too, from those of the first on; and with another global batch."""
+    plain = wrapped(None, net())
+    for loader in (divided(240), divided(240, 4)):
+        train(loader, plain)
+    with taken_over(None, Adjust(window=3)) as takeover:
+        first = train(divided(240), wrapped(takeover, net(Slow())))
+        model = wrapped(takeover, net(Slow()))
+        second = train(divided(240), model)
+        third = train(divided(240, 4), model)
+    assert len(set(first)) > 1
+    assert second[:3] == [8] * 3
+    assert (second[4] > 8) == (dist.get_rank() == 0), second
+    assert third[:3] == [4] * 3
+    assert (third[-1] > 4) == (dist.get_rank() == 0), third
+    assert takeover.shares is not None
+    assert sum(takeover.shares) == 8
+    assert (values([model]) - values([plain])).abs().max() < 1e-10
+
+
+def on_rank_loaders() -> None:
+    """Loaders of unlike batches: in one step, and one after another."""
+    for together in (True, False):
+        with taken_over(OWN) as takeover:
+            ddp = wrapped(takeover, net())
+            first, other = divided(), divided(40, 4)
+            if together:
+                pairs = zip(first, other, strict=True)
+                sizes = train((map(torch.cat, zip(*pair, strict=True)) for pair in pairs), ddp)
+                assert set(sizes) == {12}
+                words = "a step takes batches from several loaders, of 4 and 8 samples"
+            else:
+                assert set(train(other, wrapped(None, net()))) == {4}, "nothing of ours trains there"
+                train(first, ddp)
+                assert set(train(other, ddp)) == {4}
+                assert OWN[dist.get_rank()] in train(first, ddp), "and back"
+                words = "a step of this loader has 8 samples, not the 16 of 11,5"
+        assert any(words in text for text in takeover.texts), takeover.texts
+
+
+def test_each_model_is_looked_at(ranks: Pool) -> None:
+    ranks(2, on_rank_models)
+
+
+def test_shares_of_a_second_model_follow_speeds(ranks: Pool) -> None:
+    ranks(2, on_rank_speeds)
+
+
+def test_loaders_of_unlike_batches_are_named(ranks: Pool) -> None:
+    ranks(2, on_rank_loaders)
