@@ -27,6 +27,29 @@ trimtab.frameworks.enable(local_steps="auto")
 assert DistributedDataParallel.__init__ is first
 """
 
+OLD_NAME = """
+import sys
+{hide}
+import pytorch_lightning
+import trimtab.frameworks.lightning as door
+assert pytorch_lightning.strategies.StrategyRegistry.get("trimtab").strategy_name == "trimtab"
+assert issubclass(door.TrimtabStrategy, pytorch_lightning.strategies.DDPStrategy)
+pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="trimtab", logger=False)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hide", ["", "sys.modules['lightning'] = None"], ids=["both", "alone"])
+def test_the_other_name_of_lightning(hide: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_NAME.format(hide=hide)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("disabled", [False, True])

@@ -1,17 +1,22 @@
-"""Lightning: importing this module registers ``strategy="trimtab"`` for `Trainer` and `Fabric`."""
+"""Lightning: importing this module registers ``strategy="trimtab"`` for `Trainer` and `Fabric`.
+
+Lightning has two names, `lightning` and `pytorch_lightning`, with a registry each: the strategy is registered in that
+of every name which the script has imported already, or else in the first that is installed.
+"""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from trimtab.frameworks import enable
 
 NAME = "trimtab"
 _DESCRIPTION = "DDP with gradients in fewer bits and batch shares by speed, where that pays"
+_PACKAGES = {"lightning": ("lightning.pytorch", "lightning.fabric"),
+             "pytorch_lightning": ("pytorch_lightning", "lightning_fabric")}  # fmt: skip
 
 
 class _Enables:
@@ -27,17 +32,28 @@ class _Enables:
         super().setup_environment()  # type: ignore[misc]  # of the strategy beside it
 
 
-class TrimtabStrategy(_Enables, DDPStrategy):  # type: ignore[misc]  # not typed here
-    """``Trainer(strategy="trimtab")``, or ``Trainer(strategy=TrimtabStrategy(trimtab={"plan": "plan.json"}))``."""
+def _registered(package: str) -> tuple[type[Any], type[Any]]:
+    """The strategies of a package, for its `Trainer` and its `Fabric`."""
+    trainers, fabrics = (import_module(f"{name}.strategies") for name in _PACKAGES[package])
+    of_trainer = type("TrimtabStrategy", (_Enables, trainers.DDPStrategy), {"strategy_name": NAME})
+    of_fabric = type("FabricTrimtabStrategy", (_Enables, fabrics.DDPStrategy), {})
+    for registry, strategy in (
+        (trainers.StrategyRegistry, of_trainer),
+        (fabrics.STRATEGY_REGISTRY, of_fabric),
+    ):
+        if NAME not in registry:
+            registry.register(NAME, strategy, description=_DESCRIPTION)
+    return of_trainer, of_fabric
 
-    strategy_name = NAME
+
+def _in_use() -> list[str]:
+    # A name that must not be imported has None there.
+    imported = [name for name in _PACKAGES if sys.modules.get(name) is not None]
+    installed = [name for name in _PACKAGES if name not in sys.modules and find_spec(name) is not None]
+    return imported or installed[:1] or ["lightning"]  # whose import then says that it is missing
 
 
-class FabricTrimtabStrategy(_Enables, FabricDDPStrategy):  # type: ignore[misc]  # not typed here
-    """``Fabric(strategy="trimtab")``."""
-
-
-if NAME not in StrategyRegistry:
-    StrategyRegistry.register(NAME, TrimtabStrategy, description=_DESCRIPTION)
-if NAME not in STRATEGY_REGISTRY:
-    STRATEGY_REGISTRY.register(NAME, FabricTrimtabStrategy, description=_DESCRIPTION)
+_strategies = [_registered(package) for package in _in_use()]
+TrimtabStrategy, FabricTrimtabStrategy = _strategies[0]
+"""``Trainer(strategy="trimtab")``, or ``Trainer(strategy=TrimtabStrategy(trimtab={"plan": "plan.json"}))``; so with
+``Fabric``."""

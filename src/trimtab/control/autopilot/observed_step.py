@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,26 @@ from trimtab.precision.products import DTYPES
 
 MOST_GRADIENT_BYTES = 64 << 20
 """Rows of a large output's gradient beyond this are left out; the first ones are repeated for them."""
+
+
+LENGTHS = 1.25
+"""Samples whose sizes differ by at most this factor are alike: lengths of texts vary from batch to batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """What distinguishes steps of one model: a plan is valid for those of its kind."""
+
+    autocast: str | None
+    elements: tuple[int, ...]
+    """Of a sample, in each argument."""
+
+    def like(self, other: StepKind) -> bool:
+        """Whether a plan for one fits the other."""
+        if self.autocast != other.autocast or len(self.elements) != len(other.elements):
+            return False
+        pairs = zip(self.elements, other.elements, strict=True)
+        return all(max(pair) <= LENGTHS * min(pair) for pair in pairs)
 
 
 @dataclass(eq=False)
@@ -73,6 +94,12 @@ class ObservedStep:
         """The same on ranks whose steps compute alike."""
         leaves = [self.batch[name] for name in sorted(self.batch)]
         return [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in tree_leaves(leaves)]
+
+    @property
+    def kind(self) -> StepKind:
+        """What a sample of it costs, besides its model."""
+        elements = [0 if shape is None else prod(shape[1:]) for shape in self.shapes]
+        return StepKind(autocast=self.autocast, elements=tuple(elements))
 
     def follow_output(self, output: Any) -> None:
         """After the forward pass: keep the gradient of each tensor when the backward pass has it."""

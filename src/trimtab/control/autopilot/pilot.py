@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.control.autopilot.measuring import Measured, agree_on_step, measure_job, together
-from trimtab.control.autopilot.observed_step import ObservedStep
-from trimtab.control.autopilot.plan_cache import PlanCache
+from trimtab.control.autopilot.observed_step import ObservedStep, StepKind
+from trimtab.control.autopilot.plan_cache import KnownPlan, PlanCache
 from trimtab.control.background import FAILED, Background
 from trimtab.control.compression.ddp import compresses
 from trimtab.control.plans.active_plan import plan_text
@@ -74,7 +74,7 @@ def start_autopilot(ddp: DistributedDataParallel, adjust: frozenset[str], budget
         except Exception as error:
             _give_up(rank, "the plan of an earlier start does not apply", error)
             known = None
-    pilot = Autopilot(ddp, adjust, budget, cache, None if known is None else sum(known.samples))
+    pilot = Autopilot(ddp, adjust, budget, cache, known)
     attach_state(ddp).autopilot = pilot
 
 
@@ -117,11 +117,11 @@ class Autopilot:
         adjust: frozenset[str],
         budget: float,
         cache: PlanCache,
-        known_batch: int | None,
+        known: KnownPlan | None,
     ) -> None:
-        """`known_batch` are the samples of all ranks in a step when the plan that runs already was made."""
+        """`known` is the plan that runs already."""
         self._adjust, self._budget, self._cache = adjust, budget, cache
-        self._known_batch = known_batch
+        self._known = known
         self._group = ddp.process_group
         self._rank = self._group.rank()
         self._device = next(ddp.parameters()).device
@@ -133,6 +133,7 @@ class Autopilot:
         self._background: Background | None = None
         self._future: Future[dict[str, Any]] | None = None
         self._measured: Measured | None = None
+        self._kind: StepKind | None = None
         self._steps = TrainingSteps(ddp, {id(p) for p in ddp.parameters()}, self, skipped=True)
         alive = weakref.ref(self)
 
@@ -197,12 +198,15 @@ class Autopilot:
         observed, self._observed = self._observed, None
         try:
             step, samples = agree_on_step(observed, self._problem, self._device)
-            if self._known_batch is not None:
-                if sum(samples) == self._known_batch:
+            kind = step.kind
+            if self._known is not None:
+                alike = kind.like(self._known.kind)
+                if alike and sum(samples) == sum(self._known.samples):
                     return
                 self._say(
-                    "autopilot: batches of %s samples are not those of the cached plan",
+                    "autopilot: batches of %s samples%s are not those of the cached plan",
                     listed_by_rank(samples),
+                    "" if alike else ", of this length and in this precision,",
                 )
             precise = "precision" in self._adjust
             measured = measure_job(ddp, step, samples, precise=precise, step_s=self._step_s)
@@ -213,7 +217,7 @@ class Autopilot:
             "autopilot: %d operators timed in %.1f s, the time of %.1f steps; planning beside the training",
             *(len(measured.workload.operators), measured.seconds, measured.seconds / self._step_s),
         )
-        self._measured = measured
+        self._measured, self._kind = measured, kind
         self._background = Background(self._group)
         bits: Bits = None  # what does not pay by itself does not pay beside a computation either
         if compresses(ddp):
@@ -253,6 +257,7 @@ class Autopilot:
         """Apply the plan at the first look at which every rank has it. Collective."""
         assert self._future is not None
         assert self._measured is not None
+        assert self._kind is not None
         if not all(ready for (ready,) in gather_numbers([float(self._future.done())], self._group)):
             return
         future, self._future = self._future, None
@@ -286,7 +291,7 @@ class Autopilot:
             why = "; ".join(plan.reasons)
             events.emit("decision", what="plan", noticed=None, decided=decided, why=why, expected=expected,
                         before=None, after=plan.hash)  # fmt: skip
-            self._cache.save(plan, self._measured.samples)
+            self._cache.save(plan, self._measured.samples, self._kind)
 
     def _say(self, text: str, *values: Any) -> None:
         if self._rank == 0:
