@@ -327,6 +327,8 @@ def refused(case: str) -> str:
     try:
         if case == "not ddp":
             trimtab.compress(Net())  # type: ignore[arg-type]
+        elif case == "no module":
+            trimtab.compress(None)  # type: ignore[arg-type]
         elif case == "pattern":
             make(Block(), overrides={"typo.*": None})
         elif case == "twice":
@@ -350,6 +352,7 @@ def refused(case: str) -> str:
     ("case", "words"),
     [
         ("not ddp", "wrap the model first"),
+        ("no module", "got NoneType"),
         ("pattern", "no parameter matches the pattern 'typo.*'; parameters are called up.weight"),
         ("twice", "already compressed"),
         ("family", "cannot be combined with"),

@@ -150,6 +150,26 @@ def test_on_a_cpu_nothing_overlaps() -> None:
     assert [role.wait_s for role in done.roles] == pytest.approx([GATHERS + 6] * 2)
 
 
+@pytest.mark.parametrize(("kind", "pauses"), [("cpu", 11), ("cuda", 0)])
+def test_ranks_that_wait_for_collectives_pause_before_each(kind: Literal["cpu", "cuda"], pauses: int) -> None:
+    """On a CPU five gathers and three reductions are waited for, by ranks that have just computed."""
+    given = job(kind)
+    assert given.profile is not None
+    paused = replace(
+        given.profile,
+        links={
+            link: {
+                name: replace(time, awaited_message_s=0.1, awaited_byte_s=time.per_byte_s)
+                for name, time in collectives.items()
+            }
+            for link, collectives in given.profile.links.items()
+        },
+    )
+    # A gather between two ranks has one message, a reduction by an all-reduce two.
+    longer = step(replace(given, profile=paused)).step_s - step(given).step_s
+    assert longer == pytest.approx(pauses * 0.1, abs=1e-9)
+
+
 def test_on_a_gpu_a_unit_is_gathered_while_the_one_before_computes() -> None:
     done = step(job("cuda"))
     # Root and first layer are waited for (2), the second arrives in time, forward ends at 5. The head's backward hides
@@ -170,10 +190,11 @@ def test_kept_weights_are_gathered_once() -> None:
 
 def test_bits_of_gradients_and_of_weights() -> None:
     gradients = 2 * 8 + 2048 // 2  # two quantization blocks with a range each
-    assert step(job(), bits=4).step_s == pytest.approx(WHOLE - 6 + 3 * gradients / SHARD)
+    # The gathers of the root and of the first layer are waited for; all others travel while a layer computes.
+    assert step(job(), bits=4).step_s == pytest.approx(2 + 9 + 3 * gradients / SHARD)
     weights = 8 * 8 + 2048
     both = step(job(), Sharding(weight_bits=8), bits=4).step_s
-    assert both == pytest.approx(WHOLE - 6 - GATHERS + 3 * gradients / SHARD + 5 * weights / SHARD)
+    assert both == pytest.approx(2 * weights / SHARD + 9 + 3 * gradients / SHARD)
 
 
 def test_hsdp_shards_inside_a_host_and_reduces_between_hosts() -> None:

@@ -22,7 +22,7 @@ def all_gather(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGr
     """Every rank's `values`, one after another in rank order, in `output` on every rank."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     # More than two ranks form a ring: what a rank sends and what it is ready for go to different neighbors.
-    if world != 2 or not _is_gloo(values, group):
+    if world != 2 or not is_gloo(values.device, group):
         return started(all_gather_single(output, values, group, async_op=True))
     rows = output.view(world, -1)
     work = exchange(values.device, group, [(values, 1 - rank)], [(rows[1 - rank], 1 - rank)])
@@ -38,7 +38,7 @@ def all_to_all(
     group: dist.ProcessGroup,
 ) -> dist.Work:
     """Send `out[r]` elements of `values` to each rank r, and receive `into[r]` from it, in rank order."""
-    if not _is_gloo(values, group):
+    if not is_gloo(values.device, group):
         sizes = list(into), list(out)
         return started(dist.all_to_all_single(output, values, *sizes, group=group, async_op=True))
     rank = dist.get_rank(group)
@@ -71,5 +71,6 @@ def exchange(
     return Works(device, dist.batch_isend_irecv(operations) if operations else ())
 
 
-def _is_gloo(values: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return values.device.type == "cpu" and backend_kind(group, values.device) == "gloo"
+def is_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether Gloo carries the group's tensors on a device, and so nothing is ordered by streams."""
+    return device.type == "cpu" and backend_kind(group, device) == "gloo"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from trimtab.collectives.multiprocessors import COMMUNICATION
 from trimtab.collectives.roll_call import roll_call, timeout_of
 
 
@@ -26,7 +27,12 @@ def shared_name(group: dist.ProcessGroup) -> str:
 
 
 def private_groups(
-    parent: dist.ProcessGroup, device: torch.device, count: int, *, ranks: Sequence[int] | None = None
+    parent: dist.ProcessGroup,
+    device: torch.device,
+    count: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    overlapped: bool = False,
 ) -> tuple[dist.ProcessGroup, ...]:
     """`count` groups of the parent's ranks for tensors on `device`. Every rank of the parent calls it.
 
@@ -36,6 +42,8 @@ def private_groups(
     Args:
         ranks: the ranks of the parent (as the parent counts them) that form this rank's groups; all when None.
             Different ranks may name different, disjoint sets; one that names none gets no group.
+        overlapped: whether payloads travel while the GPU computes: NCCL then uses as few multiprocessors as
+            products leave free (`trimtab.collectives.multiprocessors`).
     """
     every = dist.get_process_group_ranks(parent)
     members = sorted(every if ranks is None else [every[rank] for rank in ranks])
@@ -44,8 +52,8 @@ def private_groups(
         return ()
     name = f"{base}-{'_'.join(map(str, members))}"
     if device.type == "cuda":
-        return (_group(parent, device, members, name),) * count
-    return tuple(_group(parent, device, members, f"{name}-{index}") for index in range(count))
+        return (_group(parent, device, members, name, overlapped),) * count
+    return tuple(_group(parent, device, members, f"{name}-{index}", overlapped) for index in range(count))
 
 
 def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -96,7 +104,7 @@ def register_group(
 
 
 def _group(
-    parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str
+    parent: dist.ProcessGroup, device: torch.device, members: list[int], name: str, overlapped: bool
 ) -> dist.ProcessGroup:
     timeout = timeout_of(parent, device if device.type in _backends(parent) else None)
     kind = backend_kind(parent, device)
@@ -114,6 +122,8 @@ def _group(
     common: dict[str, Any] = {"timeout": timeout, "name": name, "global_ranks": members}
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if overlapped:
+            options.config.min_ctas = options.config.max_ctas = COMMUNICATION
         backend = nccl_backend(store, rank, size, options, **common)
         kinds = dist.ProcessGroup.BackendType.NCCL
     else:

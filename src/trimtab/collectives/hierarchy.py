@@ -154,7 +154,8 @@ class Hierarchy:
             self.inside = GroupIntraHost(*private_groups(group, device, 2, ranks=members))
         self.between: tuple[dist.ProcessGroup, ...] = ()
         if self.hosts.count > 1:
-            self.between = private_groups(group, device, STAGE_GROUPS, ranks=self.hosts.peers(rank))
+            peers = self.hosts.peers(rank)
+            self.between = private_groups(group, device, STAGE_GROUPS, ranks=peers, overlapped=True)
 
     def shard(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Shard:
         """This rank's part of a bucket; nothing for a rank beyond the number of shards."""

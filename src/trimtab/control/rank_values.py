@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
+from trimtab.collectives.groups import destroy_groups, private_groups
 from trimtab.errors import TrimtabError
 
 T = TypeVar("T")
@@ -79,6 +81,25 @@ class LaterNumbers:
             assert started is not None
             self._pending = started, everyone, own
         return rows
+
+
+class NumbersOfOwners:
+    """Exchanges numbers between steps while nobody waits, for several who use them at unlike times."""
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        self._parent, self._device = parent, device
+        self._numbers: weakref.WeakKeyDictionary[object, LaterNumbers] = weakref.WeakKeyDictionary()
+        self._groups: list[dist.ProcessGroup] = []
+
+    def of(self, owner: object) -> LaterNumbers:
+        """Those of one owner. Its first call is collective."""
+        if owner not in self._numbers:
+            self._groups += private_groups(self._parent, self._device, 1)
+            self._numbers[owner] = LaterNumbers(self._groups[-1])
+        return self._numbers[owner]
+
+    def close(self) -> None:
+        destroy_groups(self._groups)
 
 
 def require_equal_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:

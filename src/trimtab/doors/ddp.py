@@ -86,7 +86,7 @@ class DdpCompression(JobBound, ChangingBits):
         self._hierarchy, self._method, self._spared = hierarchy, method, spared
         self._replacement: tuple[object, Callable[[Any, Any], Any]] | None = None
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        sizes = {name: (p.numel(), p.dim()) for name, p in ddp.module.named_parameters()}
+        sizes = {name: (_real_numel(p), p.dim()) for name, p in ddp.module.named_parameters()}
         pieces, self.fixed = choose_bits(sizes, codec, overrides or {}, min_numel)
         self.pieces = {name: piece for name, piece in pieces.items() if name not in ddp.parameters_to_ignore}
         self.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
@@ -246,7 +246,7 @@ class DdpCompression(JobBound, ChangingBits):
             numel, bits, block = self.pieces[name]
             offset = int(gradient.storage_offset()) - int(flat.storage_offset())
             piece = Piece(name=name, offset=offset, numel=numel, bits=bits, block=block)
-            pieces.append((piece, parameter.shape))
+            pieces.append((piece, gradient.shape))
         whole = [piece for piece, _ in pieces]
         levels = None if self._hierarchy is None else (self._hierarchy.hosts, self._hierarchy.shared_memory)
         require_agreement(
@@ -273,9 +273,14 @@ class DdpCompression(JobBound, ChangingBits):
         return reduction, whole
 
 
+def _real_numel(parameter: torch.Tensor) -> int:
+    """Values of a parameter in DDP's buckets, where a complex one is two real ones."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
 def stage_groups(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
     """A process group for each stage of a reduction: Gloo needs one for each thread. Collective."""
-    return private_groups(group, device, STAGE_GROUPS)
+    return private_groups(group, device, STAGE_GROUPS, overlapped=True)
 
 
 def has_other_hook(ddp: DistributedDataParallel) -> bool:

@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab._compat import all_gather_single, reduce_scatter_single
+from trimtab._compat import reduce_scatter_single
 from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Hierarchy, Piece, Reduction, finish, reduction_for
+from trimtab.collectives.duplex import all_gather, is_gloo
 from trimtab.collectives.layout import fingerprint
 from trimtab.collectives.reduction import Works
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup
 from trimtab.doors.changing_bits import ChangingBits
+from trimtab.doors.fsdp_prefetch import ForwardPrefetch
 from trimtab.doors.fsdp_shards import (
     ScatterFeedback,
     ShardLayout,
@@ -87,8 +89,9 @@ class FsdpCompression(ChangingBits):
             for module in sharded_modules(model)
             for group in param_groups(module)
         ]
-        for group in self.groups:
-            group.attach(shard=shard, replicate=replicate)
+        over_gloo = [group.attach(shard=shard, replicate=replicate) for group in self.groups]
+        if all(over_gloo):
+            ForwardPrefetch(sharded_modules(model))
 
     @property
     def carries_error(self) -> bool:
@@ -171,17 +174,23 @@ class ShardedGroup:
         """Of the parameters, as in the model's `named_parameters`."""
         return list(self._params)
 
-    def attach(self, *, shard: bool, replicate: bool) -> None:
-        """Replace FSDP2's collectives."""
+    def attach(self, *, shard: bool, replicate: bool) -> bool:
+        """Replace FSDP2's collectives; returns whether weights travel over Gloo."""
         if shard:
             self._module.set_custom_reduce_scatter(_Collective(self.reduce_scatter))
-        if self._owner.weight_bits is not None or "shard" in self._owner.hosts:
-            self._module.set_custom_all_gather(_Collective(self.all_gather))
         info = self._param_group.mesh_info
+        group = getattr(info, "shard_process_group", None)
+        over_gloo = group is not None and is_gloo(self._owner.device, group)
+        if self._owner.weight_bits is not None or "shard" in self._owner.hosts or over_gloo:
+            self._module.set_custom_all_gather(_Collective(self.all_gather))
+        if over_gloo:
+            # On a CPU no stream overlaps anything: FSDP2 waits for the weights that it prefetches in backward.
+            self._param_group.unshard_async_op = True
         if replicate and getattr(info, "replicate_process_group", None) is not None:
             info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce changes
             info.replicate_process_group = _ReplicaGroup(self, info.replicate_process_group)
             self._param_group.mesh_info = info
+        return over_gloo
 
     def forget(self) -> None:
         """Drop what was planned with the old seed."""
@@ -234,8 +243,9 @@ class ShardedGroup:
             all_gather_inside(output, values, host)
             return Works(values.device) if async_op else None
         if layout is None:
-            return all_gather_single(output, values, group, async_op=async_op)
-        work = WeightGather(output, values, layout, group)
+            work: dist.Work = all_gather(output, values, group)
+        else:
+            work = WeightGather(output, values, layout, group)
         if async_op:
             return work
         work.wait()

@@ -26,13 +26,16 @@ With n values of a unit over S ranks, a rank's shard has n / S of them, padded a
 | HSDP, after that     | all-reduce of the shards between hosts | as a bucket of DDP, plain or in `bits`             |
 
 Assumptions:
-- On a CPU torch waits for every collective where it starts it, so nothing overlaps.
+- On a CPU torch waits for every collective where it starts it, so nothing overlaps, and a rank whose CPU quota is used
+  up by then pauses (`Fit.awaited`). Where trimtab sends in fewer bits over the link, a unit's all-gather starts when
+  the unit before it computes, in backward the one after it (`doors.fsdp_prefetch`); reduce-scatters are still waited
+  for.
 - On a GPU a unit's all-gather may start in forward when the unit two before it starts to compute, in backward
   when the unit after it does. Backward of a unit waits for the reduce-scatter of the unit two after it, whose buffer
   it reuses. Collectives of one group run in the order above.
 - Gloo's all-gather between two ranks starts to send before it is ready to receive: the word of the rank that comes
   later waits behind the first half of its own shard, so the other direction starts half a shard late (`LATE`). What
-  trimtab encodes is exchanged in both directions at once (`collectives.duplex`).
+  trimtab sends is exchanged in both directions at once (`collectives.duplex`).
 - HSDP's collectives inside a host do not slow down those between hosts.
 - Parameters and gradients are sent in the type of the parameters.
 - The optimizer updates a rank's shards. Operators on sharded tensors go through Python, which takes
@@ -47,7 +50,6 @@ from typing import TYPE_CHECKING
 from trimtab.cluster.profile import Line, ShardedTime
 from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import (
-    BLOCK,
     Placement,
     Route,
     Traffic,
@@ -58,13 +60,12 @@ from trimtab.predict.collectives import (
     reduce_scatter,
     stages,
 )
-from trimtab.predict.fsdp_units import ALL_RANKS, FsdpUnit, Sharding, fsdp_units, shard_numel
+from trimtab.predict.fsdp_units import ALL_RANKS, FsdpUnit, Sharding, fsdp_units, shard_bytes, shard_numel
 from trimtab.predict.memory.sharded_peak import sharded_memory
 from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import build_step, codec_time, job_links
-from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.measured import Measured
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.predict.step import JobSetting
-    from trimtab.workload import Parameter, Workload
+    from trimtab.workload import Workload
 
 WEIGHT_BLOCK = 256
 """Quantization block of gathered weights, as in `doors.fsdp`."""
@@ -138,13 +139,14 @@ def build_fsdp(
     links = job_links(cluster, profile)
     units = fsdp_units(workload)
     kinds = {role.name: cluster.devices[role.name].kind for role in plain}
+    ahead = {k: _gathers_ahead(k, cluster, sharding, setting.bits) for k in set(kinds.values())}
     programs = {
-        kind: _program(workload, units, keep=sharding.keep, blocking=kind == "cpu")
-        for kind in set(kinds.values())
+        kind: _program(workload, units, keep=sharding.keep, blocking=kind == "cpu", ahead=ahead[kind])
+        for kind in ahead
     }
     calls = next(iter(programs.values())).calls
     exchanges = [
-        _gather(units[call.unit], shard, sharding.weight_bits, ring=links.trees)
+        _gather(units[call.unit], shard, sharding.weight_bits, late=not (links.trees or any(ahead.values())))
         if call.gathers
         else _reduce(units[call.unit], placement, shard, setting.bits, ring=links.trees)
         for call in calls
@@ -196,8 +198,22 @@ class _Program:
     calls: tuple[_Call, ...]
 
 
-def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, blocking: bool) -> _Program:
-    """The order of collectives and segments; a `blocking` rank waits for each collective where it starts it."""
+def _gathers_ahead(kind: str, cluster: Cluster, sharding: Sharding, bits: int | None) -> bool:
+    """Whether a CPU rank computes while weights of the next unit travel: where `trimtab.compress` sends them."""
+    placement = Placement.on(cluster)
+    compressed = bits is not None or sharding.weight_bits is not None
+    return kind == "cpu" and compressed and sharding.ways(placement) == placement.world
+
+
+def _program(
+    workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, blocking: bool, ahead: bool
+) -> _Program:
+    """The order of collectives and segments.
+
+    Args:
+        blocking: a rank waits for each collective where it starts it,
+        ahead: but for gathers, of which it starts one while the unit before computes.
+    """
     actions: list[tuple[str, int]] = []
     calls: list[_Call] = []
     started: dict[tuple[int, bool, str], int] = {}
@@ -209,13 +225,13 @@ def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, block
             return
         started[unit, gathers, phase] = len(calls)
         actions.append(("start", len(calls)))
-        if blocking:
+        if blocking and not (gathers and ahead):
             actions.append(("wait", len(calls)))
         calls.append(_Call(unit=unit, gathers=gathers))
 
     def wait(unit: int, phase: str, *, gathers: bool = True) -> None:
         call = started.get((unit, gathers, phase))
-        if call is not None and not blocking:
+        if call is not None and (not blocking or (gathers and ahead)):
             actions.append(("wait", call))
 
     count, total = len(workload.operators), len(units)
@@ -227,6 +243,8 @@ def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, block
     wait(0, "forward")
     if total > 2 and not blocking:
         start(2, "forward")
+    if total > 1 and ahead:
+        start(1, "forward")
     for operator in range(count):
         if operator in entered:
             unit = entered[operator]
@@ -234,6 +252,8 @@ def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, block
             wait(unit, "forward")
             if unit + 2 < total and not blocking:
                 start(unit + 2, "forward")
+            if unit + 1 < total and ahead:
+                start(unit + 1, "forward")
         actions.append(("run", operator))
     if total > 1 and not keep:
         start(total - 1, "backward")
@@ -254,10 +274,16 @@ def _program(workload: Workload, units: Sequence[FsdpUnit], *, keep: bool, block
 
 
 def sharded_stream(
-    workload: Workload, sharding: Sharding, kind: str, computed: Sequence[ComputeSegment]
+    workload: Workload,
+    cluster: Cluster,
+    sharding: Sharding,
+    bits: int | None,
+    kind: str,
+    computed: Sequence[ComputeSegment],
 ) -> tuple[ComputeSegment, ...]:
     """The compute stream of a rank, with its waits and starts, from that of its operators."""
-    program = _program(workload, fsdp_units(workload), keep=sharding.keep, blocking=kind == "cpu")
+    units, ahead = fsdp_units(workload), _gathers_ahead(kind, cluster, sharding, bits)
+    program = _program(workload, units, keep=sharding.keep, blocking=kind == "cpu", ahead=ahead)
     return _segments(program, computed)
 
 
@@ -306,13 +332,13 @@ class _Exchange:
         return (seconds[0] + cost.unit_s, *seconds[1:])
 
 
-def _gather(unit: FsdpUnit, shard: Placement, bits: int | None, ring: bool) -> _Exchange:
+def _gather(unit: FsdpUnit, shard: Placement, bits: int | None, late: bool) -> _Exchange:
     ways = shard.world
-    late = LATE if bits is None and ways == 2 and not ring else 1.0
+    times = LATE if bits is None and ways == 2 and late else 1.0
     own = sum(shard_numel(p, ways) for p in unit.parameters)
     work = (Work(encoded=own, encodes=1), Work(decoded=own * ways, decodes=ways))
     return _Exchange(
-        shard=(all_gather(late * shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
+        shard=(all_gather(times * shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
         copied=(own, own * ways),
         work=work if bits else (),
         bits=bits,
@@ -349,19 +375,6 @@ def _reduce(
     )
 
 
-def shard_bytes(parameters: Sequence[Parameter], ways: int, bits: int | None, block: int = BLOCK) -> int:
-    """A shard of these parameters on the wire; small parameters and vectors travel exactly."""
-    total = 0
-    for p in parameters:
-        numel, itemsize = shard_numel(p, ways), p.tensor.nbytes // max(1, p.tensor.numel)
-        if bits is None:
-            total += numel * itemsize
-        else:
-            coded = len(p.tensor.shape) > 1 and p.tensor.numel >= MIN_NUMEL
-            total += encoded_bytes(numel, bits if coded else 0, block, itemsize=itemsize)
-    return total
-
-
 def _transfers(exchange: _Exchange, links: JobLinks, inside: bool) -> tuple[Transfer, ...]:
     transfers = []
     for traffic in exchange.shard if inside else ():
@@ -371,6 +384,8 @@ def _transfers(exchange: _Exchange, links: JobLinks, inside: bool) -> tuple[Tran
         )
     for traffic in exchange.replicas if inside else exchange.shard:
         fits = links.fits(traffic.collective)
+        if not links.trees:
+            fits = tuple(fit.awaited for fit in fits)
         drag = links.drag[traffic.collective]
         transfers.append(
             Transfer(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
-from trimtab.predict.collectives import Placement
+from trimtab.predict.collectives import BLOCK, Placement
+from trimtab.wire_format import MIN_NUMEL, encoded_bytes
 from trimtab.workload import Parameter, Workload
 
 
@@ -85,3 +87,16 @@ def fsdp_units(workload: Workload) -> tuple[FsdpUnit, ...]:
             if module in of
         ),
     )
+
+
+def shard_bytes(parameters: Sequence[Parameter], ways: int, bits: int | None, block: int = BLOCK) -> int:
+    """A shard of these parameters on the wire; small parameters and vectors travel exactly."""
+    total = 0
+    for p in parameters:
+        numel, itemsize = shard_numel(p, ways), p.tensor.nbytes // max(1, p.tensor.numel)
+        if bits is None:
+            total += numel * itemsize
+        else:
+            coded = len(p.tensor.shape) > 1 and p.tensor.numel >= MIN_NUMEL
+            total += encoded_bytes(numel, bits if coded else 0, block, itemsize=itemsize)
+    return total

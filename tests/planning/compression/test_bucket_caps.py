@@ -24,7 +24,7 @@ def test_buckets_hold_everything_and_shrink_towards_the_end(nbytes: list[int]) -
 
 def test_a_transformer() -> None:
     layer = [size * MIB for size in (3, 1, 4, 4)]
-    assert short_last_buckets([MIB // 2, *layer * 7]) == (8, 25, 27, 12, 9, 3.5)
+    assert short_last_buckets([MIB // 2, *layer * 7]) == (4, 28, 20, 16, 8, 5, 3.5)
 
 
 def test_a_small_model_is_one_bucket() -> None:

@@ -80,6 +80,19 @@ def test_verdicts_say_what_the_committed_results_say() -> None:
     assert passed_families(optimizer=ADAMW) == {BITS_SCALED, BITS_WIDE}
 
 
+def test_verdicts_hold_on_three_models() -> None:
+    """Those of the adaptive families and of PowerSGD, on every model that can see damage: whose canary is flagged."""
+    rows = _rows("bit-verdicts.json")
+    worse = {(row["optimizer"], row["model"], row["method"]): row["worse"] for row in rows}
+    seeing = [(o, m) for o, m, method in worse if "1 bit" in method and worse[o, m, method]]
+    assert {optimizer for optimizer, _ in seeing} == {SGD, ADAMW}
+    for verdict in LOSS_BENCH:
+        method = "PowerSGD 4" if verdict.family == POWERSGD else f"adaptive, {verdict.family}"
+        found = [worse.get((o, m, method)) for o, m in seeing if o == verdict.optimizer]
+        if None not in found:  # AdamW was not trained with the families of SGD
+            assert verdict.passed == (not any(found)), verdict
+
+
 def _rows(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
     return rows

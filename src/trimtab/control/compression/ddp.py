@@ -18,6 +18,7 @@ from trimtab.collectives.groups import destroy_groups
 from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
 from trimtab.control.compression.agreement import tensor_group
+from trimtab.control.compression.bucket_caps import shorten_last_buckets
 from trimtab.control.compression.host_route import HostRoute, choose_host_route, fixed_host_route
 from trimtab.control.compression.layer_log import LayerLog
 from trimtab.control.compression.past_decision import PastDecision
@@ -141,6 +142,9 @@ def compress_ddp(
         )
         compression.watcher = state.adaptive = controller
         weakref.finalize(model, controller.close).atexit = False
+    free = choice is not None and planned_route is None and siblings is None and not has_other_hook(model)
+    if free and shorten_last_buckets(model):
+        reason = f"{reason}; DDP's last buckets are short, so that less of the exchange is exposed"
     model.register_comm_hook(None, compression.reduce)
     state.compression = compression
     # Without the module its threads have nothing to do. Not at exit: a dead peer would block it.
