@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from trimtab.sharding.dropout import DropoutCalls, KeyedDropout, dropout_calls
+from trimtab.sharding.dropout.keyed import DropoutCalls, KeyedDropout, dropout_calls
 from trimtab.sharding.unit_axis import runs
 from trimtab.sharding.unit_block import UnitBlock, UnitTensor, sharded_model
 
@@ -71,7 +71,7 @@ class Checkpoint(Stateful):
         }
         set_state_dict(self._model, self._optimizers, model_state_dict=model, optim_state_dict=optimizer)
         for counted in self._counted():
-            counted.calls = int(state_dict["dropout"][counted.name])
+            counted.passes.count = int(state_dict["dropout"][counted.name])
 
     def _counted(self) -> list[UnitBlock | KeyedDropout | DropoutCalls]:
         """Everything that draws random numbers. Without any, a checkpoint of a single device is complete."""
@@ -83,7 +83,7 @@ class Checkpoint(Stateful):
 
     def _calls(self) -> dict[str, Tensor]:
         """Number of calls of each dropout, to resume with the masks that come next."""
-        return {counted.name: torch.tensor(counted.calls) for counted in self._counted()}
+        return {counted.name: torch.tensor(counted.passes.count) for counted in self._counted()}
 
 
 class _UnitShards(Tensor):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
-from trimtab.sharding.dropout import key_dropout
+from trimtab.sharding.dropout.keyed import key_dropout
 from trimtab.sharding.find_units import FoundBlock, find_blocks, head_width, projections_of
 from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.projection import InProjection, OutProjection
@@ -32,7 +32,7 @@ from trimtab.sharding.structure.adapt import (
 )
 from trimtab.sharding.structure.check import FAILS, split_problem
 from trimtab.sharding.structure.functional import adapt_attention, adapt_experts
-from trimtab.sharding.structure.linear import features, is_transposed
+from trimtab.sharding.structure.linear import features, hooked, hooked_parameters, is_transposed
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
 from trimtab.sharding.unit_kinds import AnyKind, Attention, Experts, Mlp, TorchAttention, UnitKind, Units
@@ -177,12 +177,18 @@ def split_of(found_block: FoundBlock) -> Split:
 def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tuple[Adaptation, str]:
     """What the module needs to compute some of its units, found by trial; or why it cannot."""
     found_by_name = not isinstance(each.kind, Units)
+    alone = isinstance(each.kind, (TorchAttention, Experts))
+    with_hooks = [name for name, module in projections_of(each.parent, each.kind).items() if hooked(module)]
+    if alone and hooked_parameters(each.parent):
+        with_hooks.append(type(each.parent).__name__)
+    if with_hooks:
+        what = " and ".join(with_hooks)
+        return COUNTS, f"hooks are registered on {what} or its parameters, which the units would not have"
     if each.call is None:
         return COUNTS, "" if isinstance(each.kind, (Mlp, Attention)) else "it was not run on example inputs"
     if split.units < 2:
         return COUNTS, ""
     first = [known] if known is not None else [COUNTS] if found_by_name else []
-    alone = isinstance(each.kind, (TorchAttention, Experts))
     problems = []
     for adaptation in dict.fromkeys([*first, *(() if alone else ADAPTATIONS)]):
 
@@ -199,7 +205,7 @@ def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tup
         if not problem:
             return adaptation, ""
         problems.append(problem)
-    return COUNTS, problems[0]
+    return COUNTS, next((problem for problem in problems if "gradient" in problem), problems[0])
 
 
 def _require_agreement(
@@ -285,13 +291,17 @@ def _shard(found_block: FoundBlock, split: Split, table: UnitTable, sharded: Sha
         align_biases(block)
     elif split.heads and split.adaptation.entries:
         select_entries(block)
-    for name in found_block.inside:
+    for name, parameters in found_block.inside:
         module = found_block.parent.get_submodule(name)
-        by_head = (
-            split.adaptation.bias or (split.adaptation.entries and module is found_block.parent)
-        ) and any(split.units * split.heads in p.shape for p in module.parameters(recurse=False))
-        if not by_head:  # the gradient of a bias by head is summed where it is reduced to this rank's heads
-            share_parameters(module, group)
+        by_head = split.adaptation.bias or (split.adaptation.entries and module is found_block.parent)
+        # The gradient of a bias by head is summed where it is reduced to this rank's heads.
+        shared = [
+            each
+            for each in parameters
+            if not by_head or split.units * split.heads not in module.get_parameter(each).shape
+        ]
+        if shared:
+            share_parameters(module, tuple(shared), block)
     block.adopt(table)
     return block
 
@@ -357,13 +367,16 @@ def _refuse_shared(model: nn.Module, blocks: list[FoundBlock]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for each in blocks:
-        for name in projections_of(each.parent, each.kind):
-            for parameter in each.parent.get_submodule(name).parameters():
-                if len(names[id(parameter)]) > 1:
-                    raise TrimtabError(
-                        f"tensor_parallel: {' and '.join(names[id(parameter)])} are one tensor, which cannot be "
-                        f"sharded by units; replicate it with replicate=[{each.path!r}]"
-                    )
+        projections = projections_of(each.parent, each.kind).values()
+        own = [parameter for projection in projections for parameter in projection.parameters()]
+        if isinstance(each.kind, (TorchAttention, Experts)):
+            own += each.parent.parameters(recurse=False)
+        for parameter in own:
+            if len(names[id(parameter)]) > 1:
+                raise TrimtabError(
+                    f"tensor_parallel: {' and '.join(names[id(parameter)])} are one tensor, which cannot be "
+                    f"sharded by units; replicate it with replicate=[{each.path!r}]"
+                )
 
 
 def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.sharding.structure.example import repeated_layers
+from trimtab.sharding.structure.example import TORCH_LAYERS, repeated_layers
 from trimtab.sharding.structure.functional import functional_kind
 from trimtab.sharding.structure.layout import find_units, inside_of
 from trimtab.sharding.structure.linear import features, is_linear
@@ -19,6 +19,7 @@ from trimtab.sharding.unit_kinds import (
     ATTENTIONS,
     MLPS,
     OWN_GPTS,
+    TORCH_MLP,
     AnyKind,
     Attention,
     Experts,
@@ -47,8 +48,8 @@ class FoundBlock:
     """Whether the user declared the kind: then it is refused, not replicated, if it does not work."""
     call: Call | None = None
     """Arguments of the parent, to try it with; None if it has not been run."""
-    inside: tuple[str, ...] = ()
-    """Modules with parameters that every unit uses: on each rank their gradient is that of its units only."""
+    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Modules and those of their parameters that every unit uses: a rank's gradient of them is that of its units."""
 
 
 def find_blocks(
@@ -127,10 +128,12 @@ def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trac
     ]
 
 
-def _inside(model: nn.Module, trace: Trace, path: str, kind: AnyKind) -> tuple[str, ...]:
+def _inside(
+    model: nn.Module, trace: Trace, path: str, kind: AnyKind
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if isinstance(kind, Units):
         return kind.inside
-    last = trace.linears.get(f"{path}.{kind.out}".lstrip("."))
+    last = trace.first.get(f"{path}.{kind.out}".lstrip("."))
     return () if last is None else tuple(inside_of(model, trace, last, path))
 
 
@@ -160,7 +163,8 @@ def _kinds_of(
 
 
 def _named_mlp(module: nn.Module) -> Mlp | None:
-    return next((mlp for mlp in MLPS if _has(module, mlp) and _is_mlp(module, mlp)), None)
+    known = (TORCH_MLP,) if isinstance(module, TORCH_LAYERS) else MLPS
+    return next((mlp for mlp in known if _has(module, mlp) and _is_mlp(module, mlp)), None)
 
 
 def _sequential(module: nn.Sequential) -> Mlp | None:

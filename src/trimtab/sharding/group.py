@@ -37,6 +37,9 @@ class TensorGroup:
     aside: dist.ProcessGroup | None = None
     """A second group of the same ranks: the collectives of one group run one after the other."""
 
+    simulated: int = 1
+    """Ranks that are computed one after the other in this process: sums over ranks count what is here as often."""
+
     overlap: bool = True
     """Whether weights' gradients are computed while the gradient of a block's input is summed over the ranks."""
 
@@ -105,6 +108,16 @@ class TensorGroup:
                 raise TrimtabError(differs.format(rank=rank))
 
 
+def refuse_second_derivatives() -> None:
+    """Raise in a backward pass that is itself recorded: collectives in it are not differentiable."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise TrimtabError(
+            "tensor_parallel: backward with create_graph=True through a tensor-parallel block: second derivatives "
+            "(a gradient penalty, say) are not supported there; leave create_graph out, or keep the module whole "
+            "with tensor_parallel(..., replicate=[...])"
+        )
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -115,6 +128,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
+        refuse_second_derivatives()
         group.compute_ends()
         # A copy: autograd may use the same tensor elsewhere.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
@@ -134,6 +148,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
+        refuse_second_derivatives()
         group.compute_starts()
         return gradients[0], None
 
@@ -147,7 +162,19 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
         return gradients[0], None
+
+
+class _Simulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.simulated = group.simulated
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.simulated, None
 
 
 class _Apart(torch.autograd.Function):
@@ -170,6 +197,8 @@ def no_view(y: Tensor) -> Tensor:
 
 def enter(x: Tensor, group: TensorGroup) -> Tensor:
     """A block's input, the same on every rank."""
+    if group.simulated > 1:
+        return _Simulated.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
     return x if group.size == 1 and group.clock is None else _Enter.apply(x, group)  # type: ignore[no-untyped-call]
 
 

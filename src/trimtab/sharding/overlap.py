@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.sharding.group import TensorGroup, no_view
+from trimtab.sharding.group import TensorGroup, no_view, refuse_second_derivatives
 
 
 class Late:
@@ -137,6 +137,7 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         group: TensorGroup = ctx.group
+        refuse_second_derivatives()
         gradient, of_rows = gradients[0], list(gradients[1:])
         finish, total = None, None
         if ctx.needs_input_grad[0]:

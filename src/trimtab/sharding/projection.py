@@ -66,6 +66,8 @@ class InProjection(Projection):
             y = linear(x, weight, bias, self.block.late, self.block.row_places, low)
         if self.block.verifying == "all units":
             return self._of_all_units(y)
+        if self.block.verifying == "own units":
+            y = y.detach().requires_grad_(torch.is_grad_enabled())  # what follows it is looked at
         if units == 0:
             # Attention fails without any head: give it one of zeros, which `OutProjection` drops.
             return F.pad(y, (0, width))
@@ -107,13 +109,15 @@ class OutProjection(Projection):
             raise HiddenReached(x)
         if self.training and self.block.activation_norms is not None:
             self.block.activation_norms.add_hidden(x)
-        if self.block.running is not None:
-            x = self.block.running.hidden(x)
-        weight, low = self.block.stored(self.weight, into=False), _usable(self.block, multiply)
-        y = product(x, weight, self.block.late, self.block.row_places, low)
-        sequence = self.block.sequence
-        y = leave(y, self.block.group) if sequence is None else sequence.scatter(y)
-        self.block.leave()
+        try:
+            if self.block.running is not None:
+                x = self.block.running.hidden(x)
+            weight, low = self.block.stored(self.weight, into=False), _usable(self.block, multiply)
+            y = product(x, weight, self.block.late, self.block.row_places, low)
+            sequence = self.block.sequence
+            y = leave(y, self.block.group) if sequence is None else sequence.scatter(y)
+        finally:  # activation checkpointing ends a recomputed pass here by an exception
+            self.block.leave()
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

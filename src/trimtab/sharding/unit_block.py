@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from trimtab.errors import TrimtabError
 from trimtab.model_state import find_state
+from trimtab.sharding.dropout.passes import Passes
 from trimtab.sharding.group import TensorGroup, enter
 from trimtab.sharding.overlap import AllReduced, Holding, Late, Way, enter_block
 
@@ -90,8 +91,8 @@ class UnitBlock:
     draws: bool = False
     """Whether training applies dropout to its attention weights."""
 
-    calls: int = 0
-    """Number of training passes so far that drew random numbers."""
+    passes: Passes = field(default_factory=Passes)
+    """Training passes so far that drew random numbers."""
 
     lease: BlockLease | None = None
     """Units that ranks compute for each other in training; None while each rank computes its own."""

@@ -61,8 +61,8 @@ class Units:
     heads: int
     """Heads in one unit; 0 for the hidden units of an MLP."""
 
-    inside: tuple[str, ...] = ()
-    """Modules with parameters that every unit uses: on each rank their gradient is that of its units only."""
+    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Modules and those of their parameters that every unit uses: a rank's gradient of them is that of its units."""
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -123,3 +123,6 @@ MLPS: tuple[Mlp, ...] = (
     Mlp(ins=("fc1",), out="fc2"),
 )
 """MLPs by the names of their projections; the first match is used."""
+
+TORCH_MLP = Mlp(ins=("linear1",), out="linear2")
+"""That of torch's own transformer layers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,6 +85,7 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
     """Raise on every rank if the block is wrong on any; False if the unsharded module rejects these inputs."""
     device = block.tensors[0].parameter.device
     full, own = (_hidden(block, args, kwargs, whole=whole) for whole in (True, False))
+    passing = _passes_by(block, args, kwargs)
     worst = torch.tensor(-1.0, device=device)  # unknown
     if isinstance(full, Tensor):
         worst.fill_(math.inf)
@@ -92,11 +94,15 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
         if isinstance(own, Tensor) and own.shape == expected.shape:
             error = (own.double() - expected).norm() / expected.norm().clamp_min(1e-30)
             worst = error.nan_to_num(0.0).float()  # without own units, or with invalid inputs: nothing to see
+    if passing:
+        worst.fill_(math.inf)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=block.group.process_group)
     dtype = full.dtype if isinstance(full, Tensor) else torch.float32
     if float(worst) > max(_TOLERANCE, torch.finfo(dtype).eps ** 0.5):
         what = f" ({own})" if isinstance(own, Exception) else ""
-        differs = "on a rank with some of its units these get other values than in the unsharded module"
+        differs = passing or (
+            "on a rank with some of its units these get other values than in the unsharded module"
+        )
         raise refusal(found, differs + what) from (own if isinstance(own, Exception) else None)
     return float(worst) >= 0
 
@@ -116,16 +122,61 @@ def refusal(found: FoundBlock, problem: str) -> TrimtabError:
     )
 
 
-def _hidden(block: UnitBlock, args: Any, kwargs: Any, *, whole: bool) -> Tensor | Exception:
-    """The values that reach the block's last projection, or the error before that."""
+def _passes_by(block: UnitBlock, args: Any, kwargs: Any) -> str:
+    """What needs a gradient and reaches the hidden values beside the projections: a rank would have part of it only."""
+    inputs: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        own = copied(value)
+        if isinstance(value, Tensor) and value.requires_grad:
+            inputs.append(own.requires_grad_())
+            own = own.clone()  # it may be changed in place
+        return own
+
+    with torch.enable_grad():
+        args, kwargs = tree_map(leaf, (args, kwargs))
+        values = _hidden(block, args, kwargs, whole=False, graph=True)
+    if not isinstance(values, Tensor):
+        return ""
+    reached = {id(each) for each in _leaves(values)}
+    names = [name for name, p in block.parent.named_parameters() if id(p) in reached]
+    if any(id(each) in reached for each in inputs):
+        names.append("its input")
+    if not names:
+        return ""
+    return f"{' and '.join(names)} is used between its projections, so its gradient would be that of one rank's units"
+
+
+def _leaves(values: Tensor) -> Iterator[Tensor]:
+    """The leaves of the graph of some values; what enters a block with the sum of its gradients is none."""
+    waiting, seen = [values.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or "_Enter" in node.name():
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _hidden(
+    block: UnitBlock, args: Any, kwargs: Any, *, whole: bool, graph: bool = False
+) -> Tensor | Exception:
+    """The values that reach the block's last projection, or the error before that.
+
+    Args:
+        graph: record the graph of the values from the outputs of the projections on.
+    """
     modes = [(module, module.training) for module in block.parent.modules()]
     block.verifying = "all units" if whole else "own units"
     block.set_widths(block.units if whole else block.count)
     sequence = block.sharded.sequence
     try:
         block.parent.eval()
-        args, kwargs = tree_map(copied, (args, kwargs))
-        with torch.no_grad(), nullcontext() if sequence is None else sequence.unchanged():
+        if not graph:
+            args, kwargs = tree_map(copied, (args, kwargs))
+        with torch.set_grad_enabled(graph), nullcontext() if sequence is None else sequence.unchanged():
             block.parent.forward(*args, **kwargs)
     except HiddenReached as reached:
         return reached.values

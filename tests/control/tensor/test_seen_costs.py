@@ -84,3 +84,16 @@ def test_a_lease_known_to_cost_more_than_it_saves_is_not_chosen() -> None:
     seen.learn(numbers(90 * decision.lent, 90 * decision.lent))
     costs = Costs(own=None, lease=seen.corrected(COSTS).lease)
     assert decide(RANKS, costs, Balance(), steps=10).mode == "home"
+
+
+def test_the_first_step_of_a_lease_says_little_about_the_others() -> None:
+    """With windows of a step: what is sent when a lease begins cannot be sent ahead."""
+    seen, decision = SeenCosts(window=1), lease()
+    seen.learn(numbers(0.2, 0.2))
+    seen.applied(decision, 0.0)
+    assert not seen.learn(numbers(0.2 + 5 * decision.lent, 0.2 + 5 * decision.lent))
+    assert seen.corrected(COSTS) == COSTS
+    seen.learn(numbers(0.2 + decision.lent / 2, 0.2 + decision.lent))
+    corrected = seen.corrected(COSTS).lease
+    assert corrected is not None
+    assert corrected.ratio == pytest.approx(0.5)

@@ -140,7 +140,7 @@ class Balancer:
         """The ranks' numbers of the previous window, under the same assignment."""
         self._skewed_since: int | None = None
         self._past: list[int] = []
-        self._seen = SeenCosts()
+        self._seen = SeenCosts(rules.window)
         if rules.resize > 0:
             watch_resize(self._sharded)
         if self._group.size > 1:

@@ -11,10 +11,18 @@ _LEAST, _MOST = 0.5, 100.0
 """Corrections of a lease's prediction. One window that saw no cost must not make leases look free for good."""
 
 
+_SETTLED = 4
+"""Steps of a window in whose median the first step of a lease does not count."""
+
+
 class SeenCosts:
     """Measured over predicted costs; the same on every rank, since ranks exchange what they measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = _SETTLED) -> None:
+        """`window` is the number of steps in one."""
+        self._settling = 1 if window < _SETTLED else 0
+        """Windows of a lease that say little about the others: in its first step nothing was sent ahead."""
+        self._unsettled = 0
         self.move_ratio = 0.0
         """Of this rank's last move, without corrections; 0 before the first."""
         self._moves = self._leases = 1.0
@@ -30,6 +38,7 @@ class SeenCosts:
         self._expected = None
         if decision.mode == "lease" and decision.lent > 0 and self._waited is not None:
             self._expected = (self._waited, decision.lent / self._leases)
+            self._unsettled = self._settling
 
     def learn(self, numbers: Sequence[Sequence[float]]) -> bool:
         """From the ranks' numbers of a window, of which the last two are `move_ratio` and seconds in collectives.
@@ -40,6 +49,9 @@ class SeenCosts:
         self._moves = max(ratio for *_, ratio, _ in numbers) or 1.0
         self._waited = min(waited for *_, waited in numbers)
         if self._expected is None:
+            return False
+        if self._unsettled > 0:
+            self._unsettled -= 1
             return False
         (before, predicted), self._expected = self._expected, None
         self._leases = min(_MOST, max(_LEAST, (self._waited - before) / predicted))

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from trimtab._compat import all_gather_single, reduce_scatter_single
+from trimtab.sharding.group import refuse_second_derivatives
 
 if TYPE_CHECKING:
     from trimtab.sharding.group import TensorGroup
@@ -251,6 +252,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
         kept: _Kept = ctx.kept
         kept.group.compute_ends()
         return kept.start(gradients[0])(), None
@@ -265,6 +267,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
         full = _all_gather(gradients[0], ctx.counts, ctx.group)
         ctx.group.compute_starts()
         return full, None, None
@@ -278,6 +281,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
         return _all_gather(gradients[0], ctx.counts, ctx.group), None, None
 
 
@@ -289,6 +293,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
         return _take(gradients[0], ctx.counts, ctx.group), None, None
 
 
@@ -303,6 +308,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return None, *gradients

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trimtab.errors import TrimtabError
 from trimtab.sharding.find_units import FoundBlock, projections_of
 from trimtab.sharding.sequence.exchange import AXIS
-from trimtab.sharding.structure.check import close
 from trimtab.sharding.structure.example import repeated_layers
+from trimtab.sharding.structure.gradients import close
 from trimtab.sharding.structure.trace import Call, copied, trace_model
 from trimtab.sharding.unit_kinds import Experts, TorchAttention
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trimtab.model_state import attach_state, state_of
-from trimtab.sharding.group import TensorGroup, enter
+from trimtab.sharding.group import enter
 from trimtab.sharding.unit_block import UnitBlock
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
@@ -135,10 +135,14 @@ def _heads(block: UnitBlock, device: torch.device) -> Tensor:
     return (units.unsqueeze(1) * heads + torch.arange(heads, device=device)).flatten()
 
 
-def share_parameters(module: nn.Module, group: TensorGroup) -> None:
-    """Sum the gradients of a module's own parameters over the ranks: each has only that of its units."""
-    attach_state(module).tensor_group = group
-    module.__class__ = type(f"Shared{type(module).__name__}", (_Shared, type(module)), {})
+def share_parameters(module: nn.Module, names: tuple[str, ...], block: UnitBlock) -> None:
+    """Sum the gradients of some of a module's own parameters over the ranks: each has only that of its units."""
+    state = attach_state(module)
+    if state.shared_parameters is None:
+        state.shared_parameters = {}
+        module.__class__ = type(f"Shared{type(module).__name__}", (_Shared, type(module)), {})
+    for name in names:
+        state.shared_parameters.setdefault(name, []).append(block)
 
 
 class _Aligned(nn.Module):
@@ -150,14 +154,20 @@ class _Aligned(nn.Module):
 
 
 class _Shared(nn.Module):
-    """Mixed into a module inside a block: its parameters pass through the entrance of the block."""
+    """Mixed into a module with parameters that a block's units use: these pass through the entrance of the block.
+
+    In the module that computes the block that is so in all of its forward pass, in another one in calls from inside the
+    block. Elsewhere every rank has the whole gradient.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        group = state_of(self).tensor_group
-        names = [name for name, parameter in self._parameters.items() if parameter is not None]
+        names = []
         try:
-            for name in names:  # in front of the parameters, where attributes are looked up first
-                self.__dict__[name] = enter(self._parameters[name], group)  # type: ignore[arg-type]
+            for name, blocks in state_of(self).shared_parameters.items():
+                block = next((b for b in blocks if b.parent is self or b.sharded.inside is b), None)
+                if block is not None:  # in front of the parameters, where attributes are looked up first
+                    self.__dict__[name] = enter(self._parameters[name], block.group)  # type: ignore[arg-type]
+                    names.append(name)
             return super().forward(*args, **kwargs)
         finally:
             for name in names:

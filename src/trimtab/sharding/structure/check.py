@@ -8,7 +8,6 @@ this rank's heads. There is no communication, so every rank comes to its own ver
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.sharding.group import TensorGroup
+from trimtab.sharding.structure.gradients import Shard, close, gradient_problem, plain_layers
 from trimtab.sharding.structure.trace import Call, copied
 from trimtab.sharding.unit_block import UnitBlock
 from trimtab.sharding.unit_table import UnitTable
 
-_TOLERANCE = 1e-4
-"""Relative difference: far above rounding, and far below that of wrong heads; the root of eps in low precision."""
-
 FAILS = "the unsplit module fails on example inputs"
-
-Shard = Callable[[nn.Module, UnitTable, TensorGroup], UnitBlock]
 
 
 def split_problem(
@@ -41,30 +36,35 @@ def split_problem(
     descending = list(range(units))[::-1]
     most = max(1, 2 * units // 3)
     table = UnitTable.of("check", units, [descending[:most], descending[most:]], 2)
-    expected, total = _run(parent, out, call, None)
-    if isinstance(expected, Exception) or total is None:
+    expected, totals = _run(parent, out, call, None)
+    if isinstance(expected, Exception):
         return f"{FAILS}: {expected}"
-    summed = torch.zeros_like(total)
+    if not totals:
+        return f"{FAILS}: it does not call its last projection"
+    summed = [torch.zeros_like(total) for total in totals]
     for rank in range(2):
         trial = copy.deepcopy(parent)
         group = TensorGroup(process_group=None, rank=rank, size=1)  # type: ignore[arg-type]
         block = shard(trial, table, group)
-        outputs, partial = _run(trial, out, call, total)
+        outputs, partials = _run(trial, out, call, totals)
         if isinstance(outputs, Exception):
             return f"with some of its units it fails: {outputs}"
-        if partial is None or partial.shape != total.shape:
+        if [each.shape for each in partials] != [each.shape for each in totals]:
             return "with some of its units its output has another shape"
-        summed += partial if bias is None or rank == 0 else partial - bias
+        for each, partial in zip(summed, partials, strict=True):
+            each += partial if bias is None or rank == 0 else partial - bias
         ids = _heads(block)
         if not all(
             _agrees(a, b, ids) for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=False)
         ):
             return "with some of its units it returns other values"
-    return "" if close(summed, total) else "the sum over its units is not its output"
+    if not all(close(each, total) for each, total in zip(summed, totals, strict=True)):
+        return "the sum over its units is not its output"
+    return gradient_problem(parent, out, bias, table, call, shard)
 
 
-def _run(parent: nn.Module, out: str, call: Call, replace: Tensor | None) -> tuple[Any, Tensor | None]:
-    """The outputs of the module, and those of its last projection, which `replace` replaces."""
+def _run(parent: nn.Module, out: str, call: Call, replace: list[Tensor] | None) -> tuple[Any, list[Tensor]]:
+    """The outputs of the module, and those of every call of its last projection, which `replace` replaces."""
     seen: list[Tensor] = []
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -72,22 +72,23 @@ def _run(parent: nn.Module, out: str, call: Call, replace: Tensor | None) -> tup
         seen.append(first.clone())  # what follows may change it in place
         if replace is None:
             return None
-        return (replace.clone(), *rest) if isinstance(output, tuple) else replace.clone()
+        value = replace[len(seen) - 1].clone()
+        return (value, *rest) if isinstance(output, tuple) else value
 
     modes = [(module, module.training) for module in parent.modules()]
     handle = (parent.get_submodule(out) if out else parent).register_forward_hook(hook)
     try:
         parent.eval()
         args, kwargs = tree_map(copied, (call.args, call.kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), plain_layers():
             outputs = parent(*args, **kwargs)
     except Exception as error:
-        return error, None
+        return error, []
     finally:
         handle.remove()
         for module, training in modes:
             module.training = training
-    return outputs, seen[0] if len(seen) == 1 else None
+    return outputs, seen
 
 
 def _heads(block: UnitBlock) -> list[int]:
@@ -103,13 +104,3 @@ def _agrees(value: Any, expected: Any, heads: list[int]) -> bool:
             return False
         expected = expected[:, heads]
     return value.shape == expected.shape and close(value, expected)
-
-
-def close(value: Tensor, expected: Tensor) -> bool:
-    """Whether two results of the same computation are equal up to rounding."""
-    if not expected.is_floating_point():
-        return torch.equal(value, expected)
-    eps = torch.finfo(expected.dtype).eps
-    tolerance = max(_TOLERANCE, eps**0.5)
-    value, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (value, expected))
-    return bool((value - expected).norm() <= tolerance * expected.norm().clamp_min(1e-30))

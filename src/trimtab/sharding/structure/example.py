@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _BATCH, _LENGTH = 2, 8
-_TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def example_calls(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
@@ -26,7 +26,8 @@ def example_calls(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[Any, ...]
             continue
         parameters = inspect.signature(layer.forward).parameters.values()
         required = [p for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
-        yield layer, tuple(_random(like, _BATCH, _LENGTH, width) for _ in range(max(1, len(required)))), {}
+        activations = (_random(like, _BATCH, _LENGTH, width) for _ in range(max(1, len(required))))
+        yield layer, tuple(x.requires_grad_() for x in activations), {}
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,7 +38,7 @@ def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         if is_repeating(container):
             layers.update({f"{path}.{name}".lstrip("."): child for name, child in container.named_children()})
-        elif isinstance(container, _TORCH_LAYERS):
+        elif isinstance(container, TORCH_LAYERS):
             layers[path] = container
     return layers or {"": model}
 

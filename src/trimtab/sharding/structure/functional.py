@@ -85,7 +85,7 @@ class _TorchAttention(nn.Module):
             weights = (scores if mask is None else scores + mask).softmax(-1)
             attended = F.dropout(weights, p, True) @ v if p else weights @ v
             weights = self._all_weights(block, weights, average_attn_weights)
-            weights = weights if batched else weights.squeeze(0)
+            weights = weights if batched or weights is None else weights.squeeze(0)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, mask, p)
         y = own.out_proj(attended.transpose(1, 2).flatten(2))
@@ -102,7 +102,10 @@ class _TorchAttention(nn.Module):
         y = F.linear(x, weight, bias)  # type: ignore[arg-type]
         return F.pad(y, (0, dim)) if block.computing == 0 else y
 
-    def _all_weights(self, block: UnitBlock, weights: Tensor, average: bool) -> Tensor:
+    def _all_weights(self, block: UnitBlock, weights: Tensor, average: bool) -> Tensor | None:
+        """Of the heads of all ranks; None in a trial of one rank alone, which does not have them."""
+        if block.group.process_group is None:
+            return None
         if block.computing == 0:
             weights = weights[:, :0]
         if average:

@@ -43,7 +43,14 @@ def find_units(
         calls = [c for c in trace.linears.values() if not prefix or c.path.startswith(f"{prefix}.")]
         sources = {call.path: list(_sources(trace, call, calls)) for call in calls}
         for call in calls:
+            if not call.x.requires_grad:
+                reasons[call.path] = (
+                    "it runs without a graph (torch.no_grad, or reentrant activation checkpointing)"
+                )
             if call.path in used or not sources[call.path]:
+                continue
+            if _is_bottleneck(model, call, sources[call.path]):
+                reasons[call.path] = "its few inputs are a bottleneck (an adapter), not worth a collective"
                 continue
             try:
                 path, units = _block(model, trace, call, sources, used)
@@ -68,6 +75,12 @@ def _sources(trace: Trace, call: LinearCall, calls: list[LinearCall]) -> Iterato
             yield other
 
 
+def _is_bottleneck(model: nn.Module, call: LinearCall, ins: list[LinearCall]) -> bool:
+    """Whether the hidden units are few beside what goes in and out, as those of low-rank adapters are."""
+    hidden, outputs = features(model.get_submodule(call.path))
+    return 2 * hidden <= min(outputs, *(features(model.get_submodule(each.path))[0] for each in ins))
+
+
 def _block(
     model: nn.Module, trace: Trace, call: LinearCall, sources: dict[str, list[LinearCall]], used: set[str]
 ) -> tuple[str, Units]:
@@ -80,7 +93,7 @@ def _block(
             raise NotUnitsError(f"outputs of {source.path} are used by {' and '.join(users)}")
     path = _common([call.path, *(source.path for source in ins)])
     widths = {features(model.get_submodule(source.path))[0] for source in ins}
-    activations = [x for x in trace.inputs.get(path, []) if x.ndim <= 3 and x.shape[-1] in widths]
+    activations = [x for x in trace.inputs.get(path, []) if 0 < x.ndim <= 3 and x.shape[-1] in widths]
     if any(g is not None for g in trace.gradients(call, activations, slice(None))):
         raise NotUnitsError("its inputs also depend on activations that pass by the hidden units")
     start = len(path) + 1 if path else 0
@@ -94,21 +107,26 @@ def _block(
     )
 
 
-def inside_of(model: nn.Module, trace: Trace, call: LinearCall, path: str) -> Iterator[str]:
+def inside_of(
+    model: nn.Module, trace: Trace, call: LinearCall, path: str
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Modules with parameters of their own between the projections of a block, such as a norm of the queries by head.
+
+    Each with the names of these parameters.
 
     Args:
         call: of the block's last projection.
         path: of the module that computes the block; the names are those inside it.
     """
-    modules = [
-        (name, list(module.parameters(recurse=False)))
-        for name, module in model.get_submodule(path).named_modules(prefix=path)
-        if name not in trace.linears
-    ]
-    for name, parameters in modules:
-        if any(g is not None for g in trace.gradients(call, parameters, slice(None))):
-            yield name[len(path) + 1 if path else 0 :]
+    start = len(path) + 1 if path else 0
+    for name, module in model.get_submodule(path).named_modules(prefix=path):
+        if name in trace.first:
+            continue
+        own = dict(module.named_parameters(recurse=False))
+        gradients = trace.gradients(call, list(own.values()), slice(None))
+        inside = tuple(each for each, g in zip(own, gradients, strict=True) if g is not None)
+        if inside:
+            yield name[start:], inside
 
 
 def _common(paths: list[str]) -> str:

@@ -6,8 +6,23 @@ from torch import nn
 
 
 def is_linear(module: object) -> bool:
-    """Whether it is an `nn.Linear`, or a `Conv1D` of transformers."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    """Whether it is an `nn.Linear`, or a `Conv1D` of transformers, with a weight that is not computed (weight norm)."""
+    known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return known and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody has registered hooks on it or on its parameters, which a projection in its place would lack."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    )  # fmt: skip
+    return any(hooks) or hooked_parameters(module)
+
+
+def hooked_parameters(module: nn.Module) -> bool:
+    """Whether somebody has registered hooks on a module's own parameters."""
+    own = list(module.parameters(recurse=False))
+    return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in own)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -27,6 +27,8 @@ class Call:
 
     args: Any
     kwargs: Any
+    graded: tuple[bool, ...] = ()
+    """For each leaf of the arguments, as a tree, whether it had a gradient; empty if that is unknown."""
 
 
 @dataclass(eq=False)
@@ -50,6 +52,9 @@ class Trace:
 
     repeated: set[str] = field(default_factory=set)
     """Those called more than once."""
+
+    first: dict[str, LinearCall] = field(default_factory=dict)
+    """The first call of every linear map."""
 
     calls: dict[str, Call] = field(default_factory=dict)
     """The first call of each module, by name."""
@@ -84,7 +89,7 @@ def trace_model(model: nn.Module) -> Trace:
     with _hooked(model, names, trace), torch.enable_grad(), _random_state(model):
         for module, args, kwargs in calls:
             try:
-                module(*args, **kwargs)
+                module(*(arg.clone() for arg in args), **kwargs)  # a layer may change its input in place
             except Exception as error:  # the user's model, with inputs that are a guess
                 trace.problem = f"{type(module).__name__} fails on example inputs: {error}"
     return trace
@@ -98,9 +103,11 @@ def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[N
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         name = names[id(module)]
         if name not in trace.calls:
-            trace.calls[name] = Call(*tree_map(copied, (args, kwargs)))
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-            trace.inputs[name] = tensors
+            leaves = tree_leaves((args, kwargs))
+            graded = tuple(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+            copies = tree_map(copied, (args, kwargs))
+            trace.calls[name] = Call(copies[0], copies[1], graded)
+            trace.inputs[name] = [t for t, own in zip(leaves, graded, strict=True) if own]
 
     def after(module: nn.Module, args: Any, y: Any) -> Any:
         name = names[id(module)]
@@ -111,7 +118,7 @@ def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[N
             trace.repeated.add(name)
             return y
         leaf = y.detach().requires_grad_()
-        trace.linears[name] = LinearCall(name, args[0], leaf)
+        trace.linears[name] = trace.first[name] = LinearCall(name, args[0], leaf)
         return leaf.clone()  # a model may change it in place
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]

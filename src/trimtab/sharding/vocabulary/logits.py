@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.sharding.group import refuse_second_derivatives
 from trimtab.sharding.sequence.divided import DividedTensor
 from trimtab.sharding.vocabulary.slots import Slots
 
@@ -86,6 +87,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
         # What follows is the same on every rank, and so is the gradient.
         return gradients[0][..., ctx.owned], None
 
@@ -142,6 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         local, slots, kept, normalizer = ctx.saved_tensors
         gradient = (local.to(normalizer.dtype) - normalizer.unsqueeze(-1)).exp_()
         if gradient.shape[-1] > 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 from trimtab.random_bits import block_keys, stream, uniform16
+from trimtab.sharding.dropout.passes import Passes
 from trimtab.sharding.find_units import FoundBlock
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock
 from trimtab.sharding.unit_kinds import Attention
@@ -38,13 +39,12 @@ class KeyedDropout(nn.Module):
         self.p = p
         self.name = name
         self.sharded = sharded
-        self.calls = 0
+        self.passes = Passes()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        self.calls += _new_call()
-        return _drop(x, self.p, self.sharded, self.name, self.calls)
+        return _drop(x, self.p, self.sharded, self.name, self.passes.next(self.name))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -55,7 +55,7 @@ class DropoutCalls:
     """Counts the training passes of a module that calls functional dropout outside any block."""
 
     name: str
-    calls: int = 0
+    passes: Passes = field(default_factory=Passes)
 
 
 @dataclass(eq=False)
@@ -80,17 +80,17 @@ class _KeyedModule(nn.Module):
         functional: _Functional = state_of(self).keyed_dropout
         if not self.training or not functional.active:
             return super().forward(*args, **kwargs)
-        functional.counter.calls += _new_call()
-        with _DropUnits(functional.counter, functional.sharded):
+        number = functional.counter.passes.next(functional.counter.name)
+        with _DropUnits(functional.counter.name, number, functional.sharded):
             return super().forward(*args, **kwargs)
 
 
 class _DropUnits(TorchFunctionMode):
     """While active, functional dropout is by unit inside a block, and elsewhere the same on all ranks."""
 
-    def __init__(self, counter: UnitBlock | DropoutCalls, sharded: ShardedModel) -> None:
+    def __init__(self, name: str, number: int, sharded: ShardedModel) -> None:
         super().__init__()
-        self._counter, self._sharded = counter, sharded
+        self._name, self._number, self._sharded = name, number, sharded
         self._drawn = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,8 +105,7 @@ class _DropUnits(TorchFunctionMode):
         if not training or p == 0:
             return x
         self._drawn += 1
-        name, calls = f"{self._counter.name}#{self._drawn}", self._counter.calls
-        return _drop(x, p, self._sharded, name, calls)
+        return _drop(x, p, self._sharded, f"{self._name}#{self._drawn}", self._number)
 
     def _attention(
         self,
@@ -152,7 +151,7 @@ def key_dropout(model: nn.Module, sharded: ShardedModel, found_blocks: Mapping[s
     for path, module in list(model.named_modules()):
         block, sources = attentions.get(id(module), (None, []))
         if block is None:
-            sources = [(module, name) for name in _numbers(module)]
+            sources = [(module, name) for name in probabilities(module)]
         if not sources or isinstance(module, (nn.Dropout, KeyedDropout)):
             continue
         functional = _Functional(block or DropoutCalls(path), sharded, sources)
@@ -180,24 +179,19 @@ def _probabilities(found_block: FoundBlock) -> Iterator[tuple[nn.Module, str]]:
             yield parent, kind.dropout
         return
     for module in parent.modules():
-        yield from ((module, name) for name in _numbers(module))
+        yield from ((module, name) for name in probabilities(module))
         yield from (
             (module, name) for name, child in module.named_children() if isinstance(child, KeyedDropout)
         )
 
 
-def _numbers(module: nn.Module) -> list[str]:
+def probabilities(module: nn.Module) -> list[str]:
     """Attributes of a module that hold a probability of dropout."""
     return [
         name
         for name, value in vars(module).items()
         if "drop" in name and isinstance(value, float) and 0 <= value <= 1
     ]
-
-
-def _new_call() -> int:
-    """1 in a forward pass; 0 when activation checkpointing recomputes one, which must use the same masks."""
-    return 0 if torch._C._current_graph_task_id() != -1 else 1
 
 
 def _drop(x: Tensor, p: float, sharded: ShardedModel, name: str, calls: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.sharding import move
-from trimtab.sharding.dropout import KeyedDropout
+from trimtab.sharding.dropout.keyed import KeyedDropout
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def test_activation_checkpointing_repeats_the_same_masks(ranks: Pool) -> None:
 
 def attention_against_torch() -> float:
     """With dropout the attention is written out: with masks of ones it must be torch's own."""
-    from trimtab.sharding import dropout as module
+    from trimtab.sharding.dropout import keyed as module
 
     model = convert(make("llama", p=0.3))
     reference = float(loss_of("llama", convert(make("llama", p=0.0)), 0).detach())

@@ -1,0 +1,1 @@
+"""Dropout whose masks belong to units."""
