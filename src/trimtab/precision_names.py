@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -31,6 +32,12 @@ bf16, forward and backward."""
 
 ATTENTION = "/attention"
 """Suffix to a module's name: the products of activations that its forward computes."""
+
+EVERYTHING = ("*", "?*")
+"""Patterns that match every operator. In a precision that hands on bf16 they lower the products of activations too."""
+
+LOW: tuple[PrecisionName, ...] = ("bf16", "int8", "fp8")
+"""Precisions whose results are handed on in bf16."""
 
 OWN = "own"
 """In place of a precision: the one the model has without trimtab."""
@@ -102,3 +109,10 @@ class Precision:
 
     def __str__(self) -> str:
         return self.forward if len(set(self.names)) == 1 else "/".join(self.names)
+
+
+def lowers_products(precisions: Mapping[str, Precision | str]) -> bool:
+    """Whether products of activations are computed in bf16 as well: a pattern for everything hands on bf16."""
+    return any(
+        pattern in EVERYTHING and Precision.of(value).forward in LOW for pattern, value in precisions.items()
+    )

@@ -17,7 +17,7 @@ from trimtab.precision.devices import offers
 from trimtab.precision.setting import precisions_of
 from trimtab.precision_names import ATTENTION
 from trimtab.predict.memory.step_peak import step_memory
-from trimtab.predict.precision_patterns import matched
+from trimtab.predict.precision_patterns import with_products
 
 CUDA = torch.device("cuda")
 SETTINGS: dict[str, tuple[str | None, dict[str, str]]] = {
@@ -25,16 +25,14 @@ SETTINGS: dict[str, tuple[str | None, dict[str, str]]] = {
     "fp32": (None, {}),
     "bf16 autocast": ("bf16", {}),
     "bf16 set": (None, {"*": "bf16"}),
-    "bf16 set, attention too": (None, {"*": "bf16", "*.attention/attention": "bf16"}),
+    "bf16 set, attention in fp32": (None, {"*": "bf16", "*.attention/attention": "fp32"}),
     "int8 set": (None, {"?*": "int8"}),
-    "int8 set, attention in bf16": (None, {"?*": "int8", "*.attention/attention": "bf16"}),
     "int8 set, convolutions in bf16": (None, {"*classifier*": "int8", "?*": "bf16"}),
     "int8 set in bf16 autocast": ("bf16", {"?*": "int8"}),
     "fp8 set in bf16 autocast": ("bf16", {"?*": "fp8"}),
 }
 ONLY = {
-    "bf16 set, attention too": "vit",
-    "int8 set, attention in bf16": "vit",
+    "bf16 set, attention in fp32": "vit",
     "int8 set, convolutions in bf16": "resnet",
 }
 """Settings that not every model has operators for."""
@@ -59,6 +57,18 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         config = transformers.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         ids = torch.randint(50257, (8, 512), device=CUDA)
         return Loss(transformers.GPT2LMHeadModel(config)), (ids, ids)
+    if name == "llama":
+        sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
+        llama = transformers.LlamaConfig(**sizes, num_attention_heads=16, use_cache=False)
+        ids = torch.randint(32000, (8, 512), device=CUDA)
+        return Loss(transformers.LlamaForCausalLM(llama)), (ids, ids)
+    if name == "bert":
+        bert = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        ids = torch.randint(30522, (32, 256), device=CUDA)
+        return Loss(transformers.BertForSequenceClassification(bert)), (
+            ids,
+            torch.randint(2, (32,), device=CUDA),
+        )
     model = (
         transformers.ViTForImageClassification(transformers.ViTConfig())
         if name == "vit"
@@ -117,8 +127,11 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
     precisions = {
         name: str(precision) for name, precision in precisions_of(model).items() if name in workload.settings
     }
-    attention = {pattern: value for pattern, value in patterns.items() if pattern.endswith(ATTENTION)}
-    precisions |= matched(workload, attention) if attention else {}
+    precisions |= {
+        name: value
+        for name, value in (with_products(workload, patterns) if patterns else {}).items()
+        if name.endswith(ATTENTION)
+    }
     predicted = step_memory(
         workload,
         precisions,
@@ -128,11 +141,14 @@ def case(name: str, setting: str, fused: bool, workspace: int) -> dict[str, Any]
     )
     measured = measure(model, batch, autocast, fused)
     allocated = measured["allocated"] - outside
+    # Parameters, gradients and Adam's two averages, all in fp32.
+    held = 4 * sum(parameter.nbytes for parameter in model.parameters())
     return {
         "setting": setting,
         "optimizer": "fused" if fused else "foreach",
         "predicted_mib": round(predicted.peak / 2**20, 1),
         "measured_mib": round(allocated / 2**20, 1),
+        "activations_mib": round((allocated - held) / 2**20, 1),
         "error": round(predicted.peak / allocated - 1, 5),
         "peak": f"{predicted.phase} {predicted.operator}",
         "reserved_over_allocated": round(measured["reserved"] / measured["allocated"], 4),

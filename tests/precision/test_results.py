@@ -20,6 +20,7 @@ from trimtab.precision.devices import offers
 from trimtab.precision.linear import shares_input
 from trimtab.precision_names import Precision
 from trimtab.predict.memory.step_peak import step_memory
+from trimtab.predict.precision_patterns import with_products
 
 LOW = "int8" if "int8" in offers(torch.device("cpu"))["linear"] else "bf16"
 HALF, FULL = torch.bfloat16, torch.float32
@@ -113,7 +114,7 @@ def test_autocast_and_the_models_own_types_decide_where_there_are_some() -> None
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
-@pytest.mark.parametrize("names", [("*.up", "*.down"), ("body.*", "head")])
+@pytest.mark.parametrize("names", [("*.up", "*.down"), ("body.*", "head"), ("?*",)])
 def test_checkpointing_recomputes_the_same(names: tuple[str, ...]) -> None:
     model = set_precision(Mixed(), dict.fromkeys(names, LOW))
     exact = train(copy.deepcopy(model))
@@ -191,6 +192,80 @@ def test_less_is_kept_than_under_autocast_and_as_much_as_predicted(name: str) ->
         set_precision(model, chosen)
         assert kept_bytes(model, batch, True) <= cast
         set_precision(model, {})
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "bert", "vit", "resnet", "conv"])
+def test_everything_lowered_keeps_no_more_than_autocast(name: str) -> None:
+    """With one pattern: products of activations are lowered with the operators."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), batch_for(name, 8)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    workload = capture_workload(model, batch)
+    cast = kept_bytes(model, batch, True)
+    for patterns in ({"*": "bf16"}, {"?*": LOW}):
+        set_precision(model, patterns)
+        kept = kept_bytes(model, batch, False)
+        assert kept <= cast, (patterns, kept / cast)
+        predicted = step_memory(workload, with_products(workload, patterns)).activations
+        assert predicted == pytest.approx(kept, rel=0.03)
+
+
+class Own(nn.Linear):
+    """A linear layer that is no operator: it has a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return F.linear(input, self.weight, self.bias)
+
+
+class Attends(nn.Module):
+    """Attention between layers, beside a product with a parameter that belongs to no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.own = Own(16, 16)
+        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.table = nn.Parameter(torch.randn(16, 16))
+        self.attended: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.into(x)
+        mixed = F.scaled_dot_product_attention(y, y, y) + y @ y.transpose(1, 2) @ y
+        self.attended = [mixed.dtype, self.own(mixed).dtype, self.heads(mixed, mixed, mixed)[0].dtype]
+        result: torch.Tensor = self.out(F.linear(mixed, self.table))
+        return result
+
+
+def test_products_of_activations_are_lowered_with_everything() -> None:
+    model = Attends()
+    set_precision(model, {"*": "bf16"})
+    model(inputs())
+    assert model.attended == [HALF, FULL, FULL]  # the others keep their precision, as is said of them
+    for patterns in ({"into": "bf16", "out": "bf16"}, {"*": "fp16"}):
+        set_precision(model, patterns)
+        model(inputs())
+        assert model.attended[0] == FULL
+    inner = nn.Sequential(model)
+    set_precision(inner, {"0/attention": "fp32", "*": "bf16"})
+    inner(inputs())
+    assert model.attended[0] == FULL
+    set_precision(inner, {})
+    model(inputs())
+    assert model.attended == [FULL, FULL, FULL]
+
+
+def test_weights_that_were_cast_are_cast_again_after_they_change() -> None:
+    model = Attends()
+    set_precision(model, {"*": "bf16"})
+    before = model(inputs())
+    with torch.no_grad():
+        model.table.mul_(2)
+    after = model(inputs())
+    bias = model.out.bias
+    assert torch.allclose(after - bias, 2 * (before - bias), rtol=0.05, atol=0.05)
 
 
 def _is_table(model: nn.Module, name: str) -> bool:

@@ -32,6 +32,7 @@ POINTERS = {
     "column_scale": "*fp32",
     "bias": "*fp32",
     "sums": "*i32",
+    "totals": "*fp32",
 }
 ALIGNED = {*POINTERS, "columns", "length", "stride_a", "stride_b"}
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -67,7 +68,7 @@ def test_it_compiles_to_the_specified_arithmetic(
             assert "fma.rn.f32" not in _compiled(kernel, constants, capability)["ptx"]
     surveyed = {"OPERAND": 2, "STOCHASTIC": True}
     whole = surveyed | {"ROWS": 16, "BLOCK": 1024}
-    columns = surveyed | {"FACTOR": True, "BM": 32, "BN": 64, "CHUNKS": 4}
+    columns = surveyed | {"FACTOR": True, "WHOLE": False, "TOTALS": True, "BM": 32, "BN": 64, "CHUNKS": 4}
     assert ".max" in _compiled(kernels.find_largest, whole, capability)["ptx"]
     scaled = {"ROW": True, "COLUMN": True, "BIAS": True, "ADD": True, "BLOCK": 1024}
     assert "fma.rn.f32" not in _compiled(int8_kernels.scale_sums, scaled, capability)["ptx"]

@@ -48,6 +48,7 @@ def test_narrow_layers_keep_their_precision_on_a_gpu() -> None:
         precision = Precision.of(name)
         assert passed_over(linear(4096, 16384), "linear", precision, CUDA) is None
         assert name in str(passed_over(linear(1024, 4096), "linear", precision, CUDA))
+        assert name in str(passed_over(linear(4096, 4096), "linear", precision, CUDA))
     assert passed_over(linear(16, 16), "linear", Precision.of("bf16"), CUDA) is None
     mixed = Precision(forward="bf16", grad_input="int8", grad_weight="bf16")
     assert passed_over(linear(16, 16), "linear", mixed, CUDA) is not None

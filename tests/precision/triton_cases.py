@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trimtab.precision.gpu.quantize import (
     quantize_whole,
 )
 from trimtab.precision.int8 import LONGEST_SUM
-from trimtab.precision.products import Products, Sizes
+from trimtab.precision.products import ColumnTotals, Operands, Products, Sizes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -145,6 +146,8 @@ def product_faults() -> list[str]:
                 if not torch.equal(products.forward(*only, bias, sizes, torch.float32), y):
                     faults.append(f"{name} {sizes}: a forward pass alone is not that before a backward pass")
                 gw = gw.t() if transposed else gw
+                if "tensor" not in name:
+                    faults += totals_faults(name, products, g, products.saved(x_operands), sizes, transposed)
                 like = products.saved_like(x)
                 if [(t.shape, t.dtype) for t in like] != [
                     (t.shape, t.dtype) for t in products.saved(x_operands)
@@ -154,6 +157,41 @@ def product_faults() -> list[str]:
                     error = float((actual - true).norm() / true.norm())
                     if actual.shape != true.shape or error > largest:
                         faults.append(f"{name} {sizes} transposed {transposed}: {error}")
+    return faults
+
+
+def totals_faults(
+    name: str, products: Products, g: torch.Tensor, x: Operands, sizes: Sizes, transposed: bool
+) -> list[str]:
+    """Sums of the gradient's columns on the way, which change nothing else."""
+    draw, totals = Draw(5, torch.tensor([1]), True), ColumnTotals()
+    plain = products.grad_weight(products.gradient(g, draw), x, sizes, transposed, draw)
+    gradient = products.gradient(g, draw, totals)
+    again = products.grad_weight(gradient, x, sizes, transposed, draw, totals)
+    faults = [] if torch.equal(plain, again) else [f"{name} {sizes}: another gradient with totals"]
+    if totals.parts is None or not torch.allclose(totals.of(g), g.sum(0), rtol=1e-5, atol=1e-5):
+        faults.append(f"{name} {sizes}: totals")
+    return faults
+
+
+def band_faults() -> list[str]:
+    """Totals of several bands of rows, ragged, and of values that a factor multiplies for the codes alone."""
+    values, draw = torch.randn(9000, 40), Draw(3, torch.tensor([1]), False)
+    factor = torch.full((9000,), 3.0)
+    faults = []
+    quantizers: tuple[Callable[[ColumnTotals | None], tuple[torch.Tensor, ...]], ...] = (
+        lambda totals: quantize_by_column(values, draw, Operand.INPUT, row_factor=factor, totals=totals),
+        lambda totals: quantize_whole(values, E5M2, draw, Operand.INPUT, totals=totals),
+    )
+    for quantize in quantizers:
+        totals = ColumnTotals()
+        with_totals, without = quantize(totals), quantize(None)
+        if not all(torch.equal(a.float(), b.float()) for a, b in zip(with_totals, without, strict=True)):
+            faults.append("bands: other codes with totals")
+        if totals.parts is None or len(totals.parts) < 2:
+            faults.append("bands: only one")
+        elif not torch.allclose(totals.of(values), values.sum(0), rtol=1e-4, atol=1e-3):
+            faults.append("bands: totals")
     return faults
 
 
@@ -199,4 +237,4 @@ def allow_loops_over_arguments() -> None:
 if __name__ == "__main__":
     allow_loops_over_arguments()
     warnings.simplefilter("ignore")
-    print(json.dumps(kernel_faults() + bias_faults() + product_faults() + sum_faults()))
+    print(json.dumps(kernel_faults() + bias_faults() + product_faults() + sum_faults() + band_faults()))

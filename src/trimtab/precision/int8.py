@@ -15,7 +15,7 @@ from torch import Tensor
 from trimtab.codec.native import available
 from trimtab.precision import native, reference
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.products import Operands, Products, Sizes
+from trimtab.precision.products import ColumnTotals, Operands, Products, Sizes
 
 Axis = Literal["rows", "columns", "whole"]
 """One scale for each row, for each column, or for the whole matrix."""
@@ -48,7 +48,7 @@ class Int8(Products):
         bias = None if bias is None else bias.detach().float()
         return product(x[0], w[0].t(), row_scale=x[1], column_scale=w[1], bias=bias).to(dtype)
 
-    def gradient(self, g: Tensor, draw: Draw) -> Operands:
+    def gradient(self, g: Tensor, draw: Draw, totals: ColumnTotals | None = None) -> Operands:
         # Each product folds a different scale into g, so each quantizes it again.
         return (g,)
 
@@ -57,7 +57,15 @@ class Int8(Products):
         codes, scales = quantize(g[0], axis, draw, Operand.GRAD_FOR_INPUT, column_factor=w[1])
         return product(codes, w[0], row_scale=scales.expand(len(codes)).contiguous()).to(dtype)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
+    def grad_weight(
+        self,
+        g: Operands,
+        x: Operands,
+        sizes: Sizes,
+        transposed: bool,
+        draw: Draw,
+        totals: ColumnTotals | None = None,
+    ) -> Tensor:
         axis: Axis = "columns" if self.by_row else "whole"
         codes, scales = quantize(g[0], axis, draw, Operand.GRAD_FOR_WEIGHT, row_factor=x[1])
         scales = scales.expand(codes.shape[1]).contiguous()

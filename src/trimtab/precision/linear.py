@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw
-from trimtab.precision.products import Float, Operands, Products, Sizes
+from trimtab.precision.products import ColumnTotals, Float, Operands, Products, Sizes
 from trimtab.precision.weight_codes import Kept, WeightCodes
 from trimtab.precision_names import Precision, PrecisionName
 
@@ -47,6 +47,12 @@ def linear(
             flat, weight, bias, draw.calls, draw.base, precision.encode(), transposed, dtype
         )
         result = y.reshape(*x.shape[:-1], y.shape[-1])
+    elif not torch.is_grad_enabled():
+        if codes is not None:
+            codes.drop()  # evaluation may be with other weights in the same memory
+        w = weight.t() if transposed else weight
+        y, _, _ = forward_pass(x.reshape(-1, x.shape[-1]), w, bias, precision, draw, dtype, (False, False))
+        result = y.view(*x.shape[:-1], y.shape[-1])
     else:
         shared = shares_input(x, precision)
         setting = precision, draw, transposed, dtype, shared, late, codes
@@ -96,21 +102,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         saved_x, saved_w, setting = saved[: ctx.split], saved[ctx.split :], ctx.setting
+        precision, draw, inputs, transposed, dtype = setting
         weight_dtype, bias_dtype = ctx.dtypes
         g = g.reshape(-1, g.shape[-1])
         if ctx.shared and saved_x:
-            precision, draw, inputs, *_ = setting
             grad_weight = products_of(precision, g.device.type)[2]
             saved_x = grad_weight.saved_input(saved_x[0].reshape(-1, inputs), draw)
 
-        def of_bias() -> Tensor:
-            return g.sum(0, dtype=torch.float32).to(bias_dtype)
-
         if ctx.late is None:
-            gx, gw = backward_pass(g, saved_x, saved_w, *setting)
+            totals = ColumnTotals() if ctx.needs_input_grad[2] else None
+            gx, gw = backward_pass(g, saved_x, saved_w, precision, draw, inputs, transposed, dtype, totals)
             gx = gx if gx is None else gx.view(ctx.shape)
             gw = gw if gw is None else gw.to(weight_dtype)
-            return gx, gw, of_bias() if ctx.needs_input_grad[2] else None, *_NO_GRADIENTS
+            gb = None if totals is None else totals.of(g).to(bias_dtype)
+            return gx, gw, gb, *_NO_GRADIENTS
+
+        def of_bias() -> Tensor:
+            return ColumnTotals().of(g).to(bias_dtype)
 
         def of_weight() -> Tensor:
             _, gw = backward_pass(g, saved_x, (), *setting)
@@ -295,12 +303,14 @@ def backward_pass(
     inputs: int,
     transposed: bool,
     dtype: torch.dtype,
+    totals: ColumnTotals | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x in `dtype` and of w in fp32 (transposed if `transposed`); None where no operand was saved.
 
     Args:
         draw: the one of the forward pass, so that recomputed operands are the same.
         inputs: number of columns of x.
+        totals: of g, filled in by a product that reads all of g anyway.
     """
     sizes = Sizes(g.shape[0], g.shape[1], inputs)
     _, grad_input, grad_weight = products_of(precision, g.device.type)
@@ -311,12 +321,12 @@ def backward_pass(
         gx = gw = None
         operands: Operands | None = None
         if w:
-            operands = grad_input.gradient(g, draw)
+            operands = grad_input.gradient(g, draw, totals)
             gx = grad_input.grad_input(operands, w, sizes, dtype, draw)
         if x:
             if operands is None or grad_weight is not grad_input:
-                operands = grad_weight.gradient(g, draw)
-            gw = grad_weight.grad_weight(operands, x, sizes, transposed, draw)
+                operands = grad_weight.gradient(g, draw, totals)
+            gw = grad_weight.grad_weight(operands, x, sizes, transposed, draw, totals)
     return gx, gw
 
 

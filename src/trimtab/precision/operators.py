@@ -172,6 +172,17 @@ def refusals(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
+def unlowered(model: nn.Module) -> set[nn.Module]:
+    """Modules that compute products with parameters of their own, and whose precision was not set."""
+    kinds = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
+    return {
+        module
+        for module in model.modules()
+        if isinstance(module, kinds) or _is_transposed_linear(module) or is_projection(module)
+        if not isinstance(module.__dict__.get("forward"), LowPrecisionForward)
+    }
+
+
 def kind_of(module: nn.Module) -> OperatorKind | None:
     """The kind of operator that a module is; None if its forward cannot be replaced."""
     own = module.__dict__.get("forward")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,6 +36,18 @@ class Sizes(NamedTuple):
     m: int
     n: int
     k: int
+
+
+@dataclass
+class ColumnTotals:
+    """The sums of the output gradient's columns, which are the bias's gradient: requested from whoever reads it."""
+
+    parts: Tensor | None = None
+    """Rows that sum to the totals; None if nobody computed them."""
+
+    def of(self, g: Tensor) -> Tensor:
+        """The totals of this gradient, in fp32."""
+        return (g if self.parts is None else self.parts).sum(0, dtype=torch.float32)
 
 
 class Products(Protocol):
@@ -68,14 +81,22 @@ class Products(Protocol):
     ) -> Tensor:
         """x wᵀ + bias, in `dtype`."""
 
-    def gradient(self, g: Tensor, draw: Draw) -> Operands:
-        """The operands of g, for both products of the backward pass."""
+    def gradient(self, g: Tensor, draw: Draw, totals: ColumnTotals | None = None) -> Operands:
+        """The operands of g, for both products of the backward pass. It may fill in g's totals, if requested."""
 
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         """g w, in `dtype`, from w's saved operands."""
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
-        """gᵀ x in fp32, from x's saved operands; xᵀ g if `transposed`."""
+    def grad_weight(
+        self,
+        g: Operands,
+        x: Operands,
+        sizes: Sizes,
+        transposed: bool,
+        draw: Draw,
+        totals: ColumnTotals | None = None,
+    ) -> Tensor:
+        """gᵀ x in fp32, from x's saved operands; xᵀ g if `transposed`. It may fill in g's totals, if requested."""
 
 
 class Float(Products):
@@ -107,14 +128,22 @@ class Float(Products):
         with self.arithmetic():
             return F.linear(x[0].to(self.dtype), w[0].to(self.dtype), bias).to(dtype)
 
-    def gradient(self, g: Tensor, draw: Draw) -> Operands:
+    def gradient(self, g: Tensor, draw: Draw, totals: ColumnTotals | None = None) -> Operands:
         return self.scaled(g)
 
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         with self.arithmetic():
             return unscaled(g[0] @ w[0].to(self.dtype), g[1:], dtype)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
+    def grad_weight(
+        self,
+        g: Operands,
+        x: Operands,
+        sizes: Sizes,
+        transposed: bool,
+        draw: Draw,
+        totals: ColumnTotals | None = None,
+    ) -> Tensor:
         values = x[0].to(self.dtype)
         a, b = (values.t(), g[0]) if transposed else (g[0].t(), values)
         with self.arithmetic():

@@ -6,6 +6,9 @@ for mixed types: those of autocast, with fp32 in the place of its half type. Pro
 softmax too) lift what arrives to fp32, element-wise operations take the type of their inputs, different types are
 promoted. The model's outputs are lifted to fp32.
 
+Where everything was lowered ("*"), the rules are those of autocast to bf16 itself: products of activations, as in
+attention, take bf16 too. Modules that keep their precision then compute by the rules above.
+
 fp16 is not handed on: gradients would then travel in fp16, where they underflow without a loss scale.
 """
 
@@ -21,10 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trimtab.precision.devices import offers
-from trimtab.precision_names import Precision
-
-LOW = ("bf16", "int8", "fp8")
-"""Precisions whose results are handed on in bf16."""
+from trimtab.precision_names import LOW, Precision
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 """Modules that autocast would lower to its half type on a GPU, whatever that is: they run without it, in fp32."""
@@ -51,12 +51,13 @@ class CallCounter:
     def result_dtype(self, x: Tensor, precision: Precision) -> torch.dtype:
         """The type of an operator's result: autocast's half type if that is enabled; else the input's, or bf16."""
         kind = x.device.type
-        if torch.is_autocast_enabled(kind) and not _mixes(kind):
-            return torch.get_autocast_dtype(kind)
-        repeats = self.hands_on == kind and _in_backward()
-        if torch.compiler.is_compiling() or not (repeats or _mixes(kind)):
-            return x.dtype
-        return torch.bfloat16 if precision.forward in LOW else torch.float32
+        if not torch.compiler.is_compiling() and self.mixes(kind):
+            return torch.bfloat16 if precision.forward in LOW else torch.float32
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+    def mixes(self, kind: str) -> bool:
+        """Whether operators on such a device hand on bf16 now: in the model's forward, or where it is repeated."""
+        return _mixing(kind) or (self.hands_on == kind and _in_backward())
 
 
 @dataclass
@@ -66,6 +67,9 @@ class MixedTypes:
     calls: CallCounter
     is_model: bool
     """The model itself. A module inside it needs the hooks where activation checkpointing repeats it in backward."""
+
+    products: torch.dtype
+    """In which products of activations are computed."""
 
     removed: bool = False
     """A hook that another removes in the same forward is still called."""
@@ -80,11 +84,11 @@ class MixedTypes:
         enters = not torch.is_autocast_enabled(kind)
         if self.is_model:
             enters = enters and _takes_bf16(module, first.device)
-            self.calls.hands_on = kind if enters or _mixes(kind) else None
+            self.calls.hands_on = kind if enters or _mixing(kind) else None
         else:
             enters = enters and self.calls.hands_on == kind and _in_backward()
         if enters:
-            _enter(module, kind, enabled=True, dtype=torch.float32)
+            _enter(module, kind, enabled=True, dtype=self.products)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not _leave(module) or not self.is_model:
@@ -92,16 +96,37 @@ class MixedTypes:
         return tree_map(_lifted, output)
 
 
+@dataclass
+class Unlowered:
+    """Hooks around a module that keeps its precision where everything else is lowered."""
+
+    calls: CallCounter
+    removed: bool = False
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        first = next(module.parameters(), None)
+        if self.removed or first is None or torch.compiler.is_compiling():
+            return
+        if self.calls.mixes(kind := first.device.type):
+            _enter(module, kind, enabled=True, dtype=torch.float32)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _leave(module)
+
+
+@dataclass
 class Isolated:
     """Hooks around a module that must neither be lowered nor see bf16."""
 
-    removed = False
+    calls: CallCounter
+    removed: bool = False
 
     def before(self, module: nn.Module, args: Any) -> Any:
         first = next(module.parameters(), None)
         if self.removed or torch.compiler.is_compiling():
             return None
-        if first is None or not _mixes(kind := first.device.type):
+        if first is None or not self.calls.mixes(kind := first.device.type):
             return None
         _enter(module, kind, enabled=False, dtype=torch.get_autocast_dtype(kind))
         return tree_map(_lifted, args)
@@ -111,17 +136,26 @@ class Isolated:
             _leave(module)
 
 
-def hand_on_low_results(root: nn.Module, calls: CallCounter, lowered: set[nn.Module]) -> None:
-    """Let the operators of a model hand on bf16 while its forward runs, if it is a model in fp32."""
+def hand_on_low_results(
+    root: nn.Module, calls: CallCounter, lowered: set[nn.Module], unlowered: set[nn.Module] | None = None
+) -> None:
+    """Let the operators of a model hand on bf16 while its forward runs, if it is a model in fp32.
+
+    Args:
+        unlowered: if products of activations are lowered too, the modules whose products keep their precision.
+    """
     operator = root in lowered and next(root.children(), None) is None
     if operator or any(p.is_floating_point() and p.dtype != torch.float32 for p in root.parameters()):
         return
     for module in root.modules():
-        hooks: MixedTypes | Isolated
+        hooks: MixedTypes | Unlowered | Isolated
         if isinstance(module, RECURRENT):
-            hooks = Isolated()
+            hooks = Isolated(calls)
+        elif unlowered is not None and module in unlowered:
+            hooks = Unlowered(calls)
         elif next(module.children(), None) is not None and not lowered.isdisjoint(module.modules()):
-            hooks = MixedTypes(calls, is_model=module is root)
+            products = torch.float32 if unlowered is None else torch.bfloat16
+            hooks = MixedTypes(calls, is_model=module is root, products=products)
         else:
             continue
         module.register_forward_pre_hook(hooks.before)
@@ -141,7 +175,7 @@ def remove_hooks(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 own = getattr(hook, "__self__", hook)
-                if isinstance(own, (CallCounter, MixedTypes, Isolated)):
+                if isinstance(own, (CallCounter, MixedTypes, Unlowered, Isolated)):
                     if not isinstance(own, CallCounter):
                         own.removed = True
                     del hooks[key]
@@ -159,6 +193,7 @@ def _enter(module: nn.Module, kind: str, *, enabled: bool, dtype: torch.dtype) -
     _entered.__dict__.setdefault("states", []).append((module, before))
     torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_enabled(kind, enabled)
+    torch.autocast_increment_nesting()
 
 
 def _leave(module: nn.Module) -> bool:
@@ -169,11 +204,15 @@ def _leave(module: nn.Module) -> bool:
     kind, enabled, dtype = states.pop()[1]
     torch.set_autocast_enabled(kind, enabled)
     torch.set_autocast_dtype(kind, dtype)
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()  # of weights that were cast, which will change
     return True
 
 
-def _mixes(kind: str) -> bool:
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float32
+def _mixing(kind: str) -> bool:
+    """Whether this thread is inside the forward of a model whose operators hand on bf16."""
+    states = _entered.__dict__.get("states")
+    return bool(states and states[-1][1][0] == kind and torch.is_autocast_enabled(kind))
 
 
 def _takes_bf16(model: Any, device: torch.device) -> bool:

@@ -22,15 +22,18 @@ from trimtab.precision.operators import (
     operators,
     refusals,
     restore,
+    unlowered,
 )
-from trimtab.precision.results import LOW, CallCounter, hand_on_low_results
+from trimtab.precision.results import CallCounter, hand_on_low_results
 from trimtab.precision.worth import passed_over
 from trimtab.precision_names import (
     ATTENTION,
+    LOW,
     OPERATOR_PRECISIONS,
     OperatorKind,
     Precision,
     PrecisionName,
+    lowers_products,
 )
 from trimtab.random_bits import name_hash
 
@@ -87,7 +90,8 @@ def set_operators(model: nn.Module, precisions: Mapping[str, Precision | str], *
             lowered.add(module)
     root.register_forward_pre_hook(calls)
     if lowered:
-        hand_on_low_results(root, calls, lowered)
+        products = "bf16" in offers(device)["attention"] and lowers_products(precisions)
+        hand_on_low_results(root, calls, lowered, unlowered(root) if products else None)
 
 
 def precisions_of(model: nn.Module) -> dict[str, Precision]:

@@ -17,7 +17,7 @@ from torch import nn
 from trimtab.precision_names import OperatorKind, Precision
 
 LEAST_WIDTH: dict[tuple[str, OperatorKind, str], int] = {
-    ("cuda", "linear", "int8"): 4096,
+    ("cuda", "linear", "int8"): 4608,
     ("cuda", "linear", "fp8"): 4608,
     ("cpu", "linear", "int8"): 128,
     ("cpu", "conv", "int8"): 200,

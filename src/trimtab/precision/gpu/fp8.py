@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.gpu.quantize import padded, quantize_whole
-from trimtab.precision.products import Operands, Products, Sizes
+from trimtab.precision.products import ColumnTotals, Operands, Products, Sizes
 
 FAST_SUMS = (True, False)
 """Whether forward and backward may use the tensor cores' shorter accumulator."""
@@ -55,14 +55,22 @@ class Fp8(Products):
         y = _unpadded(y, sizes.m, sizes.n)
         return y if bias is None else (y + bias).to(dtype)
 
-    def gradient(self, g: Tensor, draw: Draw) -> Operands:
-        return quantize_whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT)
+    def gradient(self, g: Tensor, draw: Draw, totals: ColumnTotals | None = None) -> Operands:
+        return quantize_whole(g, torch.float8_e5m2, draw, Operand.GRAD_FOR_INPUT, totals=totals)
 
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         y = scaled_product(g[0], w[0], g[2], w[1], dtype, fast=FAST_SUMS[1])
         return _unpadded(y, sizes.m, sizes.k)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
+    def grad_weight(
+        self,
+        g: Operands,
+        x: Operands,
+        sizes: Sizes,
+        transposed: bool,
+        draw: Draw,
+        totals: ColumnTotals | None = None,
+    ) -> Tensor:
         if transposed:
             y = scaled_product(x[0], g[1], x[1], g[2], torch.float32, fast=FAST_SUMS[1])
             return _unpadded(y, sizes.k, sizes.n)

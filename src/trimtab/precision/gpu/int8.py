@@ -14,7 +14,7 @@ from trimtab.precision.gpu.quantize import (
     quantize_whole,
 )
 from trimtab.precision.int8 import Int8
-from trimtab.precision.products import Operands, Sizes
+from trimtab.precision.products import ColumnTotals, Operands, Sizes
 
 
 class Int8Cuda(Int8):
@@ -48,10 +48,18 @@ class Int8Cuda(Int8):
             scales = scale.expand(sizes.m).contiguous()
         return product(codes, transpose(w[0]), sizes.m, sizes.k, dtype, row_scale=scales)
 
-    def grad_weight(self, g: Operands, x: Operands, sizes: Sizes, transposed: bool, draw: Draw) -> Tensor:
+    def grad_weight(
+        self,
+        g: Operands,
+        x: Operands,
+        sizes: Sizes,
+        transposed: bool,
+        draw: Draw,
+        totals: ColumnTotals | None = None,
+    ) -> Tensor:
         operand = Operand.GRAD_FOR_WEIGHT
         if self.by_row:
-            _, codes, scales = quantize_by_column(g[0], draw, operand, row_factor=x[1])
+            _, codes, scales = quantize_by_column(g[0], draw, operand, row_factor=x[1], totals=totals)
         else:
             folded = g[0].float() * x[1][:, None]
             _, codes, scale = quantize_whole(folded, torch.int8, draw, operand, direct=False)

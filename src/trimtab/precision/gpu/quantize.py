@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.gpu import quantize_kernels as kernels
 from trimtab.precision.gpu.launch import Launch, ceil_div, power_of_2, zeros
+from trimtab.precision.products import ColumnTotals
 
 PAD = 16
 """Tensor-core products need every axis to be a multiple of this."""
@@ -61,6 +63,7 @@ def quantize_by_column(
     *,
     row_factor: Tensor | None = None,
     direct: bool = False,
+    totals: ColumnTotals | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int8 codes (if requested) and transposed codes, both padded with zeros, and a scale for each column."""
     values = values.contiguous()
@@ -73,8 +76,8 @@ def quantize_by_column(
     largest, keys = zeros(columns, device), _keys(rows, draw, device)
     factor = values if row_factor is None else row_factor
     given = row_factor is not None
-    launch = _largest_of_columns(device, values.dtype, rows, columns, operand, draw.stochastic, given)
-    launch((values, factor, largest, keys, draw.calls), draw.base)
+    survey = _largest_of_columns(device, values.dtype, rows, columns, operand, draw.stochastic, given, False)
+    survey(values, factor, largest, keys, draw, totals)
     launch = _tiles(device, values.dtype, rows, columns, 0, draw.stochastic, given, True, direct, True)
     launch((values, factor, largest, keys, codes, transposed, scales))
     return codes, transposed, scales
@@ -88,6 +91,7 @@ def quantize_whole(
     *,
     direct: bool = True,
     transposed: bool = True,
+    totals: ColumnTotals | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and transposed codes (each if requested, both padded with zeros), and their single scale."""
     values = values.contiguous()
@@ -97,8 +101,14 @@ def quantize_whole(
     codes, flipped = _codes_of(rows, columns, device, direct, transposed)
     if rows and columns:
         largest, keys = zeros(1, device), _keys(rows, draw, device)
-        launch = _largest(device, values.dtype, rows, columns, operand, draw.stochastic)
-        launch((values, largest, keys, draw.calls), draw.base)
+        if totals is None:
+            launch = _largest(device, values.dtype, rows, columns, operand, draw.stochastic)
+            launch((values, largest, keys, draw.calls), draw.base)
+        else:
+            survey = _largest_of_columns(
+                device, values.dtype, rows, columns, operand, draw.stochastic, False, True
+            )
+            survey(values, values, largest, keys, draw, totals)
         form = _FORMATS[dtype]
         launch = _tiles(
             device, values.dtype, rows, columns, form, draw.stochastic, False, False, direct, transposed
@@ -133,6 +143,31 @@ def _by_row(
     )  # fmt: skip
 
 
+class _Survey(NamedTuple):
+    """Finds the largest magnitudes of columns, or of all, and on request the columns' totals."""
+
+    with_totals: Launch
+    without: Launch
+    bands: int
+    """Of rows, each of which gives one row of totals."""
+
+    def __call__(
+        self,
+        values: Tensor,
+        factor: Tensor,
+        largest: Tensor,
+        keys: Tensor,
+        draw: Draw,
+        totals: ColumnTotals | None,
+    ) -> None:
+        if totals is None:
+            self.without((values, factor, largest, keys, keys, draw.calls), draw.base)
+            return
+        parts = torch.empty((self.bands, values.shape[1]), dtype=torch.float32, device=values.device)
+        self.with_totals((values, factor, largest, keys, parts, draw.calls), draw.base)
+        totals.parts = parts
+
+
 @lru_cache(LAUNCHES)
 def _largest_of_columns(
     device: torch.device,
@@ -142,18 +177,25 @@ def _largest_of_columns(
     operand: int,
     stochastic: bool,
     factor: bool,
-) -> Launch:
+    whole: bool,
+) -> _Survey:
     bm, bn, warps = COLUMN_TILE
     across = ceil_div(columns, bn)
     # As many rows for each program as still give every processor several programs.
     chunks = power_of_2(max(1, min(64, rows * across // (bm * 8 * processors(device)))))
-    constants: dict[str, int | bool] = {
-        "OPERAND": int(operand), "STOCHASTIC": stochastic, "FACTOR": factor, "BM": bm, "BN": bn, "CHUNKS": chunks
-    }  # fmt: skip
-    return Launch(
-        kernels.find_largest_of_columns, (ceil_div(rows, bm * chunks), across, 1), (rows, columns), constants,
-        num_warps=warps, enable_fp_fusion=False,
+    bands = ceil_div(rows, bm * chunks)
+    with_totals, without = (
+        Launch(
+            kernels.find_largest_of_columns, (across, bands, 1), (rows, columns),
+            {
+                "OPERAND": int(operand), "STOCHASTIC": stochastic, "FACTOR": factor, "WHOLE": whole, "TOTALS": totals,
+                "BM": bm, "BN": bn, "CHUNKS": chunks,
+            },
+            num_warps=warps, enable_fp_fusion=False,
+        )
+        for totals in (True, False)
     )  # fmt: skip
+    return _Survey(with_totals, without, bands)
 
 
 @lru_cache(LAUNCHES)

@@ -69,15 +69,21 @@ def find_largest(values, largest, keys, calls, base: tl.int64, numel, rows, OPER
 
 
 @triton.jit(do_not_specialize=["base"])
-def find_largest_of_columns(values, factor, largest, keys, calls, base: tl.int64, rows, columns,
+def find_largest_of_columns(values, factor, largest, keys, totals, calls, base: tl.int64, rows, columns,
                             OPERAND: tl.constexpr, STOCHASTIC: tl.constexpr, FACTOR: tl.constexpr,
-                            BM: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """Raise `largest` of BN columns as `find_largest` does, from CHUNKS · BM rows; a FACTOR multiplies each row."""
-    top = tl.program_id(0).to(tl.int64) * (CHUNKS * BM)
-    left = tl.program_id(1) * BN
+                            WHOLE: tl.constexpr, TOTALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                            CHUNKS: tl.constexpr):  # fmt: skip
+    """Raise `largest` of BN columns as `find_largest` does, from CHUNKS · BM rows; a FACTOR multiplies each row.
+
+    With WHOLE there is one `largest` for all columns. With TOTALS also write the sums of these rows, without the
+    factor, as one row of `totals`: the same rows are added in the same order each time.
+    """
+    top = tl.program_id(1).to(tl.int64) * (CHUNKS * BM)
+    left = tl.program_id(0) * BN
     i = tl.arange(0, BM)
     j = tl.arange(0, BN)[None, :]
     most = tl.zeros([BM, BN], tl.int32)
+    total = tl.zeros([BM, BN], tl.float32)
     for _ in range(CHUNKS):
         at = top + i
         if STOCHASTIC:  # noqa: SIM102 (only what is known when compiling may be left out)
@@ -87,12 +93,19 @@ def find_largest_of_columns(values, factor, largest, keys, calls, base: tl.int64
         inside = (at[:, None] < rows) & (left + j < columns)
         x = tl.load(values + (top * columns + left) + (i[:, None] * columns + j), mask=inside, other=0.0)
         x = x.to(tl.float32)
+        if TOTALS:
+            total += x
         if FACTOR:
             x *= tl.load(factor + at, mask=at < rows, other=0.0)[:, None]
         most = tl.maximum(most, _size_bits(x))
         top += BM
     j = left + tl.arange(0, BN)
-    tl.atomic_max(largest + j, tl.max(most, 0), mask=j < columns)
+    if TOTALS:
+        tl.store(totals + tl.program_id(1).to(tl.int64) * columns + j, tl.sum(total, 0), mask=j < columns)
+    if WHOLE:
+        tl.atomic_max(largest, tl.max(tl.max(most, 0), 0))
+    else:
+        tl.atomic_max(largest + j, tl.max(most, 0), mask=j < columns)
 
 
 @triton.jit
@@ -103,10 +116,12 @@ def quantize_tiles(values, factor, largest, keys, codes, transposed, scales, row
     """Codes in the order of the values (DIRECT), and transposed (TRANSPOSED).
 
     There is one scale for each column (BY_COLUMN), or one for the whole matrix. A FACTOR multiplies each row.
+    Begins with the last rows: they were read last, when the largest was searched, and may still be in the cache.
     """
     tiles = tl.cdiv(padded_columns, BN)
-    top = (tl.program_id(0) // tiles).to(tl.int64) * BM
-    left = (tl.program_id(0) % tiles) * BN
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    top = (program // tiles).to(tl.int64) * BM
+    left = (program % tiles) * BN
     # Offsets inside the tile take 32 bits, the tile's corner 64.
     i = tl.arange(0, BM)[:, None]
     j = tl.arange(0, BN)[None, :]
@@ -131,7 +146,7 @@ def quantize_tiles(values, factor, largest, keys, codes, transposed, scales, row
     else:
         inverse, scale = _inverse_and_scale(tl.load(largest), FORMAT)
         even, odd = even * inverse, odd * inverse
-        if tl.program_id(0) == 0:
+        if program == 0:
             tl.store(scales, scale)
     key = tl.load(keys + top + i, mask=(top + i < rows) & STOCHASTIC, other=0).to(tl.uint64, bitcast=True)
     even, odd = _codes(even, odd, key, pair, FORMAT, STOCHASTIC)
