@@ -55,6 +55,15 @@ def test_advice_never_contradicts_the_table(hosts: int, local: int, gbit: float,
     assert "fewer" not in plain.words()
 
 
+def test_a_plan_is_not_told_to_share_better() -> None:
+    """It has looked for better shares and precisions; only a job that nobody planned is sent to `trimtab plan`."""
+    given, *_ = what_ifs(cluster(), workload(), even(cluster(), 4))
+    assert "the devices of slow" in given.words()
+    assert "`trimtab plan` says whether" in given.words()
+    ours, *_ = what_ifs(cluster(), workload(), even(cluster(), 4), of_plan=True)
+    assert ours.words() == given.words().split(";")[0]
+
+
 def test_a_thousand_ranks_gain_by_fewer_bits() -> None:
     many = replace(
         cluster(),

@@ -7,7 +7,7 @@ from tests.predict.tables import workload_of
 
 from trimtab.errors import TrimtabError
 from trimtab.precision.setting import match
-from trimtab.predict.precision_patterns import matched
+from trimtab.predict.precision_patterns import matched, with_products
 
 PATTERNS: list[dict[str, str]] = [
     {"*": "bf16"},
@@ -35,6 +35,32 @@ def test_a_plan_sets_the_same_operators_here_and_in_the_model(name: str, pattern
     mine = matched(workload, patterns)
     # There, every module counts as a place for attention; here only those that compute some.
     assert mine == {n: str(p) for n, (_, p) in theirs.items() if n in workload.settings}
+
+
+@pytest.mark.parametrize("name", ["gpt", "conv", "llama"])
+def test_names_set_what_they_name_as_patterns_do(name: str) -> None:
+    workload = workload_of(name)
+    some = dict.fromkeys(list(workload.settings)[::2], "bf16")
+    assert matched(workload, some) == some
+    # A class of one character makes it a pattern that matches nothing else.
+    assert matched(workload, {f"[{n[0]}]{n[1:]}": p for n, p in some.items()}) == some
+    with pytest.raises(TrimtabError, match="'nobody' matches no operator"):
+        matched(workload, {**some, "nobody": "bf16"})
+
+
+def test_everything_includes_products_of_activations_in_bf16() -> None:
+    workload = workload_of("gpt")
+    attention = {name for name in workload.settings if name.endswith("/attention")}
+    assert attention
+    for low in ("bf16", "int8"):
+        chosen = with_products(workload, {"*": low})
+        assert {chosen[name] for name in attention} == {"bf16"}
+        assert {name: p for name, p in chosen.items() if name not in attention} == matched(
+            workload, {"*": low}
+        )
+    assert set(with_products(workload, {"*/attention": "fp32", "?*": "bf16"}).values()) == {"fp32", "bf16"}
+    for patterns in ({"*": "fp16"}, {"blocks.*": "bf16"}):
+        assert attention.isdisjoint(with_products(workload, patterns))
 
 
 def test_attention_is_also_set_from_outside() -> None:

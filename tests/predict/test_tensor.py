@@ -84,6 +84,19 @@ def test_a_block_is_summed_once_in_each_pass() -> None:
     assert costly.step_s - free.step_s == pytest.approx(expected / 2)
 
 
+def test_every_sum_pauses_ranks_that_have_computed_until_then() -> None:
+    free, given = job(links(0, 0)).step(setting(0.5, 0.5)), links(0, 0)
+    paused = replace(
+        given,
+        links={
+            link: {name: replace(time, awaited_message_s=5e-4) for name, time in collectives.items()}
+            for link, collectives in given.links.items()
+        },
+    )
+    assert job(paused).step(setting(0.5, 0.5)).all_reduce_s == pytest.approx(2 * len(workload().units) * 1e-3)
+    assert free.all_reduce_s == 0
+
+
 def test_weights_gradients_are_computed_while_the_gradient_of_the_input_is_summed() -> None:
     slow_link = 2.0
     free, costly = job(links(0, 0)).step(setting(0.5, 0.5)), job(links(slow_link, 0)).step(setting(0.5, 0.5))

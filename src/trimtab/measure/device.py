@@ -257,7 +257,8 @@ class DeviceProbe:
                 for cell, count in pending:
                     if 0 <= round_ < count:
                         continue
-                    if self._time_is_up():
+                    needed = self._task.quick and cell.precision is None  # without it there is no plan at all
+                    if self._time_is_up() and not needed:
                         return False
                     step = trainer.timed(cell.samples, self._chosen(cell.precision))
                     if round_ >= 0:

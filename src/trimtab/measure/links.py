@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ Rows = Sequence[Sequence[int]]
 
 ROWS: Rows = ((1 << 16,) * 4, (1 << 20,) * 2, (1 << 23,) * 2)
 """For each trial, the bytes of its transfers."""
+
+AWAITED_BYTES = (1 << 17, 1 << 20)
+"""Of single transfers that start after computing."""
+
+AWAITED, COMPUTED_S = 4, 0.006
+"""Trials of transfers after computing in a round, and by how many seconds the times of computing differ at most."""
 
 SMALL_ROW = (1 << 14,) * 8
 """Small transfers, which show the cost of a message."""
@@ -72,6 +78,8 @@ def link_times(probe: LinkProbe, devices: Sequence[str]) -> dict[str, Collective
             per_message_s=fits[0].per_message_s,
             per_byte_s=fits[0].per_byte_s,
             busy_message_s=fits[0].busy_message_s,
+            awaited_message_s=fits[0].awaited_message_s,
+            awaited_byte_s=fits[0].awaited_byte_s,
             drag={name: fit.drag for name, fit in zip(devices, fits, strict=True)},
         )
         for collective, fits in probe.fits().items()
@@ -93,11 +101,13 @@ class LinkProbe:
         group: dist.ProcessGroup | None = None,
         rows: Rows | Mapping[Collective, Rows] = ROWS,
         collectives: Sequence[Collective] = COLLECTIVES,
+        awaited: Sequence[int] | Mapping[Collective, Sequence[int]] = AWAITED_BYTES,
         slowness: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
             rows: the bytes of each trial's transfers; predictions are best for the job's own.
+            awaited: bytes of single transfers that start after computing (CPU).
             slowness: by link class, how many times slower it is than the one whose rates are measured; 1 by default.
         """
         self._placement, self._device, self._group = placement, device, group
@@ -111,8 +121,14 @@ class LinkProbe:
         self._times: dict[tuple[Collective, tuple[int, ...]], list[float]] = {}
         self._drags: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
         self._busy: dict[Collective, list[float]] = {c: [] for c in collectives}
+        self._awaited: dict[tuple[Collective, int], list[float]] = {}
         self._unit = _Unit(device)
         self._trials = {(c, row): self._row(c, row) for c in self._collectives for row in self._rows[c]}
+        self._awaited_trials = {
+            (c, size): self._row(c, (size,))
+            for c in (self._collectives if device.type == "cpu" else ())
+            for size in (awaited.get(c, ()) if isinstance(awaited, Mapping) else awaited)
+        }
 
     def round(self) -> None:
         """Time every trial of every collective once, the smallest and the largest one also during a computation."""
@@ -128,6 +144,10 @@ class LinkProbe:
             if self._device.type == "cpu":  # a GPU's host has nothing else to do than to pass on messages
                 taken, _ = self._beside_compute(self._trials[collective, rows[0]], alone)
                 self._busy[collective].append(max(taken))
+        for (collective, size), run in self._awaited_trials.items():
+            self._awaited.setdefault((collective, size), []).extend(
+                self._after_compute(run, part / AWAITED) for part in range(AWAITED)
+            )
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:
         """For each collective a fit per rank; they differ only in drag."""
@@ -144,11 +164,27 @@ class LinkProbe:
                 points.append((messages, sent, median(self._times[collective, row])))
             largest_s = points[-1][2]
             busy = self._busy_message_s(collective, points)
+            awaited = self._awaited_fit(collective)
             fits[collective] = tuple(
-                replace(fit(points, drag=max(0.0, median(lost) / largest_s)), busy_message_s=busy)
+                replace(
+                    fit(points, drag=max(0.0, median(lost) / largest_s)),
+                    busy_message_s=busy,
+                    awaited_message_s=awaited.per_message_s,
+                    awaited_byte_s=awaited.per_byte_s,
+                )
                 for lost in zip(*self._drags[collective], strict=True)
             )
         return fits
+
+    def _awaited_fit(self, collective: Collective) -> Fit:
+        """Of single transfers after computing. Their pauses add up over a step, so means count."""
+        points = []
+        for (name, size), seconds in self._awaited.items():
+            if name == collective:
+                traffic = TRAFFIC[collective](size, self._placement)
+                sent = max(n * slower for n, slower in zip(traffic.nbytes, self._slowness, strict=True))
+                points.append((traffic.messages, sent, mean(seconds)))
+        return fit(points) if len(points) > 1 else Fit(per_message_s=0.0, per_byte_s=0.0)
 
     def _busy_message_s(self, collective: Collective, points: Sequence[tuple[float, float, float]]) -> float:
         """Seconds of a message while the ranks compute: those of the smallest trial, without its bytes."""
@@ -208,6 +244,22 @@ class LinkProbe:
         all_gather_single(everyone, mine, of)
         values = everyone.tolist()
         return values[0::2], values[1::2]
+
+    def _after_compute(self, run: Callable[[], list[dist.Work]], part: float) -> float:
+        """How long the transfers take the rank that comes to them last, when all have computed until then.
+
+        Args:
+            part: of a period of computing, by which this one is longer than another: quotas have periods, too.
+        """
+        meet(self._device, self._group)
+        end = time.perf_counter() + COMPUTED_S * (2 + part)
+        while time.perf_counter() < end:
+            self._unit.run()
+        start = time.perf_counter()
+        _complete(run)
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MIN, group=self._group)
+        return float(taken)
 
 
 def _complete(run: Callable[[], list[dist.Work]]) -> None:

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.job_search import CLOSE, FEW_CLASSES
+from trimtab.planning.job_search import FEW_CLASSES
 from trimtab.planning.plan_search import GAIN, Bits, JobCandidate, PlanSearch
+from trimtab.planning.precision.damage_curve import CLOSE, budgets, pareto
 from trimtab.planning.precision.options import Chosen, lowered
 from trimtab.planning.reasons import Adjustment
 from trimtab.planning.roles import RoleLayout
 from trimtab.predict.collectives import Route
 from trimtab.predict.fsdp_units import ALL_RANKS
-
-BUDGETS, DECADES = 12, 4
-"""The curve of time against damage: so many budgets, over so many powers of ten below the largest damage."""
 
 SKIPPED = (
     f"with more than {FEW_CLASSES} device classes neither time against damage nor the step without some ranks is "
@@ -81,7 +79,11 @@ def weigh(
             *_setting_adjustments(search, plain, chosen),
             *(_ranks_adjustments(search, chosen, batch, budget) if few else ()),
         ),
-        tradeoff=_pareto(search, chosen, curve),
+        tradeoff=pareto(
+            (chosen.step_s, search.damage_of(chosen)), [(point.step_s, point.damage) for point in curve]
+        )
+        if curve
+        else (),
         skipped="" if few else SKIPPED,
     )
 
@@ -302,24 +304,6 @@ def _ranks_of(job: RoleLayout, role: str) -> list[int]:
 def _curve(search: PlanSearch, chosen: JobCandidate, batch: str) -> list[JobCandidate]:
     """What other damage budgets would bring, each found in one pass of the search."""
     most = search.largest_damage(chosen.job, search.counts)
-    if not most:
-        return []
-    budgets = [0.0, *(most * 10 ** (-DECADES * step / (BUDGETS - 1)) for step in range(BUDGETS))]
     evenly = batch == "fixed"
-    points = (search.one_pass(chosen.setting, budget, evenly=evenly, like=chosen) for budget in budgets)
+    points = (search.one_pass(chosen.setting, each, evenly=evenly, like=chosen) for each in budgets(most))
     return [replace(point, damage=search.damage_of(point)) for point in points if point is not None]
-
-
-def _pareto(
-    search: PlanSearch, chosen: JobCandidate, curve: Sequence[JobCandidate]
-) -> tuple[tuple[float, float], ...]:
-    """The curve's points that no other beats in both; the plan's own is always among them."""
-    own = (chosen.step_s, search.damage_of(chosen))
-    points = {(point.step_s, point.damage) for point in curve}
-    # What is left that beats the plan's own is no plan: with fixed shares only slow ranks are lowered, with a margin.
-    points = {p for p in points if p[0] > own[0] * (1 + CLOSE) or p[1] > own[1]} | {own}
-    kept: list[tuple[float, float]] = []
-    for step_s, damage in sorted(points):
-        if not kept or damage < kept[-1][1]:
-            kept.append((step_s, damage))
-    return tuple(reversed(kept)) if curve else ()

@@ -12,6 +12,7 @@ from trimtab.cluster import Cluster
 from trimtab.errors import TrimtabError
 from trimtab.planning.job_candidate import JobCandidate
 from trimtab.planning.precision.allocate import allocate, relieve
+from trimtab.planning.precision.damage_curve import CLOSE
 from trimtab.planning.precision.options import (
     Chosen,
     DoesNotFitError,
@@ -44,10 +45,6 @@ AHEAD = 0.1
 
 FEW_CLASSES = 4
 """Up to so many device classes every move of a sample between two of them is tried."""
-
-CLOSE = 1e-3
-"""Step times that differ by a smaller fraction count as equal."""
-
 
 Search = TypeVar("Search", bound="JobSearch")
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from trimtab.errors import TrimtabError
 from trimtab.planning.compression.route import routes_to_try, sparing_route
 from trimtab.planning.job_candidate import JobCandidate
-from trimtab.planning.job_search import CLOSE, FEW_CLASSES, GAIN, JobSearch
+from trimtab.planning.job_search import FEW_CLASSES, GAIN, JobSearch
+from trimtab.planning.precision.damage_curve import CLOSE
 from trimtab.predict.step_setting import StepSetting
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
 from trimtab.workload.buckets import MIB

@@ -55,6 +55,9 @@ class Outcome:
     out_of_reach: str | None = None
     """A warning when batches are extrapolated far from those that were probed."""
 
+    planned: bool = False
+    """Whether shares and precisions are a plan's, which has looked for better ones."""
+
     @property
     def samples(self) -> int:
         counts = rank_counts(self.cluster)
@@ -91,7 +94,7 @@ class Outcome:
     def words(self) -> str:
         """The bottleneck, and what does not fit, in words."""
         advice = f"; {self.advice}" if self.advice else ""
-        sentences = [f"{self.name}: {bottleneck(self.timeline)}{advice}"]
+        sentences = [f"{self.name}: {bottleneck(self.timeline, advice=not self.planned)}{advice}"]
         for name, need in self.memory.items():
             have = self.cluster.devices[name].memory_gib
             if have is not None and need.reserved > have * 2**30:
@@ -232,10 +235,15 @@ def what_ifs(
     setting: JobSetting,
     *,
     bits: int | None = None,
+    of_plan: bool = False,
 ) -> list[Outcome]:
-    """The job as given, and if asked with other bits. Other clusters are planned: see `trimtab.planning.cases`."""
+    """The job as given, and if asked with other bits. Other clusters are planned: see `trimtab.planning.cases`.
+
+    `of_plan`: shares and precisions are a plan's.
+    """
     cases = [("as given", setting)]
     if bits is not None:
         cases.append((f"gradients in {bits} bits", replace(setting, bits=bits, route=None, layer_bits={})))
     like = Measured(workload, _profile(cluster))
-    return [simulate(cluster, workload, how, name=name, like=like) for name, how in cases]
+    outcomes = (simulate(cluster, workload, how, name=name, like=like) for name, how in cases)
+    return [replace(outcome, planned=of_plan) for outcome in outcomes]

@@ -6,7 +6,7 @@ How many messages and bytes an exchange takes is in `collectives`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.collectives import COLLECTIVES, Collective
@@ -35,11 +35,22 @@ class Fit:
     busy_message_s: float = 0.0
     """As `per_message_s`, while the ranks compute; less than that counts as that."""
 
+    awaited_message_s: float = 0.0
+    awaited_byte_s: float = 0.0
+    """The same for single transfers that ranks start when they have just computed, and wait for; both 0 if unknown."""
+
     per_bucket_s: float = 0.0
     """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
 
     estimated: bool = False
     """Whether it comes from a link's nominal rate instead of a measurement."""
+
+    @property
+    def awaited(self) -> Fit:
+        """The rates of transfers that ranks wait for when they have just computed."""
+        if not self.awaited_message_s and not self.awaited_byte_s:
+            return self
+        return replace(self, per_message_s=self.awaited_message_s, per_byte_s=self.awaited_byte_s)
 
 
 SHARED_MEMORY = Fit(per_message_s=20e-6, per_byte_s=1 / 4e9, estimated=True)

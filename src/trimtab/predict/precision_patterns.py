@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from trimtab.errors import TrimtabError
-from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, Precision
+from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, Precision, lowers_products
 from trimtab.workload import Workload
 
 
@@ -24,12 +24,15 @@ def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict
         TrimtabError: a precision does not exist, or a pattern matches nothing.
     """
     parsed = {pattern: _precision(pattern, value) for pattern, value in patterns.items()}
+    names_only = not any(special in pattern for pattern in parsed for special in "*?[")
     precisions: dict[str, str] = {}
     unused = set(patterns)
     for name, indices in workload.settings.items():
         offered = settable(workload.operators[indices[0]].kind)
         for candidate in _candidates(name):
-            for pattern, precision in parsed.items():
+            if names_only and candidate not in parsed:
+                continue
+            for pattern, precision in ({candidate: parsed[candidate]} if names_only else parsed).items():
                 if name.endswith(ATTENTION) != pattern.endswith(ATTENTION) or not fnmatchcase(
                     candidate, pattern
                 ):
@@ -45,6 +48,19 @@ def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict
             f"{', '.join(map(repr, sorted(unused)))} matches no operator of {workload.model}, or only ones that an "
             f"earlier pattern sets; its operators are {some}{', ...' if len(workload.settings) > 8 else ''}"
         )
+    return precisions
+
+
+def with_products(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict[str, str]:
+    """As `matched`, and in bf16 the products of activations that a pattern for everything lowers with the operators.
+
+    For memory: a profile need not have times of products in bf16.
+    """
+    precisions = matched(workload, patterns)
+    if lowers_products(patterns):
+        for name in workload.settings:
+            if name.endswith(ATTENTION):
+                precisions.setdefault(name, "bf16")
     return precisions
 
 

@@ -14,7 +14,7 @@ from trimtab.predict.memory.sharded_peak import sharded_memory
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.replay.build import segments
 from trimtab.predict.replay.replay import replay
-from trimtab.predict.step import JobSetting, RankSetting, accumulated_stream, build_step
+from trimtab.predict.step import JobSetting, RankSetting, accumulated_stream, build_step, stream_of
 from trimtab.predict.step_setting import StepSetting
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
     from trimtab.predict.operators.precision_graph import Results
-    from trimtab.predict.replay.inputs import RoleWork
+    from trimtab.predict.replay.inputs import ComputeSegment, RoleWork
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.workload import Workload
 
@@ -195,9 +195,10 @@ class ReplayedJob:
             kind = cluster.devices[own.device].kind
             micro_batch, rest = divmod(own.samples, setting.accumulate)
             assert not rest, f"{own.samples} samples in {setting.accumulate} micro-batches"
-            self.mappers[name] = measured.mapper(own.device, micro_batch, kind)
-            for operator, precision in own.precisions.items():
-                self.change(name, operator, precision)
+            lowered = {operator: p for operator, p in own.precisions.items() if p != OWN}
+            self.mappers[name] = measured.mapper(own.device, micro_batch, kind, lowered)
+            if lowered:
+                self._touch(name)
 
     def change(self, role: str, operator: str, precision: str) -> tuple[str, Change]:
         change = self.mappers[role].change(operator, None if precision == OWN else precision)
@@ -218,13 +219,18 @@ class ReplayedJob:
         if self._timeline is None:
             for name in self._dirty:
                 mapper, place = self.mappers[name], self._place[name]
-                parts = segments(self._workload, mapper.forward_s, mapper.backward_s)
+                parts: tuple[ComputeSegment, ...] = (
+                    segments(self._workload, mapper.forward_s, mapper.backward_s)
+                    if mapper.original is None
+                    else stream_of(self._workload, mapper.original)
+                )
                 if self.setting.accumulate > 1:
                     earlier = [(mapper, self.setting.accumulate - 1)]
                     parts = accumulated_stream(parts, earlier, self.optimizer_s(name))
                 if self.setting.sharding is not None and self._buckets:
                     kind = self.cluster.devices[name].kind
-                    parts = sharded_stream(self._workload, self.setting.sharding, kind, parts)
+                    own = self.setting.sharding, self.setting.bits
+                    parts = sharded_stream(self._workload, self.cluster, *own, kind, parts)
                 elif not self._buckets:
                     parts = tuple(replace(part, buckets=()) for part in parts)
                 self._now[place] = replace(self._replayed[place], segments=parts)

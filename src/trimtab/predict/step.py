@@ -21,7 +21,7 @@ from trimtab.predict.replay.build import (
     segments,
     with_local,
 )
-from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork
+from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Stream
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step_setting import StepSetting
 
@@ -97,7 +97,7 @@ def build_step(
             raise TrimtabError(
                 f"the optimizer step was not measured on device class {name!r}; run `trimtab probe` there"
             )
-        stream = _stream(workload, mapper(each))
+        stream: tuple[ComputeSegment, ...] = stream_of(workload, mapper(each))
         if setting.accumulate > 1:
             sizes = [(mapper(each + 1), more)] if more else []
             sizes.append((mapper(each), setting.accumulate - 1 - more))
@@ -134,15 +134,15 @@ def accumulated_stream(
     return *earlier_micro_batches(forward, backward), *last
 
 
-_streams: WeakKeyDictionary[CostMapper, dict[float | None, tuple[ComputeSegment, ...]]] = WeakKeyDictionary()
+_streams: WeakKeyDictionary[CostMapper, dict[float | None, Stream]] = WeakKeyDictionary()
 
 
-def _stream(workload: Workload, mapper: CostMapper) -> tuple[ComputeSegment, ...]:
-    """The compute stream of a mapper of `Measured`, which never changes."""
+def stream_of(workload: Workload, mapper: CostMapper) -> Stream:
+    """The compute stream of a mapper that never changes; jobs share it."""
     streams = _streams.setdefault(mapper, {})
     cap = workload.bucket_cap_mb
     if cap not in streams:
-        streams[cap] = segments(workload, mapper.forward_s, mapper.backward_s)
+        streams[cap] = Stream(segments(workload, mapper.forward_s, mapper.backward_s))
     return streams[cap]
 
 
@@ -234,6 +234,8 @@ def measured_rates(profile: Profile, link: str) -> dict[Collective, Fit]:
             per_message_s=time.per_message_s,
             per_byte_s=time.per_byte_s,
             busy_message_s=time.busy_message_s,
+            awaited_message_s=time.awaited_message_s,
+            awaited_byte_s=time.awaited_byte_s,
             per_bucket_s=time.per_bucket_s,
         )
         for collective in COLLECTIVES

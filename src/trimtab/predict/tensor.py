@@ -244,7 +244,7 @@ class TensorJob:
             part = shares_of(whole, own)
             passes.append(
                 tuple(
-                    [ShareTime(0.0, seconds).seconds(part.get(i, 1.0)) for i, seconds in enumerate(times)]
+                    [seconds * part.get(i, 1.0) for i, seconds in enumerate(times)]
                     for times in self.operator_s(self.ranks[rank].device, samples, precisions)
                 )
             )
@@ -255,10 +255,16 @@ class TensorJob:
         summed_back: dict[int, Transfer] = {}
         if len(ranks) > 1:
             placement, links = self._links_of(ranks)
+            sums: dict[int, Transfer] = {}  # repeated blocks have like ones
             for span in whole.units:
                 out, into = whole.operators[span.out], whole.operators[min(span.into)]
-                summed[span.out] = plain_transfer(out.outputs[0].nbytes, placement, links)
-                summed_back[min(span.into)] = plain_transfer(into.input_tensors[0].nbytes, placement, links)
+                for index, nbytes, found in (
+                    (span.out, out.outputs[0].nbytes, summed),
+                    (min(span.into), into.input_tensors[0].nbytes, summed_back),
+                ):
+                    if nbytes not in sums:
+                        sums[nbytes] = plain_transfer(nbytes, placement, links, awaited=True)
+                    found[index] = sums[nbytes]
         stream = [
             *forward_stream([forward_s for forward_s, _ in passes], summed),
             *backward_stream(

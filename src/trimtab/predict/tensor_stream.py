@@ -3,7 +3,8 @@
 Formulas, with ranks i of a group that all start at 0 after a meeting:
 
 - Forward: rank i computes a(i) until the next meeting. The all-reduce starts at A = max a(i) and takes
-  t = latency + flow; nothing overlaps with it.
+  t = latency + flow; nothing overlaps with it. On CPUs these are the times of transfers that start when ranks have
+  just computed (`Fit.awaited`).
 - Backward: a(i) lacks the weights' gradients of the block's projections, c(i). A rank computes these from a(i) on,
   while it waits for the others and while the input's gradient is summed (`sharding.overlap`); a flowing transfer
   takes the part d of its device. So rank i starts its next stretch

@@ -45,11 +45,15 @@ def sharded(workload: Workload, counts: Mapping[str, int]) -> Workload:
     parameters = {p.name: p for p in workload.parameters}
     for span in workload.units:
         count = counts[span.name]
+        shortened: set[str] = set()  # cross-attention multiplies with parts of one matrix
         made_here = {*span.into, *span.inside}
         for index in (*span.into, *span.inside, span.out):
             operators[index] = _narrowed(operators[index], span, count, made_here)
         for index in (*span.into, span.out):
             for name in _sharded_parameters(workload.operators[index], span):
+                if name in shortened:
+                    continue
+                shortened.add(name)
                 own = parameters[name]
                 parameters[name] = replace(own, tensor=_shortened(own.tensor, span.units, count))
     small = tuple(parameters.values())

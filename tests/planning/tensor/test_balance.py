@@ -51,3 +51,8 @@ def test_wrong_values_are_refused(wrong: dict[str, Any], expected: str) -> None:
     with pytest.raises(trimtab.TrimtabError, match="Balance: ") as error:
         trimtab.Balance(**wrong)
     assert expected in str(error.value)
+
+
+def test_what_is_left_out_is_chosen_by_activations_unless_told_otherwise() -> None:
+    assert trimtab.Balance(resize=0.5).selection == "activation"
+    assert trimtab.Balance(resize=0.5, selection="random").selection == "random"

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 from tests.planning.planning import damages
 from tests.planning.tensor.test_layout import ranks_on_hosts
-from tests.predict.profiles import FAST, SLOW, workload
+from tests.predict.profiles import FAST, SLOW, device_profile, workload
 
-from trimtab.cluster import Cluster
+from trimtab.cluster import Cluster, Device, Host
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.tensor.layout import Layout, LayoutSearch
@@ -130,3 +130,89 @@ def test_a_rank_without_units_of_a_lowered_block_has_a_peak() -> None:
         < search.layouts.peak(FAST, none, TOTAL, 1, None, low)
         < search.layouts.peak(FAST, layout.setting.counts[0], TOTAL, 1, None, low)
     )
+
+
+def test_with_equal_shares_slow_groups_are_lowered_to_the_pace_of_the_fast_one_and_no_further() -> None:
+    search = replace(lowering_on(ranks_on_hosts(FAST, FAST, SLOW, SLOW), 0.0), level=True)
+    groups = ((0, 1), (2, 3))
+    layout = even(search, groups)
+    level = search.best(layout)
+    fast, slow = level.setting.precisions
+    assert not any(fast)
+    assert any(slow)
+    assert level.step.step_s < layout.step.step_s
+    assert level.setting.samples == layout.setting.samples
+    assert level.damage == pytest.approx(search.damage(level.setting))
+    assert level.damage > 0
+
+    alike = replace(lowering_on(ranks_on_hosts(FAST, FAST, FAST, FAST), 0.0), level=True)
+    assert not any(own for group in alike.best(even(alike, groups)).setting.precisions for own in group)
+
+
+def test_plans_with_equal_shares_lower_slow_groups() -> None:
+    """Two hosts of two ranks: a group inside each, because messages between hosts take long."""
+    on = ranks_on_hosts(FAST)
+    assert on.profile is not None
+    far = {name: replace(time, per_message_s=5e-2) for name, time in on.profile.links["lan"].items()}
+    on = replace(
+        on,
+        hosts=tuple(Host(name=f"h{name}", devices={name: 2}, link="lan") for name in (FAST, SLOW)),
+        profile=replace(on.profile, links={**on.profile.links, "lan": far}),
+    )
+    plan = make_plan(
+        on,
+        workload(),
+        damages(1e-3),
+        model="m",
+        trimtab="t",
+        batch_size=TOTAL,
+        batch="fixed",
+        layout=2,
+        bits=None,
+    )
+    assert plan.tensor_groups == ((0, 1), (2, 3))
+    low = {role.device: bool(role.precisions) for role in plan.roles.values()}
+    assert low == {FAST: False, SLOW: True}
+    assert len(set(plan.shares)) == 1
+    assert plan.predicted.without["precision"] > plan.predicted.step_s
+
+
+def test_the_curve_runs_from_no_damage_to_the_fastest_step_through_the_plan() -> None:
+    plan = planned(ranks_on_hosts(FAST, FAST), 1e-4)
+    curve = plan.predicted.tradeoff
+    steps, lost = zip(*curve, strict=True)
+    assert len(curve) > 3
+    assert lost[0] == 0
+    assert list(steps) == sorted(steps, reverse=True)
+    assert list(lost) == sorted(lost)
+    assert (plan.predicted.step_s, plan.predicted.damage) in curve
+    assert lost[-1] > 1e-4  # what a larger budget would bring
+
+
+def test_groups_of_many_kinds_are_lowered() -> None:
+    """Five speeds, a group of each: more kinds than shares are searched for again with."""
+    speeds = {f"d{i}": 1 + 0.3 * i for i in range(5)}
+    base = ranks_on_hosts(FAST)
+    assert base.profile is not None
+    on = replace(
+        base,
+        devices={name: Device(kind="cpu", speed=1 / slower) for name, slower in speeds.items()},
+        hosts=tuple(Host(name=f"h{name}", devices={name: 2}, link="lan") for name in speeds),
+        profile=replace(
+            base.profile, devices={name: device_profile(slower) for name, slower in speeds.items()}
+        ),
+    )
+    assert on.profile is not None
+    measured = Measured(workload(), on.profile)
+    search = Lowering(
+        layouts=LayoutSearch(job=TensorJob(measured, on), total=10, limits=dict.fromkeys(speeds)),
+        measured=MeasuredPrecisions(measured),
+        damages=damages(1e-3),
+        budget=1e-3,
+    )
+    groups = tuple((2 * i, 2 * i + 1) for i in range(5))
+    layout = search.layouts.at(groups, (0.5, 0.5), (2,) * 5, None)
+    assert not search.few_kinds(layout)
+    best = search.best(layout)
+    assert best.step.step_s < layout.step.step_s
+    assert 0 < best.damage <= 1e-3

@@ -23,7 +23,7 @@ from trimtab.precision.operators import operators
 from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.low_precision import _gathered
-from trimtab.predict.precision_patterns import matched
+from trimtab.predict.precision_patterns import matched, with_products
 from trimtab.workload.tensor import BYTES
 
 
@@ -88,7 +88,7 @@ def test_peak_is_what_the_allocator_saw(name: str, autocast: str | None, pattern
     # A batch large enough for activations to count beside parameters.
     model, batch = MODELS[name](), batch_for(name, 16)
     workload = capture_workload(model, batch, autocast=autocast)
-    precisions = matched(workload, patterns) if patterns else {}
+    precisions = with_products(workload, patterns) if patterns else {}
     predicted = step_memory(workload, precisions)
     set_precision(model, patterns)
     # oneDNN's scratch memory for a convolution depends on the processor, and is not predicted.
@@ -122,8 +122,11 @@ def test_codes_that_micro_batches_share_are_counted() -> None:
     linears = [name for name, kind in operators(model).items() if kind == "linear"]
     chosen = dict.fromkeys(linears, "int8")
     set_precision(model, chosen)
-    for _ in range(3):
-        model(*batch).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        for _ in range(3):
+            model(*batch).backward()
+        optimizer.step()
     forwards: list[Any] = [model.get_submodule(name).__dict__["forward"] for name in linears]
     scales = sum(4 * forward.module.out_features for forward in forwards)
     kept = sum(forward.codes.nbytes for forward in forwards)

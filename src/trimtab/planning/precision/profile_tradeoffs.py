@@ -91,15 +91,16 @@ class ProfileTradeoffs(Tradeoffs):
     def peak(self, device: str, samples: int, chosen: Mapping[str, str]) -> int:
         """Peak memory of a rank in bytes."""
         lowered = tuple(sorted((name, p) for name, p in chosen.items() if p != OWN))
-        key = (device, samples, self.setting.bits, self.setting.block, self.setting.sharding, lowered)
+        kind, results = self.cluster.devices[device].kind, self.measured.operators.results(device)
+        key = (kind, results, samples, self.setting.bits, self.setting.block, self.setting.sharding, lowered)
         if key not in self._peaks:
             self._peaks[key] = needed_bytes(
                 self.measured.operators.at(samples),
                 dict(lowered),
-                self.cluster.devices[device].kind,
+                kind,
                 ranks_in_memory(self.cluster, self.setting),
                 self.setting,
-                self.measured.operators.results(device),
+                results,
             )
         return self._peaks[key]
 

@@ -28,8 +28,8 @@ class Balance:
     resize: float = 0.0
     """Largest fraction of a slow rank's work that it may leave out for a while; 0 keeps training exact."""
 
-    selection: Selection = "priority"
-    """What is left out: ``"random"``; ``"priority"``, what changed least, or over all layers; ``"activation"``."""
+    selection: Selection = "activation"
+    """What is left out: ``"activation"``, what contributes least; ``"priority"``, what changed least; ``"random"``."""
 
     form: Form = "unit"
     """Leave out whole hidden units and heads, or columns over which each product sums (``"column"``)."""

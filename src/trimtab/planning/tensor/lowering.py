@@ -13,6 +13,8 @@ ranks of a group compute alike is never lowered: unlike precisions would give un
 are independent, so a rank with a part of the units does that part of the damage of all of them.
 
 Shares of units and samples are searched for again with the lowered ranks, and these are lowered anew.
+
+With equal batch shares there is no budget: slow groups are lowered just enough to keep the pace of the fastest one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 
+from trimtab.planning.precision.damage_curve import budgets
 from trimtab.planning.precision.frontier import Frontier
 from trimtab.planning.precision.options import Option, Options, lowered
 from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch
@@ -32,11 +35,11 @@ from trimtab.workload.units import shares_of
 ROUNDS = 3
 """How often shares and precisions follow each other."""
 
-RESOLUTION = 400
-"""Points of a frontier."""
-
 FEW_KINDS = 4
-"""Nothing is lowered where groups are of more kinds: each kind is searched by itself."""
+"""Where groups are of more kinds, shares do not follow what was lowered, and frontiers are coarser."""
+
+RESOLUTION, COARSE = 400, 100
+"""Points of a frontier, with few kinds of groups and with many."""
 
 Lowered = tuple[Precisions, ...]
 """Precisions of a group's ranks."""
@@ -52,6 +55,11 @@ class Lowering:
     """By operator and precision, for a rank that computes the whole batch; finite."""
 
     budget: float
+    """With free shares."""
+
+    level: bool = False
+    """Equal shares: lower only what is slower than the fastest group, instead of what the budget allows."""
+
     _seconds: dict[object, dict[tuple[str, str], tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,27 +70,43 @@ class Lowering:
 
     def best(self, layout: Layout) -> Layout:
         """The fastest layout found from this one within the budget; this one if nothing is faster."""
-        if not self.budget or not any(
+        if not (self.budget or self.level) or not any(
             self._offered(device, 1) for device in {rank.device for rank in self.layouts.job.ranks}
         ):
             return layout
-        size, setting, job = len(layout.shares), layout.setting, self.layouts.job
-        if len({job.kind(group, 0) for group in setting.groups}) > FEW_KINDS:
-            return layout
+        if self.level:
+            even = self._levelled(layout)
+            found = even if even.order < layout.order else layout
+            return replace(found, damage=self.damage(found.setting))
+        size, setting, few = len(layout.shares), layout.setting, self.few_kinds(layout)
         found = layout
         for shares in dict.fromkeys((layout.shares, (1 / size,) * size)):
             now = self.layouts.at(setting.groups, shares, setting.samples, setting.bits)
-            for _ in range(ROUNDS if len(job.ranks) <= MANY_RANKS else 1):
+            for _ in range(ROUNDS if few and len(self.layouts.job.ranks) <= MANY_RANKS else 1):
                 low = self._lowest(now)
-                moved = self.layouts.improved(low, within=lambda one: self.damage(one.setting) <= self.budget)
+                moved = self.layouts.improved(low, within=self._within) if few else low
                 step_s = now.step.step_s if now.setting.precisions else float("inf")
                 fastest = min((low, moved), key=lambda one: one.order)
-                if fastest.order < found.order and self.damage(fastest.setting) <= self.budget:
+                if fastest.order < found.order and self._within(fastest):
                     found = fastest
                 if fastest.step.step_s >= step_s:
                     break
                 now = fastest
         return replace(found, damage=self.damage(found.setting))
+
+    def few_kinds(self, layout: Layout) -> bool:
+        """Whether the groups are of few kinds."""
+        return len({self.layouts.job.kind(group, 0) for group in layout.setting.groups}) <= FEW_KINDS
+
+    def curve(self, layout: Layout) -> list[Layout]:
+        """The layout at other damage budgets, with the same shares: from no damage to the fastest step."""
+        kinds, keys = self._kinds(layout)
+        most = fsum(count * (one.damage(one.paces[0]) or 0.0) for one, count in kinds.values())
+        points = [self._paced(layout, kinds, keys, self._pace(kinds, budget)) for budget in budgets(most)]
+        return [replace(point, damage=self.damage(point.setting)) for point in points]
+
+    def _within(self, layout: Layout) -> bool:
+        return self.damage(layout.setting) <= self.budget
 
     def damage(self, setting: TensorSetting) -> float:
         """Of all ranks' lowered projections."""
@@ -103,23 +127,45 @@ class Lowering:
 
     def _lowest(self, layout: Layout) -> Layout:
         """The layout with the fastest precisions within the budget, as the frontiers have it."""
+        kinds, keys = self._kinds(layout)
+        return self._paced(layout, kinds, keys, self._pace(kinds, self.budget))
+
+    def _levelled(self, layout: Layout) -> Layout:
+        """The layout in which groups keep the pace of the fastest one, as far as they can."""
+        kinds, keys = self._kinds(layout)
+        fastest = min(one.paces[-1] for one, _ in kinds.values())
+        reachable = max(one.paces[0] for one, _ in kinds.values())
+        return self._paced(layout, kinds, keys, max(fastest, reachable))
+
+    def _kinds(self, layout: Layout) -> tuple[Kinds, list[object]]:
+        """The frontier of each kind of group with their number, and the kind of each group."""
         setting, job = layout.setting, self.layouts.job
         keys = [job.kind(group, own) for group, own in zip(setting.groups, setting.samples, strict=True)]
-        kinds: dict[object, tuple[GroupFrontier, int]] = {}
+        resolution = RESOLUTION if self.few_kinds(layout) else COARSE
+        kinds: Kinds = {}
         for key, group, samples in zip(keys, setting.groups, setting.samples, strict=True):
             known = kinds.get(key)
-            frontier = known[0] if known else GroupFrontier(self, setting, group, samples)
+            frontier = known[0] if known else GroupFrontier(self, setting, group, samples, resolution)
             kinds[key] = frontier, (known[1] if known else 0) + 1
+        return kinds, keys
+
+    def _pace(self, kinds: Kinds, budget: float) -> float:
+        """The shortest pace of all groups whose damage is within a budget."""
         paces = sorted(pace for frontier, _ in kinds.values() for pace in frontier.paces)
         first, last = 0, len(paces) - 1
         while first < last:  # damage falls as the pace slows down
             middle = (first + last) // 2
             damages = [(frontier.damage(paces[middle]), count) for frontier, count in kinds.values()]
             within = all(own is not None for own, _ in damages) and (
-                fsum(count * (own or 0.0) for own, count in damages) <= self.budget
+                fsum(count * (own or 0.0) for own, count in damages) <= budget
             )
             first, last = (first, middle) if within else (middle + 1, last)
-        chosen = {key: frontier.chosen(paces[first]) for key, (frontier, _) in kinds.items()}
+        return paces[first]
+
+    def _paced(self, layout: Layout, kinds: Kinds, keys: Sequence[object], pace: float) -> Layout:
+        """The layout whose groups keep this pace with the least damage."""
+        setting = layout.setting
+        chosen = {key: frontier.chosen(pace) for key, (frontier, _) in kinds.items()}
         return self.layouts.at(
             setting.groups,
             layout.shares,
@@ -180,7 +226,14 @@ class Lowering:
 class GroupFrontier:
     """For every pace of a group, the least damage with which its ranks keep it."""
 
-    def __init__(self, search: Lowering, setting: TensorSetting, group: Sequence[int], samples: int) -> None:
+    def __init__(
+        self,
+        search: Lowering,
+        setting: TensorSetting,
+        group: Sequence[int],
+        samples: int,
+        resolution: int = RESOLUTION,
+    ) -> None:
         job = search.layouts.job
         whole = job.measured.at(samples)
         spans = sorted(whole.units, key=lambda span: span.out)
@@ -203,13 +256,13 @@ class GroupFrontier:
                 fsum(forward[i] for i in before) + fsum(backward[i] for i in behind)
                 for forward, backward in times
             ]
-            points = _of_block([menu.get(span.name, {}) for menu in menus], stretch)
+            points = _of_block([menu.get(span.name, {}) for menu in menus], stretch, resolution)
             self._points[span.name] = [(seconds, chosen) for seconds, _, chosen in points]
             options[span.name] = tuple(
                 Option(precision=str(index), seconds=seconds, damage=damage)
                 for index, (seconds, damage, _) in enumerate(points)
             )
-        self._frontier = Frontier(options, resolution=RESOLUTION)
+        self._frontier = Frontier(options, resolution=resolution)
         alone = replace(setting, groups=(tuple(group),), samples=(samples,), bits=None, precisions=())
         slowest = float(self._frontier.seconds[-1])
         self._rest_s = job.step(alone).step_s - slowest
@@ -230,9 +283,15 @@ class GroupFrontier:
         )
 
 
-def _of_block(menus: Sequence[Options], stretch: Sequence[float]) -> list[tuple[float, float, Lowered]]:
+Kinds = dict[object, tuple[GroupFrontier, int]]
+"""By kind of group: its frontier, and how many groups are of that kind."""
+
+
+def _of_block(
+    menus: Sequence[Options], stretch: Sequence[float], resolution: int
+) -> list[tuple[float, float, Lowered]]:
     """(seconds, damage, precisions by rank) of a block, from the fastest; `stretch` is what ranks take as they are."""
-    frontiers = [Frontier(menu, resolution=RESOLUTION) for menu in menus]
+    frontiers = [Frontier(menu, resolution=resolution) for menu in menus]
     # What the rank takes beside the projections that it may lower.
     rest = [
         whole - fsum(next(o.seconds for o in several if o.precision == OWN) for several in menu.values())

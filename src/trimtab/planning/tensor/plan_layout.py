@@ -9,14 +9,19 @@ from typing import Literal
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import PLAN_VERSION, Plan, Predicted, Role
 from trimtab.planning.plan_search import GAIN, PlanSearch
+from trimtab.planning.precision.damage_curve import pareto
 from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.reasons import Adjustment
 from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch, even_samples
-from trimtab.planning.tensor.lowering import Lowering
+from trimtab.planning.tensor.lowering import FEW_KINDS, Lowering
 from trimtab.predict.tensor import TensorJob
 
 LayoutOption = Literal["auto", "data"] | int
 """"data" for a copy of the model on every rank, a number for tensor groups of so many ranks."""
+
+NO_CURVE = (
+    f"beyond {MANY_RANKS} ranks or {FEW_KINDS} kinds of tensor groups time against damage is not computed"
+)
 
 
 def with_layout(
@@ -58,6 +63,7 @@ def with_layout(
         measured=search.measured,
         damages=search.tradeoffs.damages,
         budget=budget if batch == "free" else 0.0,
+        level=batch == "fixed",
     )
     sizes = layouts.sizes()
     adaptive = "adaptive" in bits
@@ -96,6 +102,8 @@ def with_layout(
                 f"more, {_ms(layouts.sums_s(least))} of it to sum activations",
             )
     fitting = [each for size in sizes if (each := layouts.best(size, tried)) is not None]
+    if world > MANY_RANKS and fitting:
+        fitting = [min(fitting, key=lambda each: each.order)]  # lowering takes long here, too
     best = min(map(lowering.best, fitting), key=lambda each: each.order, default=None)
     if plan is None:
         if best is None:
@@ -149,6 +157,15 @@ def _plan(
 ) -> Plan:
     """The plan of a layout; `instead` is the best one with a copy on every rank, if that fits and was searched for."""
     layouts = lowering.layouts
+    curve = lowering.curve(layout) if _has_curve(lowering, layout) else []
+    for point in curve:
+        if (
+            batch == "free"
+            and not point.over
+            and point.damage <= lowering.budget
+            and point.order < layout.order
+        ):
+            layout = point
     without = _without(layouts, layout)
     if "precision" in without and not without["precision"].over:
         plain = without["precision"]
@@ -207,6 +224,9 @@ def _plan(
         else:
             ranks.append((name, 1))
     plain_s = search.plain().step_s
+    reasons = _reasons(layout, adjustments, devices, why, plain_s)
+    if layout.damage and not curve:
+        reasons.insert(-1, NO_CURVE)
     chosen = "adaptive" if adaptive and len(setting.groups) > 1 else setting.bits
     return Plan(
         version=PLAN_VERSION,
@@ -224,9 +244,18 @@ def _plan(
             uniform_damage=search.uniform_damage(),
             alone={one.name: one.alone_s for one in adjustments if one.alone_s is not None},
             without={one.name: one.without_s for one in adjustments if one.without_s is not None},
+            tradeoff=pareto(
+                (step.step_s, layout.damage), [(p.step.step_s, p.damage) for p in curve if not p.over]
+            )
+            if curve
+            else (),
         ),
-        reasons=tuple(_reasons(layout, adjustments, devices, why, plain_s)),
+        reasons=tuple(reasons),
     )
+
+
+def _has_curve(lowering: Lowering, layout: Layout) -> bool:
+    return len(lowering.layouts.job.ranks) <= MANY_RANKS and lowering.few_kinds(layout)
 
 
 def _without(layouts: LayoutSearch, layout: Layout) -> dict[str, Layout]:

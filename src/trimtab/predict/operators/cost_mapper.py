@@ -20,7 +20,7 @@ from trimtab.predict.operators.low_precision import (
     passes,
     values_of,
 )
-from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted, results_of
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, State, promoted, results_of
 from trimtab.predict.precision_patterns import matched, settable
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from trimtab.cluster.profile import OperatorTime
     from trimtab.predict.operators.low_precision import Cast
     from trimtab.workload import Operator, Workload
-
-State = tuple[str, tuple[str, ...], str]
-"""What an operator's time depends on: its precision, the arriving types, the leaving type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +44,8 @@ class Change:
     touched: tuple[int, ...]
     """Every operator whose time may have changed."""
 
-    before: tuple[tuple[str, tuple[str, ...], str, float, float], ...]
-    """For each of these, before the change: precision, arriving and leaving types, forward and backward seconds."""
+    before: tuple[tuple[State, float, float], ...]
+    """For each of these, before the change: its state, forward and backward seconds."""
 
     @property
     def delta_s(self) -> float:
@@ -86,6 +83,8 @@ class CostMapper:
         self._probed_results = probed or results
         self._known: dict[tuple[int, State], tuple[float, float]] = {}
         self._undoable: list[Change] = []
+        self.original: CostMapper | None = None
+        """The mapper that this one is an unchanged copy of."""
         if precisions:
             for name, precision in matched(workload, precisions).items():
                 self.graph.set(name, precision)
@@ -96,6 +95,7 @@ class CostMapper:
     def copy(self) -> CostMapper:
         """A mapper in the same precisions that can be changed by itself."""
         other = copy(self)
+        other.original = self.original or self
         other.graph, other._undoable = self.graph.copy(), []
         other.forward_s, other.backward_s = list(self.forward_s), list(self.backward_s)
         return other
@@ -121,26 +121,15 @@ class CostMapper:
             TrimtabError: something was not measured; nothing has changed then.
         """
         graph = self.graph
-        saved = {i: graph.precision[i] for i in graph.indices(operator)}
-        before_leaving, before_arriving = list(graph.leaving), list(graph.arriving)
-        touched = graph.set(operator, precision)
+        states = graph.changed(operator, precision)
+        touched = tuple(states)
         try:
             times = [self._times(index) for index in touched]
         except Exception:
-            for index, old in saved.items():
-                graph.precision[index] = old
-            graph.leaving, graph.arriving = before_leaving, before_arriving
+            for index, state in states.items():
+                graph.restore(index, state)
             raise
-        before = tuple(
-            (
-                saved.get(i, graph.precision[i]),
-                before_arriving[i],
-                before_leaving[i],
-                self.forward_s[i],
-                self.backward_s[i],
-            )
-            for i in touched
-        )
+        before = tuple((states[i], self.forward_s[i], self.backward_s[i]) for i in touched)
         forward = fsum(new[0] for new in times) - fsum(self.forward_s[i] for i in touched)
         backward = fsum(new[1] for new in times) - fsum(self.backward_s[i] for i in touched)
         for index, (one, two) in zip(touched, times, strict=True):
@@ -154,6 +143,7 @@ class CostMapper:
             before=before,
         )
         self._undoable.append(change)
+        self.original = None
         return change
 
     def undo(self, change: Change) -> None:
@@ -161,11 +151,8 @@ class CostMapper:
         assert self._undoable, "there is nothing to undo"
         assert self._undoable[-1] is change, "changes are undone in reverse order"
         self._undoable.pop()
-        graph = self.graph
-        for index, (precision, arriving, leaving, forward, backward) in zip(
-            change.touched, change.before, strict=True
-        ):
-            graph.precision[index], graph.arriving[index], graph.leaving[index] = precision, arriving, leaving
+        for index, (state, forward, backward) in zip(change.touched, change.before, strict=True):
+            self.graph.restore(index, state)
             self.forward_s[index], self.backward_s[index] = forward, backward
 
     def keys(self) -> Iterator[OperatorKey]:
@@ -174,8 +161,7 @@ class CostMapper:
             yield key_of(operator, self.graph.precision[operator.index])
 
     def _times(self, index: int) -> tuple[float, float]:
-        graph = self.graph
-        state = (graph.precision[index], graph.arriving[index], graph.leaving[index])
+        state = self.graph.state(index)
         times = self._known.get((index, state))
         if times is None:
             operator = self.workload.operators[index]

@@ -38,13 +38,14 @@ class Measured:
         self._sized: dict[int, Workload] = {workload.batch_size: workload}
         self._bucketed: dict[float | None, Workload] = {None: workload}
         self._keys: dict[tuple[int, str | None, int, str | None], OperatorKey] = {}
+        self._firsts: dict[int, list[int]] = {}
         self._mappers: dict[object, tuple[DeviceProfile, CostMapper]] = {}
 
     def on(self, profile: Profile) -> Measured:
         """The same model on another profile; what does not depend on the profile is shared."""
         other = Measured(self.workload, profile)
         other._sized, other._keys, other._mappers = self._sized, self._keys, self._mappers
-        other._bucketed = self._bucketed
+        other._bucketed, other._firsts = self._bucketed, self._firsts
         return other
 
     def bucketed(self, cap_mb: float | None) -> Workload:
@@ -112,10 +113,15 @@ class Measured:
 
     def costs(self, device: str, samples: int, precisions: Mapping[str, str]) -> DeviceCosts:
         """Costs of every operator in its precision of `precisions` (by name), or in its own."""
-        profile = self.device(device)
+        profile, alike = self.device(device), self._alike(samples)
         operators: dict[str, OperatorTime] = {}
+        seen: set[tuple[int, bool, str | None]] = set()
         for operator in self.workload.operators:
             precision = None if operator.setting is None else precisions.get(operator.setting)
+            kind = alike[operator.index], operator.setting is None, precision
+            if kind in seen:
+                continue
+            seen.add(kind)
             key = str(self._key(operator.index, precision, samples))
             if key not in operators:
                 operators[key] = self.time_of(device, operator.index, precision, samples)
@@ -124,6 +130,15 @@ class Measured:
                 if times is not None:
                     operators[str(self._key(operator.index, None, samples, FOLLOWED))] = times
         return DeviceCosts(device=device, operators=operators, casts=profile.casts)
+
+    def _alike(self, samples: int) -> list[int]:
+        """For every operator, the first one with the same key: of repeated layers one is looked up."""
+        if samples not in self._firsts:
+            first: dict[OperatorKey, int] = {}
+            self._firsts[samples] = [
+                first.setdefault(key_of(operator), operator.index) for operator in self.at(samples).operators
+            ]
+        return self._firsts[samples]
 
     def time_of(self, device: str, index: int, precision: str | None, samples: int) -> OperatorTime:
         """The time of one operator; raises TrimtabError if it was not measured."""

@@ -9,6 +9,8 @@ from trimtab.predict.operators.cost_mapper import CostMapper
 from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trimtab.cluster.profile import Profile
     from trimtab.predict.operators.low_precision import DeviceKind
     from trimtab.predict.operators.measured import Measured
@@ -31,19 +33,28 @@ class MeasuredPrecisions:
 
     def __init__(self, operators: Measured) -> None:
         self.operators = operators
-        self._mappers: dict[tuple[str, int, str], CostMapper] = {}
+        self._mappers: dict[object, CostMapper] = {}
         self._known: dict[tuple[str, int], tuple[DeviceCosts, dict[str, tuple[str, ...]]]] = {}
 
     def precisions(self, device: str, samples: int) -> dict[str, tuple[str, ...]]:
         """By the name that sets an operator; its own precision is left out."""
         return self._at(device, samples)[1]
 
-    def mapper(self, device: str, samples: int, kind: DeviceKind) -> CostMapper:
-        """A new mapper with nothing lowered, in which every measured precision can be set."""
-        key = (device, samples, kind)
+    def mapper(
+        self, device: str, samples: int, kind: DeviceKind, precisions: Mapping[str, str] | None = None
+    ) -> CostMapper:
+        """A new mapper with these precisions (by name), in which every measured precision can be set."""
+        lowered = tuple((precisions or {}).items())
+        key = (device, samples, kind, lowered)
         if key not in self._mappers:
-            costs = self._at(device, samples)[0]
-            self._mappers[key] = CostMapper(self.operators.at(samples), costs, kind=kind)
+            if lowered:
+                own = self.mapper(device, samples, kind)
+                for name, precision in lowered:
+                    own.change(name, precision)
+                self._mappers[key] = own.copy()  # nothing is undone in it
+            else:
+                costs = self._at(device, samples)[0]
+                self._mappers[key] = CostMapper(self.operators.at(samples), costs, kind=kind)
         return self._mappers[key].copy()
 
     def _at(self, device: str, samples: int) -> tuple[DeviceCosts, dict[str, tuple[str, ...]]]:

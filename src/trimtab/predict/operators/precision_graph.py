@@ -25,6 +25,9 @@ Results = Literal["input", "own"]
 """The type of a lowered operator's result: that of its input, as under `torch.compile` and as autocast has it, or bf16,
 as `trimtab.precision` hands it on in a model in fp32 without autocast."""
 
+State = tuple[str, tuple[str, ...], str]
+"""Of an operator: its precision, the types of its floating inputs, and the type of its result."""
+
 HANDED_ON = ("bf16", "int8", "fp8")
 """Precisions whose results are then bf16. fp16 is not handed on, and neither are embeddings."""
 
@@ -61,11 +64,16 @@ class PrecisionGraph:
 
     def __init__(self, workload: Workload, *, results: Results = "input", kind: DeviceKind = "cuda") -> None:
         self.workload, self.results, self.kind = workload, results, kind
-        self.plain = [plain_precision(operator) for operator in workload.operators]
-        self.precision = list(self.plain)
-        self.leaving = [_leaves(operator) for operator in workload.operators]
-        self.captured = list(self.leaving)
-        self.arriving: list[tuple[str, ...]] = [self._arriving(operator) for operator in workload.operators]
+        known = workload.__dict__.get("_types")  # asked for often, and a workload does not change
+        if known is None:
+            self.plain = [plain_precision(operator) for operator in workload.operators]
+            self.leaving = [_leaves(operator) for operator in workload.operators]
+            self.captured = list(self.leaving)
+            arriving = [self._arriving(operator) for operator in workload.operators]
+            known = workload.__dict__["_types"] = (self.plain, self.captured, arriving)
+        self.plain, self.captured = known[0], known[1]  # never changed
+        self.precision, self.leaving = list(self.plain), list(self.captured)
+        self.arriving: list[tuple[str, ...]] = list(known[2])
 
     def copy(self) -> PrecisionGraph:
         other = copy(self)
@@ -93,15 +101,18 @@ class PrecisionGraph:
         Returns:
             Every operator whose precision or arriving types have changed, in order.
         """
-        touched: set[int] = (
-            set()
-        )  # in forward order an operator comes after all that can reach it: once is enough
+        return tuple(self.changed(operator, precision))
+
+    def changed(self, operator: int | str, precision: str | None) -> dict[int, State]:
+        """As `set`, with what each of these operators was before."""
+        # In forward order an operator comes after all that can reach it: once is enough.
+        before: dict[int, State] = {}
         queue: list[int] = []
         for index in self.indices(operator):
             wanted = precision or self.plain[index]
             if wanted != self.precision[index]:
+                before[index] = self.state(index)
                 self.precision[index] = wanted
-                touched.add(index)
                 heappush(queue, index)
         while queue:
             index = heappop(queue)
@@ -110,22 +121,30 @@ class PrecisionGraph:
                 continue
             self.leaving[index] = leaving
             for consumer in self.workload.consumers[index]:
-                other = self.workload.operators[consumer]
-                self.arriving[consumer] = self._arriving(other)
-                if consumer not in touched:
-                    touched.add(consumer)
+                if consumer not in before:
+                    before[consumer] = self.state(consumer)
                     heappush(queue, consumer)
-        return tuple(sorted(touched))
+                self.arriving[consumer] = self._arriving(self.workload.operators[consumer])
+        return {index: before[index] for index in sorted(before)}
+
+    def state(self, index: int) -> State:
+        """Precision, arriving types and leaving type of an operator."""
+        return self.precision[index], self.arriving[index], self.leaving[index]
+
+    def restore(self, index: int, state: State) -> None:
+        """Take an operator back to what it was."""
+        self.precision[index], self.arriving[index], self.leaving[index] = state
 
     def is_plain(self, index: int) -> bool:
-        return self.precision[index] == self.plain[index]
+        return bool(self.precision[index] == self.plain[index])
 
     def computes_in(self, index: int) -> str:
         """The type of an operator's arithmetic."""
         operator = self.workload.operators[index]
         if operator.category == "dependent":
             return promoted(list(self.arriving[index])) or self.captured[index]
-        return self.precision[index]
+        precision: str = self.precision[index]
+        return precision
 
     def _arriving(self, operator: Operator) -> tuple[str, ...]:
         """The types of the floating inputs, as they come."""

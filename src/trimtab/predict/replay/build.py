@@ -74,13 +74,18 @@ def plain_buckets(workload: Workload, placement: Placement, links: JobLinks) -> 
     )
 
 
-def plain_transfer(nbytes: int, placement: Placement, links: JobLinks) -> Transfer:
-    """An all-reduce by the backend, on the faster of its ways."""
+def plain_transfer(nbytes: int, placement: Placement, links: JobLinks, *, awaited: bool = False) -> Transfer:
+    """An all-reduce by the backend, on the faster of its ways; `awaited` by ranks that computed until it starts."""
     ways = [all_reduce(nbytes, placement)]
     if links.trees:
         ways.append(tree_all_reduce(nbytes, placement))
     fits = links.fits("all_reduce")
-    return _transfer(min(ways, key=lambda way: way.seconds(fits)), links)
+    fastest = min(ways, key=lambda way: way.seconds(fits))
+    made = _transfer(fastest, links)
+    if awaited and not links.trees:
+        fits = tuple(fit.awaited for fit in fits)
+        made = replace(made, latency_s=fastest.latency_s(fits), seconds=fastest.flow_s(fits))
+    return made
 
 
 def _transfer(traffic: Traffic, links: JobLinks, overhead_s: float = 0.0) -> Transfer:

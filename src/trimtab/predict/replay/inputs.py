@@ -36,6 +36,31 @@ class ComputeSegment:
     """Buckets that must have arrived before this starts, such as the gathered weights of FSDP2."""
 
 
+class Stream(tuple[ComputeSegment, ...]):
+    """A compute stream, with what replays ask about it: computed once for all of them."""
+
+    @cached_property
+    def runs(self) -> Runs:
+        """See `compute_runs`."""
+        return compute_runs(self)
+
+    @cached_property
+    def ready_s(self) -> list[float]:
+        """When each bucket is complete, with the device to itself; and the end of the compute stream."""
+        ready = [0.0] * (1 + sum(len(buckets) for _, buckets, _, _ in self.runs))
+        now = 0.0
+        for seconds, buckets, _, _ in self.runs:
+            now += seconds
+            for bucket in buckets:
+                ready[bucket] = now
+        return [*ready[:-1], now]
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """The buckets that it completes, in ascending order."""
+        return sorted(bucket for segment in self for bucket in segment.buckets)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoleWork:
     """The work of identical ranks: same device, same share, same precisions."""
@@ -56,21 +81,22 @@ class RoleWork:
 
     ranks: int = 1
 
-    @cached_property
-    def runs(self) -> Runs:
-        """See `compute_runs`."""
-        return compute_runs(self)
+    @property
+    def stream(self) -> Stream:
+        """Its segments; those of a `Stream` are used in many replays."""
+        return self.segments if isinstance(self.segments, Stream) else self._own_stream
 
     @cached_property
+    def _own_stream(self) -> Stream:
+        return Stream(self.segments)
+
+    @property
+    def runs(self) -> Runs:
+        return self.stream.runs
+
+    @property
     def ready_s(self) -> list[float]:
-        """When each bucket is complete, with the device to itself; and the end of the compute stream."""
-        ready = [0.0] * (1 + sum(len(buckets) for _, buckets, _, _ in self.runs))
-        now = 0.0
-        for seconds, buckets, _, _ in self.runs:
-            now += seconds
-            for bucket in buckets:
-                ready[bucket] = now
-        return [*ready[:-1], now]
+        return self.stream.ready_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +127,7 @@ class BucketTransfers:
     transfers: tuple[Transfer, ...]
 
 
-def compute_runs(role: RoleWork) -> Runs:
+def compute_runs(segments: Sequence[ComputeSegment]) -> Runs:
     """The compute stream, split where a bucket becomes ready or is waited for, or the phase changes.
 
     The clocks of device and host advance together, so runs in which launching is the slower of the two last as
@@ -109,9 +135,9 @@ def compute_runs(role: RoleWork) -> Runs:
     """
     runs: Runs = []
     host = device = since = 0.0
-    phase = role.segments[0].phase if role.segments else "forward"
+    phase = segments[0].phase if segments else "forward"
     waits: tuple[int, ...] = ()
-    for segment in role.segments:
+    for segment in segments:
         if segment.phase != phase or segment.waits:
             if device > since or waits:
                 runs.append((device - since, (), phase, waits))
@@ -128,7 +154,7 @@ def compute_runs(role: RoleWork) -> Runs:
 
 def check_inputs(roles: Sequence[RoleWork], buckets: Sequence[BucketTransfers]) -> None:
     for role in roles:
-        named = sorted(b for segment in role.segments for b in segment.buckets)
+        named = role.stream.filled
         assert named == list(range(len(buckets))), f"role {role.name} fills buckets {named} of {len(buckets)}"
         assert not role.local or [len(x) for x in role.local] == [len(b.transfers) + 1 for b in buckets]
         assert 0 < role.codec_part <= 1

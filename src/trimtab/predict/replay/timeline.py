@@ -89,7 +89,7 @@ class Timeline:
 
 
 def bottleneck(timeline: Timeline, *, advice: bool = True) -> str:
-    """The bottleneck of the step, in words, if wanted with what usually helps."""
+    """The bottleneck of the step, in words, if wanted with where to find what helps."""
     parts = timeline.breakdown()
     total = timeline.step_s
     role = timeline.critical_role()
@@ -106,7 +106,9 @@ def bottleneck(timeline: Timeline, *, advice: bool = True) -> str:
         return f"encoding, decoding and reducing inside hosts: {codec:.0%} of the step"
     spread = max(waits) - min(waits)
     if len(timeline.roles) > 1 and spread > 0.1:
-        remedy = "; give them smaller shares of the batch or a lower precision" if advice else ""
+        remedy = (
+            "; `trimtab plan` says whether smaller shares or a lower precision would help" if advice else ""
+        )
         return f"the devices of {name}: the others wait for them up to {spread:.0%} of the step{remedy}"
     exposed = f", {link:.0%} exposed communication" if link >= 0.02 else ""
     return f"computing: {compute:.0%} of the step{exposed}; the ranks are even to within {spread:.0%} of it"
