@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.emulate.machines import pair
@@ -81,6 +82,18 @@ def test_links_carry_their_rate() -> None:
         assert 0.08 <= _measure(emulation, "c", "a", 1.0, 0.1) <= 0.105  # what c sends
         assert 0.08 <= _measure(emulation, "a", "c", 1.0, 0.1) <= 0.105  # what c receives
         assert 0.8 <= _measure(emulation, "free", "a", 1.0, 1.0) <= 1.05  # the slower end counts
+
+
+@requires(root=True, tools=["ip", "tc", "nsenter"])
+def test_hosts_avoid_congestion_as_most_do_whatever_this_machine_does() -> None:
+    setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+    machine = Path(setting).read_text()
+    with Emulation(pair(gbit_per_s=1.0)) as emulation:
+        for host in ("a", "b"):
+            with emulation.start(host, ["cat", setting], stdout=subprocess.PIPE, text=True) as shown:
+                assert shown.stdout is not None
+                assert shown.stdout.read().strip() in ("cubic", "reno")
+    assert Path(setting).read_text() == machine
 
 
 @requires(root=True, tools=["ip", "tc", "nsenter"])

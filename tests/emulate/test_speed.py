@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.requirements import requires
 
 from trimtab.emulate import Emulation, parse_contention
 from trimtab.emulate.placement import place_ranks
-from trimtab.emulate.throttling.cgroups import cpus
+from trimtab.emulate.throttling.cgroups import Group, cpus
 from trimtab.emulate.throttling.competitor import niceness
 from trimtab.errors import TrimtabError
 
@@ -58,6 +59,30 @@ def test_ranks_take_turns_where_cores_are_few() -> None:
     ]
     # The proportion holds, and both together do not ask for more than the core.
     assert [cpus(placement.speed, 1, placement.sharing) for placement in crowded] == [0.5, 0.2]
+
+
+@requires(root=True, cgroup=True)
+def test_ranks_on_one_core_do_not_lend_each_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slowed down by repeated products, each has its part of the core and no more, also when the speed changes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    schedule = [parse_contention("a=0.5@1:2")]
+    with Emulation(pair(speed=0.4), throttle="gemm", schedule=schedule) as emulation:
+        groups = emulation._throttle.groups
+        assert [_part(groups[rank]) for rank in (0, 1)] == [0.5, 0.5]
+        outcome = emulation.run([_SCRIPT, "3", "0.05"], capture=True, timeout=100)
+        assert outcome.failure is None
+        assert [_part(groups[rank]) for rank in (0, 1)] == [0.5, 0.5]
+    with Emulation(pair(speed=0.4), throttle="duty") as emulation:
+        assert not emulation._throttle.groups
+
+
+def _part(group: Group) -> float:
+    """Of a CPU's time that the group may use."""
+    if group.version == 2:
+        quota, period = group.read("cpu.max").split()
+    else:
+        quota, period = group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")
+    return int(quota) / int(period)
 
 
 def test_competitors_leave_the_asked_part() -> None:

@@ -106,7 +106,7 @@ def _apply_limits(settings: RankSettings, state: RankState, path: Path) -> objec
     throttle: object = None
     if settings.quota is not None:
         settings.quota.join()
-    elif settings.throttle == "competitor":
+    if settings.throttle == "competitor":
         from trimtab.emulate.throttling.competitor import start_competitors
 
         start_competitors(path, settings.cores)
@@ -134,7 +134,7 @@ def _set_speed(settings: RankSettings, state: RankState) -> None:
     speed = settings.speed * speed_left(settings.schedule, state.steps)
     if speed != state.speed:
         state.speed = speed
-        if settings.quota is not None:
+        if settings.quota is not None and settings.throttle != "gemm":
             set_quota(settings.quota, cpus(speed, len(settings.cores), settings.sharing), len(settings.cores))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trimtab.emulate.job_directory import Job
 from trimtab.emulate.placement import Placement
@@ -40,11 +41,26 @@ class Throttle:
                 f"emulate: throttle competitor needs a core for each of the {len(placements)} ranks; "
                 "use fewer ranks, or throttle quota or duty"
             )
+        elif option == "gemm":
+            self.groups = _core_parts(job, slowed)
 
     def slows(self, placement: Placement) -> bool:
         """Whether the rank ever runs slower than its cores; the part of a GPU is not set by a throttle."""
         own = placement.kind == "cpu" and (placement.speed < 1 or placement.sharing > 1)
         return own or placement.host in self._contended
+
+
+def _core_parts(job: Job, slowed: Sequence[Placement]) -> dict[int, Group]:
+    """Quotas that give ranks on one core equal parts of it: else one that waits would lend its part to the others.
+
+    Emulated ranks are on devices of their own, where nobody gains from a neighbor that waits.
+    """
+    sharing = [placement for placement in slowed if placement.kind == "cpu" and placement.sharing > 1]
+    try:
+        return {placement.rank: create_quota(job, replace(placement, speed=1.0)) for placement in sharing}
+    except TrimtabError as error:
+        logger().info("ranks that share a core use what others leave: there are no quotas (%s)", error)
+        return {}
 
 
 def check_throttle(option: str, placements: Sequence[Placement], schedule: Sequence[Contention]) -> None:
