@@ -31,8 +31,8 @@ from trimtab.bench.harness import Progress
 from trimtab.bench.ranks import hosts, run_on_cluster, slices
 from trimtab.bench.scenarios.local.rows import GPT, SLICES
 from trimtab.bench.scenarios.local.speed import task_of
-from trimtab.control.local_steps import local_steps_of
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.local.agreement import AgreedFragment
 from trimtab.local.worker import LocalWorker
 from trimtab.measure.timing import meet

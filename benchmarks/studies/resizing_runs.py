@@ -92,6 +92,11 @@ class Study:
         self.optimizer = AdamW(self.vits.parameters, decay=DECAY)
         self.last = {id(t): torch.zeros_like(t) for block in self.vits.blocks for t in block.tensors}
         self.frozen: dict[int, Tensor] = {}
+        # On the device, so that no step waits for it.
+        self.imputing = {
+            kind: torch.tensor([i for i, run in enumerate(runs) if run.method.impute == kind], device=device)
+            for kind in {run.method.impute for run in runs} - {"zero"}
+        }
         self.axes = {
             (block.name, name): Axis(name, each, len(runs))
             for block in self.vits.blocks
@@ -257,10 +262,7 @@ class Study:
         """Fill in the gradients of units left out, where a run does."""
         if not self.frozen:
             return
-        for kind in ("average", "same"):
-            which = [i for i, run in enumerate(self.runs) if run.method.impute == kind]
-            if not which:
-                continue
+        for kind, which in self.imputing.items():
             for block in self.vits.blocks:
                 left = self.left_units[block.name][which]
                 slow = left.view(len(which), RANKS, -1).any(2)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CLASSES = 10
 
@@ -155,7 +156,8 @@ class StackedVits:
                     p.view(runs * batch, -1, size.heads, size.head_dim).transpose(1, 2)
                     for p in block.project(normed)
                 )
-                mixed = F.scaled_dot_product_attention(q, k, v)
+                with sdpa_kernel(SDPBackend.MATH):  # heads and sequences are too small for fused kernels
+                    mixed = F.scaled_dot_product_attention(q, k, v)
                 hidden = mixed.transpose(1, 2).reshape(runs, batch, -1, size.heads * size.head_dim)
             x = x + block.merge(hidden)
         return torch.bmm(self._norm(x, "norm", "bias").mean(2), others["head"])

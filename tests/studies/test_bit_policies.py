@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from benchmarks.studies.bit_policies import (
-    BLOCKS,
-    MODELS,
-    Gradients,
     SentBits,
-    _rounded,
     error_table,
     family_rows,
-    frontier_rows,
     many_layers,
     policy_rows,
     summary,
@@ -22,6 +17,7 @@ from benchmarks.studies.bit_policies import (
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from trimtab.bench.scenarios.bit_frontier import MODELS, Gradients
 from trimtab.codec import Block
 from trimtab.models.tasks import Task
 from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, LEAST_BITS
@@ -80,31 +76,6 @@ def test_every_policy_has_a_row_within_the_error_of_4_bits() -> None:
     assert all(row["error_over_uniform4"] <= 1 and row["gap_to_exact"] >= -1e-4 for row in rows)
     assert rows[0]["gap_to_exact"] == 0
     assert all(row["bytes_over_uniform4"] <= 1.0 for row in rows if row["method"] != "linear")
-
-
-def test_more_ways_to_send_a_layer_never_take_more_bytes() -> None:
-    source = Gradients(a_task(), lr=0.01)
-    for _ in source.steps(2):
-        pass
-    bits, blocks, short = frontier_rows("m", source.mean)
-    assert bits["method"] == "dynamic"
-    assert blocks["bytes_over_uniform4"] <= bits["bytes_over_uniform4"] <= 1
-    assert all(row["error_over_uniform4"] <= 1 for row in (bits, blocks, short))
-    assert bits["values_in_short_blocks"] == 0
-
-
-@pytest.mark.parametrize("bits", [1, 3, 8])
-def test_ranges_of_16_bits_contain_their_values_and_hardly_add_to_the_error(bits: int) -> None:
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-4 + 2e-4
-    errors = []
-    for block in BLOCKS:
-        short, long = (_rounded("w", values, bits, block, ranges) for ranges in (True, False))
-        ranges = values.view(-1, block).amax(1) - values.view(-1, block).amin(1)
-        largest = (short - values).abs().view(-1, block).amax(1)
-        assert bool((largest <= 1.05 * ranges / ((1 << bits) - 1)).all())
-        errors.append(float((short - values).norm() / (long - values).norm()))
-    assert max(errors) < 1.1
-    assert torch.equal(_rounded("w", torch.zeros(70), bits, 64, True), torch.zeros(70))
 
 
 def test_feedback_does_not_add_up_and_noise_does() -> None:

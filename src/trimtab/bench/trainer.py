@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -237,6 +238,22 @@ def take_turns(
                 samples[method].append(1 / rate)
         report(block + 1, warmup + repeats)
     return {method: Timing(samples=tuple(values)) for method, values in samples.items()}
+
+
+def lost(own: Sequence[Sequence[float]], step_s: float, ideal_s: float) -> dict[str, float]:
+    """Where the time of a step beyond the ideal one goes, as parts of the step.
+
+    Args:
+        own: for each step the ranks' own seconds.
+    """
+    own = [times for times in own if all(own_s > 0 for own_s in times)]  # the first step of all is not timed
+    slowest = max(fmean(times) for times in zip(*own, strict=True))
+    waited = fmean(max(times) for times in own)
+    return {
+        "lost_to_balance": (slowest - ideal_s) / step_s,
+        "lost_to_variation": (waited - slowest) / step_s,
+        "lost_to_exchange": (step_s - waited) / step_s,
+    }
 
 
 KINDS: dict[type[nn.Module], UnitKind | Sequence[UnitKind]] = {

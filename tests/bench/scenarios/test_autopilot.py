@@ -58,6 +58,15 @@ def test_rows_and_summary() -> None:
     assert figures["ddp_canary_flagged"]
 
 
+def test_speeds_alone() -> None:
+    few = {method: logs for method, logs in records().items() if method not in (AGAIN, CANARY)}
+    judged = {row["method"]: row for row in rows.judged("ddp", few, events(), batch=8, ranks=2)}
+    assert judged[RUN]["loss_as_good"] is None
+    assert rows.figures("ddp", judged).keys() == {
+        *("ddp_run_over_torchrun", "ddp_run_over_bits", "ddp_run_fraction_of_ideal", "ddp_auto_over_run")
+    }
+
+
 def test_what_follows_the_last_change_is_timed() -> None:
     ends = [0.0, *(2.0 * k for k in range(1, 13)), *(24 + 1.0 * k for k in range(1, 8))]
     of_steps = {"steps": [{"time": end} for end in ends]}  # 12 steps of 2 s, then 7 of 1 s

@@ -52,6 +52,9 @@ def test_every_method_trains_as_it_says_and_on_to_its_loss(ranks: Pool) -> None:
     assert all(row["fits"] for row in rows.values())
     assert {row["bits"] for row in rows.values()} == {None}
     assert rows["ideal-plan"]["fraction_of_ideal"] == rows["ddp"]["over_ddp"] == 1
+    parts = [value for key, value in rows["trimtab"].items() if key.startswith("lost_to_")]
+    assert len(parts) == 3
+    assert sum(parts) < 1, "balance, variation and exchange: what the step takes beyond the ideal one"
     lowered = result["ways"]["uniform-low"]["precisions"]
     assert lowered[0] == {}, "only the slow rank is lowered, in what was fastest there on this machine"
     assert rows["uniform-low"]["operators_lowered"] == len(lowered[1])

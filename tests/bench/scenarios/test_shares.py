@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trimtab.bench.scenarios.shares import CANARY, METHODS, _figures, lost, on_rank, reaction
+from trimtab.bench.scenarios.shares import CANARY, METHODS, _figures, on_rank, reaction
+from trimtab.bench.trainer import lost
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool

@@ -1,8 +1,9 @@
 """`trimtab bench adaptive`: what choosing the bits of every layer saves, and what it does to the loss.
 
-A GPT is trained on two ranks, with SGD and with AdamW, for which different families of settings serve; `bench.losses`
-says how losses are compared. The policies by themselves, without training, are compared in
-`benchmarks/studies/bit_policies.py`.
+Rows of part `training`: a GPT is trained on two ranks, with SGD and with AdamW, for which different families of
+settings serve; `bench.losses` says how losses are compared (`benchmarks/studies/bit_verdicts.py` has more models).
+Rows of part `frontier`: the fewest bytes at the error of uniform 4 bits, on gradients of three models. The policies by
+themselves are compared in `benchmarks/studies/bit_policies.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import trimtab
 from trimtab.bench.harness import AA, Progress, Result
 from trimtab.bench.losses import compare, final_losses, fit
 from trimtab.bench.ranks import run_on_cluster, two_hosts
+from trimtab.bench.scenarios.bit_frontier import frontier
 from trimtab.bench.scenarios.loss import CANARY, sgd_trainer, small_gpt
 from trimtab.codec import Block, Codec, PowerSGD
 from trimtab.control.compression.adaptive import Adaptive
@@ -57,14 +59,18 @@ LONGER, ADAM_LR = 2, 3e-3
 
 
 def adaptive(steps: int, seeds: int, progress: Progress) -> Result:
-    """Train every method with both optimizers."""
+    """Train every method with both optimizers; then what bits per layer can save on three models."""
     trained = run_on_cluster(two_hosts(), on_rank, {"steps": steps, "seeds": seeds}, progress)
     rows = []
     for optimizer, methods in TRAINED.items():
         for row in compare({method: trained["finals"][_run(optimizer, method)] for method in methods}):
             own = trained["wire"][_run(optimizer, row["method"])]
             rows.append({"part": "training", "model": "gpt", "optimiser": optimizer, **row, **own})
-    return Result(bench="adaptive", summary=_summary(rows), rows=rows)
+    saved = frontier()
+    summary = _summary(rows)
+    for row in saved:
+        summary[f"{row['model']}: {row['method']}, bytes over uniform 4"] = row["bytes_over_uniform4"]
+    return Result(bench="adaptive", summary=summary, rows=[*rows, *saved])
 
 
 def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.bench.harness import AA, Progress, Result, part
 from trimtab.bench.ranks import hosts, run_on_cluster
-from trimtab.bench.trainer import LoaderTrainer, take_turns
+from trimtab.bench.trainer import LoaderTrainer, lost, take_turns
 from trimtab.codec import Block
 from trimtab.models import tasks
 from trimtab.planning.shares.batch import Adjust
@@ -40,8 +40,8 @@ UNTRAINED = ("ddp" + AA, "ideal")
 BLOCK = 4
 """Steps of a method before the next has its turn."""
 
-WARMUP = 6
-"""Blocks in which shares settle; not measured."""
+WARMUP = 10
+"""Blocks in which shares settle, as they do in the first steps of a job; not measured."""
 
 CONTENTION = (0.4, 40, 90, 140)
 """Speed left to the second of two equal hosts, from which step, to which, and steps in all."""
@@ -108,22 +108,6 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
         next(row for row in rows if row["method"] == "shares").update(lost(own, step_s, ideal_s))
     shared = "/".join(map(str, canary.data.shares))
     return [*rows, {"method": CANARY, "shares": shared, "final_loss": canary.held_out_loss()}]
-
-
-def lost(own: Sequence[Sequence[float]], step_s: float, ideal_s: float) -> dict[str, float]:
-    """Where the time of a step beyond the ideal one goes, as parts of the step.
-
-    Args:
-        own: for each step the ranks' own seconds.
-    """
-    own = [times for times in own if all(own_s > 0 for own_s in times)]  # the first step of all is not timed
-    slowest = max(fmean(times) for times in zip(*own, strict=True))
-    waited = fmean(max(times) for times in own)
-    return {
-        "lost_to_balance": (slowest - ideal_s) / step_s,
-        "lost_to_variation": (waited - slowest) / step_s,
-        "lost_to_exchange": (step_s - waited) / step_s,
-    }
 
 
 def follow_contention(spec: Mapping[str, Any], report: Progress) -> list[float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,10 @@ from trimtab.run_settings import RunSettings
 
 SCRIPTS = {"ddp": "ddp_gpt.py", "trainer": "hf_trainer.py", "lightning": "lightning_module.py"}
 SPEEDS, LINK = {"cpu": (1.0, 0.5), "cuda": (1 / 2, 1 / 4)}, {"cpu": "300mbit", "cuda": None}
+STEPS, SIZES = {"cpu": 18, "cuda": 90}, {"cpu": (512, 7, 8), "cuda": (1024, 12, 192)}
+"""Steps of a run; width, layers and samples of a rank. On a GPU the exchange of plain DDP then takes about as long as
+the computation, as it does on the CPU's slow link."""
+
 TORCHRUN, AGAIN = "torchrun", "torchrun" + AA
 BITS, RUN, AUTO = "bits only", "trimtab run", "trimtab run --auto"
 IDEAL, CANARY = "ideal-fp32", "1 bit (canary)"
@@ -43,6 +48,9 @@ METHODS: dict[str, RunSettings | str | None] = {
 }
 """Under torchrun, behind the launcher's bootstrap with these settings, or as a variant."""
 
+ORDER = (TORCHRUN, RUN, AUTO, IDEAL, BITS, AGAIN, CANARY)
+"""In which they run: a bench that is cut short has what matters most."""
+
 NOISES = 2.0
 """A loss within so many times the difference of two seeds is as good."""
 
@@ -57,8 +65,8 @@ TAKES_EFFECT = 3
 
 FEWEST_TIMED = 3
 
-ALONE_STEPS = 10
-"""Steps of the ranks that train alone: their loss is not compared."""
+ALONE_STEPS = {"cpu": 10, "cuda": 60}
+"""Steps of the ranks that train alone: their loss is not compared. They do not start at the same moment."""
 
 
 def autopilot(
@@ -68,13 +76,19 @@ def autopilot(
     size: Sequence[int],
     bootstrap: str,
     progress: Progress,
+    keep: Path | None = None,
+    short: bool = False,
 ) -> Result:
     """Every script in every row.
 
     Args:
-        size: width, layers, and samples of a rank.
+        steps: 0 for as many as the device needs.
+        size: width, layers, and samples of a rank; nothing for the device's own.
         bootstrap: the module that `trimtab run` puts in front of a script.
+        keep: where each row's record and run folder stay.
+        short: without the rows that only the losses are judged by.
     """
+    steps, size = steps or STEPS[device], size or SIZES[device]
     unknown = [name for name in only if name not in SCRIPTS]
     if unknown:
         raise TrimtabError(
@@ -83,18 +97,20 @@ def autopilot(
     names = [name for name in SCRIPTS if name in only or not only]
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"device": device, "steps": steps}
-    done, total = 0, len(names) * len(METHODS)
+    order = [method for method in ORDER if not short or method not in (AGAIN, CANARY)]
+    done, total = 0, len(names) * len(order)
     with (
         Emulation(hosts(SPEEDS[device], device, link=LINK[device])) as emulation,
-        tempfile.TemporaryDirectory() as folder,
+        nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder,
     ):
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for name in names:
             records: dict[str, list[dict[str, Any]]] = {}
             events: dict[str, list[Mapping[str, Any]]] = {}
             try:
-                for method in METHODS:
-                    log = Path(folder, f"{name}-{len(records)}.json")
-                    taken = min(steps, ALONE_STEPS) if method == IDEAL else steps
+                for method in order:
+                    log = Path(folder, f"{name}-{method.replace(' ', '-')}.json")
+                    taken = min(steps, ALONE_STEPS[device]) if method == IDEAL else steps
                     records[method] = _run(emulation, name, method, log, device, taken, size, bootstrap)
                     events[method] = decisions(log.with_suffix(".run"))
                     done += 1
@@ -105,6 +121,7 @@ def autopilot(
                 logger().error("%s", error)  # hours of the others are not lost
                 summary[f"{name}_failed"] = str(error).splitlines()[0]
                 continue
+            records = {method: records[method] for method in METHODS if method in records}
             of_script = judged(name, records, events, size[2], len(SPEEDS[device]))
             rows += of_script
             summary |= {f"{name}_{key}": value for key, value in plan_cost(events[AUTO]).items()}
@@ -219,7 +236,13 @@ def judged(
         rates[method] = sum(samples / seconds for seconds, _ in each)
         start[method] = each[0][1]
     loss: dict[str, float] = {method: logs[0]["held_out"] for method, logs in records.items()}
-    noise = abs(loss[AGAIN] - loss[TORCHRUN])
+    noise = abs(loss[AGAIN] - loss[TORCHRUN]) if AGAIN in loss else None
+
+    def as_good(method: str) -> bool | None:
+        if noise is None or method == IDEAL:
+            return None
+        return loss[method] - loss[TORCHRUN] <= NOISES * noise
+
     return [
         {
             "script": script,
@@ -228,7 +251,7 @@ def judged(
             "over_torchrun": rate / rates[TORCHRUN],
             "fraction_of_ideal": rate / rates[IDEAL],
             "final_loss": None if method == IDEAL else loss[method],
-            "loss_as_good": None if method == IDEAL else loss[method] - loss[TORCHRUN] <= NOISES * noise,
+            "loss_as_good": as_good(method),
             "shares": last_shares(events[method]),
             "last_change_step": settled(events[method]),
             "start_cost_s": start[method],
@@ -240,11 +263,16 @@ def judged(
 def figures(script: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The summary of one script."""
     run, auto = rows[RUN], rows[AUTO]
-    return {
+    speeds = {
         f"{script}_run_over_torchrun": run["over_torchrun"],
         f"{script}_run_over_bits": run["samples_per_s"] / rows[BITS]["samples_per_s"],
         f"{script}_run_fraction_of_ideal": run["fraction_of_ideal"],
         f"{script}_auto_over_run": auto["samples_per_s"] / run["samples_per_s"],
+    }
+    if CANARY not in rows:
+        return speeds
+    return {
+        **speeds,
         f"{script}_losses_as_good": bool(run["loss_as_good"] and auto["loss_as_good"]),
         f"{script}_canary_flagged": not rows[CANARY]["loss_as_good"],
     }

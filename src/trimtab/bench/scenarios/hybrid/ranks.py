@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import trimtab
 from trimtab.bench.harness import AA, Progress, Timing
 from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import NAMES, Plans, make_plans, make_task, samples_of
-from trimtab.bench.trainer import LoaderTrainer, autocast, take_turns
+from trimtab.bench.trainer import LoaderTrainer, autocast, lost, take_turns
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.follower import Follow
 from trimtab.models.tasks import Task
@@ -108,9 +109,12 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     )
     trained = {method: trainer for method, trainer in trainers.items() if method not in UNTRAINED}
     errors = gradient_errors(trained, fitting, task)
+    steps = spec["repeats"] * spec.get("block", BLOCK)
     named = {"fixed": plans.fixed, "free": plans.free}
     return {
-        "rows": [_row(method, way, trainers.get(method), timings, errors) for method, way in every.items()],
+        "rows": [
+            _row(method, way, trainers.get(method), timings, errors, steps) for method, way in every.items()
+        ],
         "plans": {"trimtab-fixed": plan_text(plans.fixed), "trimtab": plan_text(plans.free)},
         "ways": {m: {"precisions": way.precisions, "samples": way.samples} for m, way in fitting.items()},
         "predicted": {
@@ -136,8 +140,14 @@ def _row(
     trainer: LoaderTrainer | None,
     timings: Mapping[str, Timing],
     errors: Mapping[str, float],
+    steps: int,
 ) -> dict[str, Any]:
     timing = timings.get(method)
+    missing: dict[str, float] = {}
+    if method == "trimtab" and timing is not None and trainer is not None and trainer.own_steps:
+        # Where the rest goes: only here is the ideal that of the same precisions.
+        step_s, ideal_s = (sum(way.samples) * fmean(t.samples) for t in (timing, timings[BEST]))
+        missing = lost(trainer.own_steps[-steps:], step_s, ideal_s)
     shares = way.samples if trainer is None or way.alone else trainer.data.shares
     return {
         "method": method,
@@ -151,6 +161,7 @@ def _row(
         "precisions": "/".join(sorted({p for own in way.precisions for p in own.values()})) or None,
         "bits": None if way.plan is None else way.plan.bits,
         "gradient_error": errors.get(method),
+        **missing,
     }
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import trimtab
 from trimtab.bench.harness import AA, Progress
 from trimtab.bench.losses import final_losses
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.models import tasks
 
 EVERY_STEP = ("ddp", "ddp" + AA, "trimtab")
@@ -73,7 +73,8 @@ def loss_on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[li
             optimizer.zero_grad()
             schedule.step()
             if step % every_seconds == 0:
-                with trimtab.agreed_weights(model):
+                # After the last step as a script would, which saves the model then.
+                with trimtab.agreed_weights(model, now=step == spec["steps"]):
                     model.eval()
                     inner = model.module if isinstance(model, DistributedDataParallel) else model
                     curve.append(task.held_out_loss(inner))

@@ -5,10 +5,11 @@ of unequal speed, whose batches a loader shares out. With `--device cuda`: GPT-2
 over NCCL's sockets; only the speed.
 
 Loss: a small GPT with AdamW, warm-up and clipping, on unshaped links, with the bits that were chosen on each link, and
-rounds at least as long as those; gaps are relative to DDP at equal samples. Four workers are trained too, with the
-same global batch and the longest rounds that the planner allows them; their speed is measured with `--full`. The
-canary, changes of weights in 1 bit without error feedback, must come out as worse. `time_to_loss_s` joins the two: the
-steps that the small GPT needs to a loss 3 % above DDP's last one, at the seconds of the 25 M GPT's steps.
+rounds at least as long as those, at the weights that workers agree on after the last step; gaps are relative to DDP at
+equal samples. Four workers are timed on the first link and trained with the same global batch; their speed on the
+others is measured with `--full`. The canary, changes of weights in 1 bit without error feedback, must come out as
+worse. `time_to_loss_s` joins the two: the steps that the small GPT needs to a loss 3 % above DDP's last one, at the
+seconds of the 25 M GPT's steps.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ FULL = ("100mbit", "10mbit"), (2, 4)
 PARTS = ("speed", "uneven", "loss")
 MODELS = ("gpt2", "vit")
 SLICES, SOCKETS = 4, "nccl sockets"
-ALSO_TRAINED = 4
-"""Workers whose loss is measured in any case."""
+ALSO = 4
+"""Workers that are timed on the first link, and trained, in any case."""
 
 ALIKE = 5
 """Rounds are trained in multiples of so many steps: links often have the same one then, and it is trained once."""
@@ -75,9 +76,10 @@ def local(
     if full:
         links, workers = FULL
     chosen = only or PARTS
-    timed = [(link, count) for link in links for count in workers] if "speed" in chosen else []
+    timed = [(link, count) for link in links for count in workers]
+    timed = list(dict.fromkeys([*timed, (links[0], ALSO)])) if "speed" in chosen else []
     uneven = "uneven" in chosen
-    of_losses = sorted({*workers, ALSO_TRAINED}) if "loss" in chosen else []
+    of_losses = sorted({*workers, ALSO}) if "loss" in chosen else []
     jobs = len(timed) + uneven + len(of_losses)
     speeds: dict[tuple[str, int], dict[str, Any]] = {}
     for link, count in timed:
@@ -105,7 +107,8 @@ def local(
         curves = run_on_cluster(
             hosts((1.0,) * count), loss_on_rank, spec, part(progress, len(timed) + uneven + index, jobs)
         )
-        for link in links if count in workers else ("any",):
+        measured = [links[0] if (links[0], count) in speeds else "any"]
+        for link in links if count in workers else measured:
             own = local_of.get(link, local_of[links[0]])
             speed = speeds.get((link, count))
             more, figures = joined(link, count, speed, of_link(curves, own), steps, own)

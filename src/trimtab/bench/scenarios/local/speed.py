@@ -23,8 +23,9 @@ from trimtab.bench.ranks import wire_bytes
 from trimtab.bench.scenarios.ddp import make_task
 from trimtab.bench.trainer import LoaderTrainer, Trainer, take_turns
 from trimtab.control.compression.ddp import adaptive_of
-from trimtab.control.local_steps import LocalSteps, local_steps_of
+from trimtab.control.local_steps import LocalSteps
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models import tasks
 

@@ -29,8 +29,8 @@ from trimtab.measure.kernels import codec_times
 from trimtab.measure.links import LinkProbe, link_times
 from trimtab.measure.sharded import ShardedProbe
 from trimtab.predict.collectives import Collective
-from trimtab.predict.fsdp import WEIGHT_BLOCK, predict_fsdp, shard_bytes
-from trimtab.predict.fsdp_units import Sharding, fsdp_units
+from trimtab.predict.fsdp import WEIGHT_BLOCK, predict_fsdp
+from trimtab.predict.fsdp_units import Sharding, fsdp_units, shard_bytes
 from trimtab.predict.memory.sharded_peak import sharded_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
@@ -173,7 +173,12 @@ class FsdpJob(Job):
                 rows["all_gather"].append((shard_bytes(unit.parameters, 2, 8, WEIGHT_BLOCK),))
                 rows["all_to_all"] += [(shard_bytes(unit.trainable, 2, bits),) for bits in self.bits]
             distinct = {name: sorted(set(several)) for name, several in rows.items()}
-            self._link = LinkProbe(self.placement, self.device, rows=distinct, collectives=list(distinct))
+            awaited = {
+                name: [row[0] for row in several if row != (SMALL,)] for name, several in distinct.items()
+            }
+            self._link = LinkProbe(
+                self.placement, self.device, rows=distinct, collectives=list(distinct), awaited=awaited
+            )
             for _ in range(3):  # the first transfers are slow, and all rounds count
                 self._link.round()
         self._link.round()

@@ -1,8 +1,9 @@
 """A rank that is slow for a few steps at a time: too short for units to move there and back.
 
-Two equal ranks; the second has a quarter of its speed for some steps, again and again. `own` may only move units,
+Two equal ranks; the second has a quarter of its speed for a few steps, again and again. `own` may only move units,
 `lease` only lend them, `semi` chooses. Every method pays for noticing, moving and going back: the figure is the mean
-of all steps from the first burst on.
+of all steps from the first burst on. On CPU the ranks are hosts with a link of their own, whose transfers take no
+processor time that products could use; parts of a GPU have none, and NCCL's sockets take from both.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from trimtab.bench.scenarios.straggler.method import Method
 
 METHODS = ("even", "own", "lease", "semi")
 SIZES: dict[str, dict[str, int]] = {
-    # Many tokens for each weight, so that products can hide what travels.
-    "cpu": {"width": 256, "heads": 16, "layers": 2, "batch": 8, "length": 128},
+    # So many tokens for each weight that products can hide what a step borrows, and not what a move takes.
+    "cpu": {"width": 768, "heads": 16, "layers": 2, "batch": 6, "length": 64},
     "cuda": {"width": 4096, "heads": 32, "layers": 2, "batch": 8, "length": 512},
 }
-SLOW, CALM, ROUNDS, WARMUP = 6, 12, 2, 3
+LINK = {"cpu": "2gbit", "cuda": None}
+SLOW, CALM, ROUNDS, WARMUP = 6, 8, 3, 3
 """Steps of a burst and between two, number of bursts, and steps before the first."""
 
 _SPEED = 0.25
@@ -36,7 +38,8 @@ def bursts(device: str, progress: Progress) -> tuple[list[dict[str, Any]], dict[
         **SIZES[device], "device": device, "model": "gpt", "speeds": [1.0, 1.0], "speed": _SPEED, "slow": SLOW,
         "calm": CALM, "rounds": ROUNDS, "balance": _BALANCE,
     }  # fmt: skip
-    rows = run_on_cluster(hosts(spec["speeds"], device), on_rank, spec, part(progress, 0, 1))
+    cluster = hosts(spec["speeds"], device, link=LINK[device])
+    rows = run_on_cluster(cluster, on_rank, spec, part(progress, 0, 1))
     times = {row["method"]: row["step_ms"] for row in rows}
     semi = next(row for row in rows if row["method"] == "semi")
     return [{"setting": "bursts", **row} for row in rows], {

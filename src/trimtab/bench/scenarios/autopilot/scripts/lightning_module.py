@@ -9,11 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
+
+try:
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError:  # its other name
+    import pytorch_lightning as lightning
+    from pytorch_lightning.strategies import DDPStrategy
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
