@@ -37,9 +37,10 @@ ELASTIC = "TRIMTAB_RUN_ELASTIC"
 """Set to 1 by `trimtab run --nnodes MIN:MAX`: the number of ranks may change whenever they are started again."""
 
 MOST_IN_A_LINE = 120
+"""Characters of a line of information on standard error."""
+
 MOST_LISTED = 16
 """Characters of a list with an entry for each rank; three of them and what is said about them make a line."""
-"""Characters of a line of information on standard error."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 

@@ -108,8 +108,8 @@ class ModelState:
     sequence_inputs: Any = None
     """Which inputs of a module are gathered along the sequence: `trimtab.sharding.sequence.layers`."""
 
-    tensor_group: Any = None
-    """`trimtab.sharding.group.TensorGroup` over which the gradients of this module's parameters are summed."""
+    shared_parameters: Any = None
+    """Names of parameters whose gradients are summed over the ranks, with the unit blocks that use them."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and saved models keep what their forward pass needs; the rest belongs to the running job."""
@@ -119,7 +119,7 @@ class ModelState:
             "keyed_dropout",
             "aligned_block",
             "functional_block",
-            "tensor_group",
+            "shared_parameters",
             "sequence_layer",
             "sequence_inputs",
         )

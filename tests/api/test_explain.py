@@ -15,6 +15,13 @@ def test_a_module_that_was_not_adjusted() -> None:
     assert explanation._repr_html_() == f"<b>trimtab</b><ul><li>{explanation}</li></ul>"
 
 
+def test_lowered_operators_are_counted() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    trimtab.set_precision(model, {"0": "int8", "*": "bf16"})
+    assert trimtab.explain(model) == "operators by precision: 2 in bf16, 1 in int8"
+    assert "not asked" in trimtab.explain(trimtab.set_precision(model, {}))
+
+
 def test_a_notebook_shows_a_list_and_no_markup_of_names() -> None:
     shown = Explanation("4 bits; layer <script> is sent raw")._repr_html_()
     assert shown == "<b>trimtab</b><ul><li>4 bits</li><li>layer &lt;script&gt; is sent raw</li></ul>"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from trimtab import environment
 from trimtab.control.compression.ddp import adaptive_of, compresses, compression_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
-from trimtab.control.local_steps import local_steps_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.errors import TrimtabError
 from trimtab.local.worker import LocalWorker
 from trimtab.model_state import attach_state, state_of

@@ -17,6 +17,7 @@ from trimtab.control.compression.agreement import DISABLED, agree_to_compress, c
 from trimtab.control.compression.ddp import compress_ddp, require_compressible
 from trimtab.control.compression.explanation import record_explanation
 from trimtab.control.compression.fsdp import compress_fsdp, is_fsdp
+from trimtab.errors import TrimtabError
 from trimtab.measure.products import refuse_wrong_products
 from trimtab.wire_format import MIN_NUMEL
 
@@ -55,6 +56,10 @@ def compress(
             shared memory, with exact sums, unless a codec is given.
         log: file for a JSON line per layer every `log_every` steps, with its bytes and error (of rank 0).
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TrimtabError(
+            f"compress: expected a DistributedDataParallel or FSDP2 module, got {type(model).__name__}"
+        )
     sharded, group = is_fsdp(model), compression_group(model)
 
     def check() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 
 import torch
 import torch.distributed as dist
 
 from trimtab.control.compression.ddp import adaptive_of
-from trimtab.control.local_steps import local_steps_of
+from trimtab.control.plans.active_plan import active_plan_of
 from trimtab.control.plans.applying import explain_plan
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.control.step_recorder import recorder_of
 from trimtab.doors.backend import TrimtabGroup
 from trimtab.model_state import find_state, state_of
+from trimtab.precision.setting import precisions_of
 
 
 class Explanation(str):
@@ -28,6 +31,12 @@ class Explanation(str):
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module and its process group, and why; a notebook shows it as a list."""
     parts = [explain_plan(model), state_of(model).explanation]
+    if active_plan_of(model) is None and (
+        lowered := Counter(p.forward for p in precisions_of(model).values())
+    ):
+        parts.append(
+            "operators by precision: " + ", ".join(f"{n} in {name}" for name, n in lowered.most_common())
+        )
     if left_alone := find_state(model, "left_alone"):
         name, reason = next(iter(left_alone.items()))
         others = f" ({len(left_alone) - 1} more like it)" if len(left_alone) > 1 else ""

@@ -83,6 +83,14 @@ def loader(
             "loader: an IterableDataset has its own order of samples, so they cannot be divided among ranks; "
             "use a dataset with __len__ and __getitem__"
         )
+    if not hasattr(dataset, "__len__"):
+        raise TrimtabError(
+            f"loader: {type(dataset).__name__} has no __len__, so it cannot be divided among ranks"
+        )
+    if not hasattr(batch_size, "__index__"):
+        raise TrimtabError(
+            f"loader: batch_size={batch_size!r}: give a whole number of samples, over all ranks"
+        )
     for name in _OWN_OPTIONS:
         if name in options:
             raise TrimtabError(f"loader: {name} is chosen by trimtab; use shuffle and seed")
@@ -134,7 +142,7 @@ def loader(
                 f"{world_size} ranks, and without accumulate, batch_sizes and plan"
             )
         rounds = RoundSampler(
-            len(dataset),  # type: ignore[arg-type]
+            len(dataset),
             batch_size=batch_size,
             rank=rank,
             speeds=speeds,
@@ -155,7 +163,7 @@ def loader(
         by_rank = [min(by_rank[member] for member in members) for members in tensor_groups]
     limits = [None if limit == float("inf") else int(limit) * accumulate for limit in by_rank]
     sampler = ShareSampler(
-        len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
+        len(dataset),
         batch_size=batch_size,
         rank=rank,
         shares=batch_sizes

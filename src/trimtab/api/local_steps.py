@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab import environment
-from trimtab.control.local_steps import LocalSteps, local_steps_of
+from trimtab.control.local_steps import LocalSteps
 from trimtab.control.local_workers import WhoWorks
 from trimtab.control.rank_values import rank_and_world_size
+from trimtab.control.running_local_steps import local_steps_of
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.planning.local_steps import MAX_PENALTY, default_delay, require_penalty
@@ -124,13 +125,19 @@ def local_steps(
 
 
 @contextmanager
-def agreed_weights(model: nn.Module) -> Iterator[None]:
+def agreed_weights(model: nn.Module, *, now: bool = False) -> Iterator[None]:
     """Within it the model has the weights that all workers agreed on last: for evaluation, and for saving the model.
 
     Not collective. Without local steps it does nothing.
+
+    Args:
+        now: first agree on what all workers did until now, and wait for that; then every rank calls it. For the end of
+            a training: what was agreed on last is up to a round old.
     """
     steps = local_steps_of(model)
     if steps is not None:
         steps.finish_step()
+        if now and steps.worker is not None:
+            steps.worker.agree_now()
     with nullcontext() if steps is None or steps.worker is None else steps.worker.agreed_weights():
         yield

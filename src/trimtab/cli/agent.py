@@ -188,7 +188,8 @@ def _first_failure(failures: dict[int, Any], directory: Path) -> tuple[int, str,
     ]
     if killed:
         rank, number = killed[0], -codes[killed[0]]
-        text = f"ended by signal {number} ({signal.Signals(number).name})"
+        name = signal.Signals(number).name if number in set(signal.Signals) else signal.strsignal(number)
+        text = f"ended by signal {number} ({name or 'of the system'})"
     elif reports:
         rank = min(reports, key=lambda rank: reports[rank]["time"])
         text = reports[rank]["text"]

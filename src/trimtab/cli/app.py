@@ -78,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # empty when help was shown instead
-        status = _print_error(f"{message} (see trimtab --help)") if message else 0
+        path = getattr(getattr(error, "ctx", None), "command_path", "trimtab")
+        status = _print_error(f"{message} (see {path} --help)") if message else 0
     sys.exit(status or 0)
 
 

@@ -169,7 +169,10 @@ def local(
     device: Device = "cpu",
     links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit,10mbit",
     workers: Annotated[
-        str, typer.Option(help="Numbers of workers, 2 to 4, comma-separated; the loss is measured for 4 too.")
+        str,
+        typer.Option(
+            help="Numbers of workers, 2 to 4, comma-separated; 4 are measured on the first link too."
+        ),
     ] = "2",
     full: Annotated[bool, typer.Option("--full", help="100 and 10 Mbit/s, 2 and 4 workers.")] = False,
     only: Annotated[
@@ -337,16 +340,18 @@ def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json
 @_measures("autopilot", "autopilot.rows")
 def autopilot(
     device: Device = "cpu",
-    steps: Steps = 18,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of a run; 0: 18, or 90 on a GPU.")] = 0,
     only: Annotated[
         str, typer.Option(help="Scripts, comma-separated: ddp, trainer, lightning; all when absent.")
     ] = "",
-    size: Annotated[str, typer.Option(help="Width, layers, and samples of a rank.")] = "512,7,8",
+    size: Annotated[str, typer.Option(help="Width, layers, and samples of a rank.")] = "",
+    keep: Annotated[Path | None, typer.Option(help="Folder in which the records of every run stay.")] = None,
+    short: Annotated[bool, typer.Option("--short", help="Speeds only: no A/A row and no canary.")] = False,
     json: Json = False,
 ) -> dict[str, Any]:
     """Scripts that do not know trimtab on uneven hosts: under torchrun, trimtab run, and its autopilot."""
-    numbers = _numbers(size, int)
-    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % 8:
+    numbers = _numbers(size, int) if size else []
+    if size and (len(numbers) != 3 or min(numbers) < 1 or numbers[0] % 8):
         raise TrimtabError(
             f"bench autopilot: --size {size!r}: give width (a multiple of 8), layers and samples"
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trimtab import backend, environment
 from trimtab.cli.agent import describe, end_with_parent, report_failure
 from trimtab.errors import TrimtabError
+from trimtab.model_state import JobBound
 from trimtab.report import events
 from trimtab.run_settings import OwnSteps, RunSettings
 from trimtab.selector import selected
@@ -53,6 +54,7 @@ def take_over_ddp(settings: RunSettings) -> None:
     from trimtab.control.compression.ddp import compression_of
     from trimtab.control.compression.explanation import record_explanation
     from trimtab.control.plans.applying import apply_launch_plan, launch_bucket_cap_mb
+    from trimtab.control.running_local_steps import local_steps_of
     from trimtab.control.step_recorder import observe_backward, record_steps
     from trimtab.measure.products import refuse_wrong_products
 
@@ -78,8 +80,13 @@ def take_over_ddp(settings: RunSettings) -> None:
         refuse_wrong_products(next(self.parameters()).device)  # DDP has at least one
         if every is not None:
             rounds: Any = every if every == "auto" else int(every)
-            local_steps(self, every=rounds, max_penalty=settings.max_penalty)
-            return
+            try:
+                local_steps(self, every=rounds, max_penalty=settings.max_penalty)
+                return
+            except TrimtabError as error:
+                if every != "auto":
+                    raise
+                environment.logger().warning("%s; gradients are exchanged in every step", error)
         if not apply_launch_plan(self) and "bits" in adjust:
             try:
                 compress(self)
@@ -93,10 +100,11 @@ def take_over_ddp(settings: RunSettings) -> None:
 
     @functools.wraps(register)
     def register_or_defer(self: DistributedDataParallel, state: object, hook: Any) -> None:
-        compression = compression_of(self)
+        compression, local = compression_of(self), local_steps_of(self)
+        own = isinstance(getattr(hook, "__self__", None), JobBound)
         if compression is not None and compression.automatic:
             compression.defer_to(state, hook)
-        else:
+        elif own or local is None or not local.defer(state, hook):
             register(self, state, hook)
 
     DistributedDataParallel.__init__ = construct_and_compress  # type: ignore[method-assign]
@@ -150,10 +158,13 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BaseException as error:
-        status = 1
+        status, hint = 1, ""
         text = f"{error}" if isinstance(error, TrimtabError) else describe(error, _from_script(error))
+        if isinstance(error, Exception) and (hint := _hint(error)):
+            text += f"\n\n{hint}"
         if not report_failure(text):
             sys.excepthook(type(error), error, error.__traceback__)
+            print(hint, file=sys.stderr)
     if status == 0:
         _say_if_unused(settings)
     _leave(status)
@@ -187,6 +198,21 @@ def _status(code: object) -> int:
     if status and not report_failure(text) and not isinstance(code, int):
         print(code, file=sys.stderr)
     return status
+
+
+def _hint(error: Exception) -> str:
+    """What else may have caused an error of the script: sizes that it took for granted."""
+    if isinstance(error, TrimtabError) or "trimtab.control.shares.takeover" not in sys.modules:
+        return ""
+    from trimtab.control.shares.takeover import Takeover
+
+    shares = None if Takeover.current is None else Takeover.current.shares
+    if shares is None or len(set(shares)) == 1:
+        return ""
+    return (
+        f"trimtab: batches were uneven at that time, of {environment.listed_by_rank(shares)} samples on the ranks; if "
+        f"the script needs {sum(shares) // len(shares)} in every batch, use --batch-sizes equal"
+    )
 
 
 def _from_script(error: BaseException) -> TracebackType | None:

@@ -96,6 +96,7 @@ def torchrun_command(arguments: Sequence[str]) -> list[str]:
         raise TrimtabError("run: with --no-python there is no Python script to adjust; use torchrun")
     if not parsed.module and not Path(parsed.training_script).is_file():
         raise TrimtabError(f"run: there is no script {parsed.training_script!r} in {Path.cwd()}")
+    _check_ranks(parsed.nproc_per_node, parsed.nnodes)
     rest = len(parsed.training_script_args)
     flags = list(arguments[: len(arguments) - rest - 1])
     script = [parsed.training_script]
@@ -142,6 +143,10 @@ def _settings(parsed: argparse.Namespace) -> RunSettings:
         _check_plan(parsed.plan, parsed.nproc_per_node, parsed.nnodes)
     if parsed.local_steps is not None:
         _check_local_steps(parsed.local_steps, parsed.plan, parsed.max_penalty)
+    if parsed.local_steps != "auto" and parsed.max_penalty != RunSettings.max_penalty:
+        raise TrimtabError(
+            "run: --max-penalty says how --local-steps auto chooses; give that too, or leave it out"
+        )
     adjust = _adjust(parsed)
     _check_batch_sizes(parsed, adjust)
     return RunSettings(
@@ -225,7 +230,7 @@ def _check_batch_sizes(parsed: argparse.Namespace, adjust: str) -> None:
 def _known_ranks(per_node: str, nodes: str) -> int | None:
     """The number of ranks, where the flags say it."""
     fewest, _, most = str(nodes).partition(":")
-    return int(per_node) * int(fewest) if str(per_node).isdigit() and fewest == (most or fewest) else None
+    return int(per_node) * int(fewest) if str(per_node).isdecimal() and fewest == (most or fewest) else None
 
 
 def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:
@@ -237,11 +242,33 @@ def _has_default_rendezvous(parsed: argparse.Namespace) -> bool:
     return all(getattr(parsed, name) == getattr(default, name) for name in names)
 
 
+def _check_ranks(per_node: str, nodes: str) -> None:
+    """Reject numbers of ranks and nodes that torchrun would end on with a traceback."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        if determine_local_world_size(per_node) < 1:
+            raise ValueError
+    except ValueError as error:
+        hint = f" ({error})" if per_node in ("gpu", "xpu") else ""
+        raise TrimtabError(
+            f"run: --nproc-per-node {per_node}: give a number of ranks of at least 1, or auto, cpu or gpu{hint}"
+        ) from None
+    try:
+        fewest, most = parse_min_max_nnodes(nodes)
+    except (ValueError, RuntimeError):
+        fewest, most = 0, 0
+    if not 1 <= fewest <= most:
+        raise TrimtabError(
+            f"run: --nnodes {nodes}: give a number of nodes of at least 1, or a range such as 1:4"
+        )
+
+
 def _check_local_steps(every: str, plan: str | None, max_penalty: float) -> None:
     from trimtab.planning.local_steps import require_penalty
 
     require_penalty("run", max_penalty)
-    if every != "auto" and not (every.isdigit() and int(every) > 0):
+    if every != "auto" and not (every.isdecimal() and int(every) > 0):
         raise TrimtabError(f"run: --local-steps {every}: give a number of steps of at least 1, or auto")
     if plan is not None:
         raise TrimtabError(

@@ -121,7 +121,7 @@ def simulate(
             _require_model(loaded, f"{plan}", base, model)
             job, setting = planned(loaded, base)
             batch_size = batch_size or loaded.batch_size
-        outcomes = what_ifs(job, workload, setting, bits=bits)
+        outcomes = what_ifs(job, workload, setting, bits=bits, of_plan=loaded is not None)
         cases = _cases(changes, workload, _damages(base, model), batch, batch_size, seconds)
     except TrimtabError as error:
         raise TrimtabError(f"{cluster}: {error}") from None

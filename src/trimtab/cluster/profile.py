@@ -70,6 +70,11 @@ class CollectiveTime:
     """As `per_message_s`, while the ranks compute: what passes a message on waits for its turn on the core. 0 where it
     makes no difference."""
 
+    awaited_message_s: Seconds = 0.0
+    awaited_byte_s: Seconds = 0.0
+    """As `per_message_s` and `per_byte_s`, of single transfers that ranks start when they have just computed, and wait
+    for: one with a CPU quota has none left just then. Both 0 where that was not measured."""
+
     per_bucket_s: Seconds = 0.0
     """Of the all-gather: what each compressed bucket takes beyond its messages, bytes and codec."""
 
