@@ -30,6 +30,12 @@ _MOST_FIXED = 0.5
 _BRIEF = 4
 """A move back is no change of speed but a wrong move before, if it comes within this many times what a move needs."""
 
+_CORRECTION = 0.25
+"""A move back by a smaller part of the one before only corrects it: such moves settle by themselves."""
+
+_BASELINE = 8
+"""Windows that a change of speed is told from, and the most for which it is looked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adjust:
@@ -137,7 +143,8 @@ def rebalance(
     Times that jump at some number of samples (a cache that overflows, a short step that meets another thread) do
     cross it. After such a move back and forth, every further move takes twice the windows and goes half
     of the way; and shares under which a step took longer are not tried again, nor any beyond them as long as the
-    present shares take what they took before that.
+    present shares take what they took before that. Where times change while the shares stay, a rank has changed its
+    speed: then earlier windows and earlier moves no longer count.
 
     A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
     So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
@@ -153,6 +160,7 @@ def rebalance(
     assert windows
     assert all(len(window) == len(shares) for window in windows)
     fixed = [0.0] * len(shares) if fixed is None else fixed
+    windows = windows[-(_since_change(windows, rule, noise) or len(windows)) :]
     count = 1
     while count <= len(windows):
         needed = rule.urgent if count < rule.dwell else rule.gain
@@ -160,7 +168,7 @@ def rebalance(
         typical = _typical(windows[-count:])
         imbalance = max(typical) / fmean(typical)
         if gain >= needed and imbalance >= 1 + _SIGMAS * noise * sqrt(2 / count):
-            reversals = _reversals([*runs, Run(shares=new, windows=[])], rule)
+            reversals = _reversals([*runs, Run(shares=new, windows=[])], rule, noise)
             if reversals:
                 new = _halfway(shares, new)
             slower = new == shares or _was_slower(runs, new, typical, log(rule.gain) + _SIGMAS * noise)
@@ -196,7 +204,7 @@ def _patience(reversals: int, rule: Adjust) -> int:
     return min(rule.dwell * 2**reversals, _REMEMBERED) if reversals else 1
 
 
-def _reversals(runs: Sequence[Run], rule: Adjust) -> int:
+def _reversals(runs: Sequence[Run], rule: Adjust, noise: float) -> int:
     """How often shares have gone back and forth, up to the last of the runs; less after each that lasted."""
     count = 0
     for before, run, after in zip(runs, runs[1:], runs[2:], strict=False):
@@ -207,8 +215,27 @@ def _reversals(runs: Sequence[Run], rule: Adjust) -> int:
         if len(run.windows) > _BRIEF * max(rule.dwell, _patience(count, rule)):
             count = max(0, count - 1)
         elif sum(a * b for a, b in zip(there, back, strict=True)) < 0:
-            count += 1
+            if _since_change(run.windows, rule, noise) >= rule.dwell:
+                count = 0
+            elif max(map(abs, back)) >= _CORRECTION * max(map(abs, there)):
+                count += 1
     return count
+
+
+def _since_change(windows: Sequence[Sequence[float]], rule: Adjust, noise: float) -> int:
+    """For how many of the last windows, all with the same shares, some rank has had another speed; 0 if none has.
+
+    A change of all ranks together does not matter to their shares.
+    """
+    limit = max(rule.urgent, 1 + _SIGMAS * noise * sqrt(2))
+    for count in range(min(len(windows) - 1, _BASELINE), 0, -1):
+        before = _typical(windows[-count - _BASELINE : -count])
+        factors = [
+            [time / usual for time, usual in zip(window, before, strict=True)] for window in windows[-count:]
+        ]
+        if all(max(own) >= limit * min(own) for own in factors):
+            return count
+    return 0
 
 
 def _halfway(shares: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
