@@ -245,6 +245,32 @@ def test_what_was_slower_is_tried_again_when_speeds_have_changed(sigma: float) -
     assert abs(history[-1][0] - 43) <= 1, history[80:]
 
 
+def test_a_rank_that_slows_down_after_a_correction_loses_samples_soon() -> None:
+    """Measured on a throttled rank: the correction held the next move back until old windows decided it wrongly."""
+    quiet = [[32.0, 31.0], [32.0, 32.0], [33.0, 32.0]]
+    before = [
+        Run(shares=(256, 256), windows=[[23.0, 53.0]]),
+        Run(shares=(358, 154), windows=[[35.0, 27.0]] * 2),
+    ]
+    slowed = Run(shares=(347, 165), windows=[*quiet, [32.0, 90.0], [32.0, 90.0]])
+    new = rebalance([*before, slowed], Adjust(), noise=0.02)
+    assert new is not None
+    assert new[1] < 90, "what 90 ms for 165 samples and 32 ms for 347 ask for"
+
+
+def test_a_rank_that_slows_down_just_when_shares_move_loses_samples_soon() -> None:
+    """No window tells what the new shares took before: but with fewer samples nothing takes longer by itself."""
+    runs = [
+        Run(shares=(256, 256), windows=[[27.0, 65.0]]),
+        Run(shares=(363, 149), windows=[[32.0, 26.0]] * 3),
+        Run(shares=(337, 175), windows=[[30.0, 36.0]] * 4),
+        Run(shares=(348, 164), windows=[[30.0, 79.0], [30.0, 84.0]]),
+    ]
+    new = rebalance(runs, Adjust(), noise=0.02)
+    assert new is not None
+    assert new[1] < 90
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6), st.integers(0, 99)
 )

@@ -34,7 +34,7 @@ _CORRECTION = 0.25
 """A move back by a smaller part of the one before only corrects it: such moves settle by themselves."""
 
 _BASELINE = 8
-"""Windows that a change of speed is told from, and the most for which it is looked for."""
+"""The most windows before and after a change of speed that it is told from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ def rebalance(
     Times that jump at some number of samples (a cache that overflows, a short step that meets another thread) do
     cross it. After such a move back and forth, every further move takes twice the windows and goes half
     of the way; and shares under which a step took longer are not tried again, nor any beyond them as long as the
-    present shares take what they took before that. Where times change while the shares stay, a rank has changed its
-    speed: then earlier windows and earlier moves no longer count.
+    present shares take what they took before that. Where times change otherwise than shares can explain, a rank has
+    changed its speed: then earlier windows and earlier moves no longer count.
 
     A gain counts if the slowest rank is slower by more than noise: n windows together scatter √n times less than one.
     So on a noisy machine shares follow large changes soon, small ones after many windows, and settle. The gain itself
@@ -160,7 +160,9 @@ def rebalance(
     assert windows
     assert all(len(window) == len(shares) for window in windows)
     fixed = [0.0] * len(shares) if fixed is None else fixed
-    windows = windows[-(_since_change(windows, rule, noise) or len(windows)) :]
+    windows = windows[
+        -(_since_change(runs[-2] if runs[1:] else None, runs[-1], rule, noise) or len(windows)) :
+    ]
     count = 1
     while count <= len(windows):
         needed = rule.urgent if count < rule.dwell else rule.gain
@@ -215,27 +217,42 @@ def _reversals(runs: Sequence[Run], rule: Adjust, noise: float) -> int:
         if len(run.windows) > _BRIEF * max(rule.dwell, _patience(count, rule)):
             count = max(0, count - 1)
         elif sum(a * b for a, b in zip(there, back, strict=True)) < 0:
-            if _since_change(run.windows, rule, noise) >= rule.dwell:
+            if _since_change(before, run, rule, noise) >= rule.dwell:
                 count = 0
             elif max(map(abs, back)) >= _CORRECTION * max(map(abs, there)):
                 count += 1
     return count
 
 
-def _since_change(windows: Sequence[Sequence[float]], rule: Adjust, noise: float) -> int:
-    """For how many of the last windows, all with the same shares, some rank has had another speed; 0 if none has.
+def _since_change(before: Run | None, run: Run, rule: Adjust, noise: float) -> int:
+    """For how many of the last windows of a run some rank has had another speed; 0 if none has."""
+    windows = run.windows
+    splits = [
+        (run.shares, windows[-count - _BASELINE : -count], windows[-count:])
+        for count in range(1, min(len(windows), _BASELINE))
+    ]
+    if before is not None and before.windows and windows:
+        splits.append((before.shares, before.windows[-_RECENT:], windows))
+    best, since = 0.0, 0
+    for shares, old, new in splits:
+        scatter = sqrt(1 / len(old) + 1 / len(new))
+        change = _unexplained(shares, _typical(old), run.shares, _typical(new))
+        if change >= max(rule.urgent, 1 + _SIGMAS * noise * scatter) and log(change) / scatter > best:
+            best, since = log(change) / scatter, len(new)
+    return since
 
-    A change of all ranks together does not matter to their shares.
+
+def _unexplained(
+    old: Sequence[int], old_times: Sequence[float], new: Sequence[int], new_times: Sequence[float]
+) -> float:
+    """The factor by which a rank without more samples became slower than one without fewer; at most 1 if none did.
+
+    However times grow with samples, that is a change of some rank's speed. One of all ranks together does not matter.
     """
-    limit = max(rule.urgent, 1 + _SIGMAS * noise * sqrt(2))
-    for count in range(min(len(windows) - 1, _BASELINE), 0, -1):
-        before = _typical(windows[-count - _BASELINE : -count])
-        factors = [
-            [time / usual for time, usual in zip(window, before, strict=True)] for window in windows[-count:]
-        ]
-        if all(max(own) >= limit * min(own) for own in factors):
-            return count
-    return 0
+    moves = [b - a for a, b in zip(old, new, strict=True)]
+    factors = [b / a for a, b in zip(old_times, new_times, strict=True)]
+    slower = max((own for own, move in zip(factors, moves, strict=True) if move <= 0), default=1.0)
+    return slower / min((own for own, move in zip(factors, moves, strict=True) if move >= 0), default=slower)
 
 
 def _halfway(shares: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
