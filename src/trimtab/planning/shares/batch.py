@@ -214,13 +214,13 @@ def _reversals(runs: Sequence[Run], rule: Adjust, noise: float) -> int:
             [b - a for a, b in zip(old.shares, new.shares, strict=True)]
             for old, new in ((before, run), (run, after))
         )
+        back_again = sum(a * b for a, b in zip(there, back, strict=True)) < 0
         if len(run.windows) > _BRIEF * max(rule.dwell, _patience(count, rule)):
             count = max(0, count - 1)
-        elif sum(a * b for a, b in zip(there, back, strict=True)) < 0:
-            if _since_change(before, run, rule, noise) >= rule.dwell:
-                count = 0
-            elif max(map(abs, back)) >= _CORRECTION * max(map(abs, there)):
-                count += 1
+        elif (count or back_again) and _since_change(before, run, rule, noise) >= rule.dwell:
+            count = 0
+        elif back_again and max(map(abs, back)) >= _CORRECTION * max(map(abs, there)):
+            count += 1
     return count
 
 
