@@ -141,24 +141,26 @@ def test_a_plain_module_that_is_updated_by_hand_is_refused(ranks: Pool) -> None:
     assert all("without a step of a torch optimizer" in message for message in ranks(2, by_hand_without_ddp))
 
 
-def saved_by_one(steps: int) -> int:
-    """The first rank saves alone, when settings are to be chosen, while the other waits for it."""
+def saved_by_one(steps: int, settings: dict[str, Any]) -> int:
+    """The first rank saves alone, when settings are to be chosen or something to be sent, while the other waits."""
     ddp = DistributedDataParallel(net())
-    trimtab.local_steps(ddp)
+    trimtab.local_steps(ddp, **settings)
     optimizer = optimizer_for(ddp)
     for step in range(1, steps + 1):
         one_step(ddp, optimizer, step, dist.get_rank())
         if dist.get_rank() == 0:
+            if settings.get("delay") != 0:
+                with trimtab.agreed_weights(ddp):
+                    pass
             trimtab.state_dict(ddp)
-            with trimtab.agreed_weights(ddp):
-                pass
         dist.barrier()
     close(ddp)
     return step
 
 
-def test_one_rank_may_save_alone_at_any_step(ranks: Pool) -> None:
-    assert ranks(2, saved_by_one, 9) == [9, 9]
+@pytest.mark.parametrize("settings", [{}, {"every": 2}, {"every": 5}, {"every": 2, "delay": 0}])
+def test_one_rank_may_save_alone_at_any_step(ranks: Pool, settings: dict[str, Any]) -> None:
+    assert ranks(2, saved_by_one, 9, settings) == [9, 9]
 
 
 def complex_weights() -> str:

@@ -150,7 +150,7 @@ def test_a_worker_with_nan_takes_the_weights_of_the_others(ranks: Pool) -> None:
     assert bool(torch.isfinite(outcome[0][1]).all())
 
 
-def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def resumed(at: int, steps: int, model_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Train, save and load into a new model in the middle; and without the break."""
     rank, runs = dist.get_rank(), []
     for stop in (None, at):
@@ -171,9 +171,12 @@ def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
                 model = wide_net()
                 trimtab.local_steps(model, every=6, fragments=3, delay=4, bits=4)
                 optimizer = optimizer_for(model)
-                model.load_state_dict(saved[0])
+                if model_first:
+                    model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
                 trimtab.load_state_dict(model, saved[2])
+                if not model_first:
+                    model.load_state_dict(saved[0])
         model(batch(0, 0)[0])
         local = local_steps_of(model)
         assert local is not None
@@ -184,9 +187,10 @@ def resumed(at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     return runs[0], runs[1]
 
 
-@pytest.mark.parametrize("at", [3, 5, 6])
-def test_a_resumed_job_continues_to_the_bit(ranks: Pool, at: int) -> None:
-    for whole, continued in ranks(2, resumed, at, 15):
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+def test_a_resumed_job_continues_to_the_bit(ranks: Pool, at: int, model_first: bool) -> None:
+    for whole, continued in ranks(2, resumed, at, 15, model_first):
         assert torch.equal(whole, continued)
 
 

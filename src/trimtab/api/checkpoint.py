@@ -15,7 +15,6 @@ from trimtab.control.compression.fsdp import fsdp_compression_of
 from trimtab.control.plans.applying import load_plan_state, plan_state
 from trimtab.control.running_local_steps import local_steps_of
 from trimtab.errors import TrimtabError
-from trimtab.local.worker import LocalWorker
 from trimtab.model_state import attach_state, state_of
 
 
@@ -30,7 +29,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
         "compression": compression and compression.state_dict(),
         "adaptive": controller and controller.state_dict(),
         "plan": plan_state(model),
-        "local_steps": None if (worker := _worker(model)) is None else worker.state_dict(),
+        "local_steps": None if (steps := local_steps_of(model)) is None else steps.state_dict(),
     }
     own = {key: value for key, value in state.items() if value is not None}
     return {**(state_of(model).unused_state or {}), **own}
@@ -98,14 +97,6 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def _compression(model: torch.nn.Module) -> Any:
     """What encodes the gradients, if anything does: exact sums have no state."""
     return fsdp_compression_of(model) or (compression_of(model) if compresses(model) else None)
-
-
-def _worker(model: torch.nn.Module) -> LocalWorker | None:
-    steps = local_steps_of(model)
-    if steps is None:
-        return None
-    steps.finish_step()
-    return steps.worker
 
 
 def _outcome(saved: Mapping[str, Any], compression: Any) -> str:

@@ -128,7 +128,7 @@ def local_steps(
 def agreed_weights(model: nn.Module, *, now: bool = False) -> Iterator[None]:
     """Within it the model has the weights that all workers agreed on last: for evaluation, and for saving the model.
 
-    Not collective. Without local steps it does nothing.
+    Not collective, unless `delay` is 0: then every rank calls it. Without local steps it does nothing.
 
     Args:
         now: first agree on what all workers did until now, and wait for that; then every rank calls it. For the end of
@@ -136,7 +136,7 @@ def agreed_weights(model: nn.Module, *, now: bool = False) -> Iterator[None]:
     """
     steps = local_steps_of(model)
     if steps is not None:
-        steps.finish_step()
+        steps.finish_step(alone=not now)
         if now and steps.worker is not None:
             steps.worker.agree_now()
     with nullcontext() if steps is None or steps.worker is None else steps.worker.agreed_weights():

@@ -149,7 +149,7 @@ class LocalSteps(JobBound):
             return
         if not self._begun and self._is_refused():
             return
-        if self._opened and self._loaded.pending:
+        if self._loaded.pending and (self._opened or self._resumed):
             self._take_loaded()
         self.finish_step()
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
@@ -192,7 +192,7 @@ class LocalSteps(JobBound):
         self._resumed = False
         if self._off:
             return
-        # Not in `finish_step`: one rank may call that for itself, to evaluate or to save.
+        # Not in `finish_step`: one rank may call that for itself, to evaluate.
         worker = self.worker
         if self._ddp is not None and any(map(shards_states, self._steps.optimizers)):
             self._leave("ZeroRedundancyOptimizer updates every parameter on one rank only", alike=True)
@@ -220,9 +220,16 @@ class LocalSteps(JobBound):
         """A GradScaler has skipped a step."""
         self._skipped += 1
 
-    def finish_step(self) -> None:
-        """What follows a step, if one has ended: before the next forward pass, or before the state is looked at."""
+    def finish_step(self, *, alone: bool = False) -> None:
+        """What follows a step, if one has ended: before the next forward pass, or before weights are looked at.
+
+        `alone`: other workers may be waiting for this one, and send nothing before their next forward pass. What would
+        be sent now is then left for that. Without a delay it cannot be: the step ends with the exchange.
+        """
         if not self._ended or self._off or self._loaded.pending:
+            return
+        worker = self.worker
+        if alone and worker is not None and worker.settings.delay and worker.sends_next:
             return
         self._ended = False
         self._batch = samples = self._samples
@@ -352,6 +359,16 @@ class LocalSteps(JobBound):
             logger().info("local steps: %s", text)
             events.emit("decision", what="local_steps", decided=text, why=None, expected=expected)
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a resumed job needs, if settings are chosen; one rank may ask for itself.
+
+        A step that has ended is not finished here, but when training goes on, in the resumed job too: it may send what
+        other workers send before their next forward pass, and the state cannot be known before that has arrived.
+        """
+        if self.worker is None:
+            return None
+        return {**self.worker.state_dict(), "unfinished": self._samples if self._ended else None}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from a checkpoint; returns whether it was of use. Every rank calls it.
 
@@ -372,7 +389,9 @@ class LocalSteps(JobBound):
             self._start = None
             self._agree(replace(settings, **self._changes))
         assert self.worker is not None
-        self.worker.load_state_dict(state)
+        continued = self.worker.load_state_dict(state)
+        unfinished = state.get("unfinished") if continued else None
+        self._ended, self._samples = unfinished is not None, unfinished or 0
         return True
 
     def explain(self) -> str:

@@ -166,6 +166,12 @@ class LocalWorker(JobBound):
         """Whether the last step ended a round."""
         return self._place == 0
 
+    @property
+    def sends_next(self) -> bool:
+        """Whether the end of the next step sends something."""
+        place = self._place + 1
+        return place in self._turns or (self._buffers is not None and place == self._length)
+
     def finish(self) -> None:
         """Take all that is under way, waiting for it."""
         for index, fragment in enumerate(self.fragments):
@@ -244,8 +250,11 @@ class LocalWorker(JobBound):
             "buffers": None if self._buffers is None else self._buffers.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the ranks stopped, if each loads its own state; else from the last agreement. Collective."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue where the ranks stopped, if each loads its own state; else from the last agreement. Collective.
+
+        Returns whether they continue where they stopped.
+        """
         check_state_version("local steps", state, STATE_VERSION)
         names = {part.name for fragment in self.fragments for part in fragment.parameters}
         if missing := sorted(names ^ state["agreed"].keys()):
@@ -267,7 +276,7 @@ class LocalWorker(JobBound):
                 fragment.write(fragment.agreed)
             if self._buffers is not None:
                 self._buffers.restart()
-            return
+            return False
         self._round, place, length = state["place"]
         self.begin_round(length)
         self._place = place
@@ -277,6 +286,7 @@ class LocalWorker(JobBound):
             fragment.load_own(saved)
         if self._buffers is not None and state.get("buffers") is not None:
             self._buffers.load_state_dict(state["buffers"])
+        return True
 
     def _parts(self) -> list[list[str]]:
         return [[part.label for part in fragment.parameters] for fragment in self.fragments]
