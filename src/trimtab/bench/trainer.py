@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import count
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,7 @@ from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import Progress, Timing
 from trimtab.bench.ranks import wire_bytes
 from trimtab.control.rank_values import gather_numbers
+from trimtab.control.shares.rounds import RoundLoader
 from trimtab.measure.local_clock import LocalClock
 from trimtab.measure.timing import meet, synchronize
 from trimtab.models.gpt import TransformerLayer
@@ -157,16 +159,22 @@ class LoaderTrainer(Trainer):
         return chosen
 
     def block(self, steps: int) -> tuple[float, float]:
-        """Train for some steps; returns the job's samples a second, and the seconds until the last rank finished."""
+        """Train for some steps; returns the job's samples a second, and the seconds until the last rank finished.
+
+        Where ranks take unequal numbers of steps, `steps` is the length of a round, and the block is one round.
+        """
+        rounds = isinstance(self.data, RoundLoader)
         meet(self.device)
         self._paused.close()  # what the other methods took is no part of this one's steps
         sent, start = wire_bytes(), time.perf_counter()
         own = []
-        for step in range(steps):
+        for step in count():
             self.train(self.batch(step))
-            if self.device.type == "cpu":  # on a GPU reading the clock would wait
+            if self.device.type == "cpu" and not rounds:  # on a GPU reading the clock would wait
                 self._clock.end_step()
                 own.append(self._clock.read())
+            if self.data.round_ends if rounds else step + 1 == steps:
+                break
         self._paused.enter_context(self.data.waiting())
         self._paused.enter_context(self._clock.waiting())
         meet(self.device)

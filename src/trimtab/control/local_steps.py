@@ -77,6 +77,8 @@ class LocalSteps(JobBound):
         self._start: dict[str, torch.Tensor] | None = None
         self._samples = self._batch = self._seen = self._skipped = 0
         self._ended = False
+        self._length: int | None = None
+        """Steps of the present round, where workers take unequal numbers of them."""
         self._began = 0.0
         self._times: list[float] = []
         self._off = self._opened = self._begun = self._resumed = False
@@ -101,7 +103,7 @@ class LocalSteps(JobBound):
             skip = observe_skipped_steps(lambda _: own() if (own := alive()) else None)
             weakref.finalize(model, skip).atexit = False
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
-        active.add(self)
+        active[self] = None
 
     def _present(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().float().clone() for name, p in self._trained.items()}
@@ -131,14 +133,21 @@ class LocalSteps(JobBound):
             return (self.group.rank(),), None
         return self.worker.workers.own, self.worker.workers.gradients
 
-    def begin_round(self, length: int) -> None:
-        """Take so many steps in the round that begins; other workers may take other numbers."""
+    def begin_round(self, length: int, *, earlier: bool = False) -> None:
+        """Take so many steps in the round that begins; other workers may take other numbers.
+
+        Args:
+            earlier: another model may be the one that is trained now; nothing changes in the middle of a round.
+        """
         self.finish_step()
+        if earlier and self.worker is not None and not self.worker.between_rounds:
+            return
         if len(self.team[0]) > 1:
             raise TrimtabError(
                 "local_steps: ranks of a host take the same number of steps; for uneven=\"steps\" use workers='ranks'"
             )
         self.keep_rounds()  # the loader has cut them
+        self._length = length
         if self.worker is not None:
             self.worker.begin_round(length)
 
@@ -267,6 +276,8 @@ class LocalSteps(JobBound):
         self._agree(replace(settings, **self._changes), start, self._join_hosts())
         assert self.worker is not None
         self.worker.missed(len(self._times), self._seen)
+        if self._length is not None:  # the loader has cut the present round, without knowing of these
+            self.worker.begin_round(self._length)
         expected = {"step_s": self.choice.step_s, "penalty": self.choice.penalty}
         self._say(self.explain().removeprefix("local steps: "), **expected)
 
@@ -403,7 +414,7 @@ class LocalSteps(JobBound):
 
     def _turn_off(self) -> None:
         self._off, self._start = True, None
-        active.discard(self)
+        active.pop(self, None)
         self._loaded.end()
 
     def close(self) -> None:

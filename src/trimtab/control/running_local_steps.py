@@ -25,12 +25,23 @@ class StepTimer(Protocol):
         """Around what is not part of it."""
 
 
-active: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+active: weakref.WeakKeyDictionary[LocalSteps, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which is the same on all ranks."""
 
 
 def running_local_steps() -> LocalSteps | None:
-    """The local steps of this process; of several, those of any one: all have the same ranks."""
-    return next(iter(active), None)
+    """The local steps of this process; of several, those of the latest model: all have the same ranks."""
+    return next(reversed(list(active)), None)
+
+
+def begin_rounds(length: int) -> None:
+    """Every model that trains with local steps takes so many in the round that begins.
+
+    One that is in the middle of a round belongs to an earlier training, unless it is the latest.
+    """
+    latest = running_local_steps()
+    for local in list(active):
+        local.begin_round(length, earlier=local is not latest)
 
 
 def averaging_ranks() -> tuple[int, ...] | None:

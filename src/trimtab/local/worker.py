@@ -99,6 +99,11 @@ class LocalWorker(JobBound):
         """How often a fragment was taken later than after its delay."""
         self.begin_round(settings.every)
 
+    @property
+    def between_rounds(self) -> bool:
+        """Whether the last round has ended, and no step has followed."""
+        return not self._place
+
     def begin_round(self, length: int) -> None:
         """Take so many steps in this round. Called before its first step; other workers may take other numbers."""
         if self._place:

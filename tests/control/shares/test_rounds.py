@@ -123,3 +123,68 @@ def test_fragments_of_unequal_rounds_agree_to_the_bit(ranks: Pool) -> None:
     first, second = ranks(2, in_rounds, 3, 4)
     assert torch.equal(first[1], second[1])
     assert not torch.equal(first[1], flat(net()))
+
+
+def with_chosen_rounds(workers: int) -> tuple[torch.Tensor, tuple[int, ...], int]:
+    """Train with rounds that are chosen after some steps, of which the loader has cut the first ones without them."""
+    model = net()
+    dataset = TensorDataset(*[tensor.repeat(4, 1) for tensor in samples()])
+    trimtab.local_steps(model)
+    options = {"num_workers": workers, "prefetch_factor": 2} if workers else {}
+    data = trimtab.loader(dataset, 8, shares=(2, 1), adjust=None, uneven="steps", **options)  # type: ignore[arg-type]
+    optimizer = optimizer_for(model)
+    for inputs, targets in data:
+        data.weigh(F.mse_loss(model(inputs), targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with trimtab.agreed_weights(model, now=True):
+        agreed = flat(model).clone()
+    local = local_steps_of(model)
+    assert local is not None
+    assert local.worker is not None
+    every, shares = local.worker.settings.every, data.shares
+    local.close()
+    return agreed, shares, every
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rounds_may_be_chosen_while_a_loader_cuts_them(ranks: Pool, workers: int) -> None:
+    first, second = ranks(2, with_chosen_rounds, workers)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], flat(net()))
+    assert sum(first[1]) == 2 * first[2] > 2
+    assert first[1][0] > first[1][1]
+
+
+def two_models() -> tuple[torch.Tensor, torch.Tensor]:
+    """Both are trained on every batch; a third one, of an earlier training, stands in the middle of a round."""
+    old, *models = [net(), net(), net()]
+    for model in (old, *models):
+        trimtab.local_steps(model, every=EVERY)
+    inputs, targets = samples()
+    old_optimizer = optimizer_for(old)
+    for _ in range(2):
+        F.mse_loss(old(inputs), targets).backward()
+        old_optimizer.step()
+    data = trimtab.loader(TensorDataset(inputs, targets), 8, shares=(2, 1), adjust=None, uneven="steps")
+    optimizers = [optimizer_for(model) for model in models]
+    for inputs, targets in data:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            data.weigh(F.mse_loss(model(inputs), targets)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    agreed = []
+    for model in models:
+        with trimtab.agreed_weights(model, now=True):
+            agreed.append(flat(model).clone())
+    for model in (old, *models):
+        local = local_steps_of(model)
+        assert local is not None
+        local.close()
+    return agreed[0], agreed[1]
+
+
+def test_rounds_of_two_models_are_those_of_the_loader(ranks: Pool) -> None:
+    first, second = ranks(2, two_models)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], flat(net()))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.control.running_local_steps import running_local_steps
+from trimtab.control.running_local_steps import begin_rounds, running_local_steps
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.loader import FOLLOW_SPEEDS, Loader
 from trimtab.control.shares.sampler import Cut, ShareSampler
@@ -173,9 +173,8 @@ class RoundLoader(Loader):
         super()._present(batch, cut, counted)
         self.sampler.consumed = cut.ends_at if cut.ends else consumed
         self._round = cut
-        local = running_local_steps()
-        if cut.place == 0 and local is not None:
-            local.begin_round(cut.steps[self._rank])
+        if cut.place == 0:
+            begin_rounds(cut.steps[self._rank])
         return batch
 
     def _between_steps(self) -> None:

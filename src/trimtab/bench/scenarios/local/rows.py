@@ -1,8 +1,8 @@
 """`trimtab bench local`: local steps over slow links, beside exchanging gradients in every step.
 
-Speed: a GPT of 25 million parameters on emulated hosts. `ideal` is every worker by itself. A job of its own has hosts
-of unequal speed, whose batches a loader shares out. With `--device cuda`: GPT-2 and ViT-B on four parts of one GPU,
-over NCCL's sockets; only the speed.
+Speed: a GPT of 25 million parameters on emulated hosts. `ideal` is every worker by itself. Jobs of their own have hosts
+of unequal speed, where a loader shares out the batches, or the steps of a round. With `--device cuda`: GPT-2 and ViT-B
+on four parts of one GPU, over NCCL's sockets; only the speed.
 
 Loss: a small GPT with AdamW, warm-up and clipping, on unshaped links, with the bits that were chosen on each link, and
 rounds at least as long as those, at the weights that workers agree on after the last step; gaps are relative to DDP at
@@ -23,7 +23,7 @@ from trimtab.bench.harness import AA, Progress, Result, part
 from trimtab.bench.losses import judged
 from trimtab.bench.ranks import hosts, run_on_cluster, slices
 from trimtab.bench.scenarios.local.loss import CANARY, EVERY_STEP, loss_on_rank, trained
-from trimtab.bench.scenarios.local.speed import UNEVEN, on_rank, uneven_on_rank
+from trimtab.bench.scenarios.local.speed import LOCAL_BY_SPEED, UNEVEN, on_rank, uneven_on_rank
 from trimtab.planning.local_steps import MAX_PENALTY, REFERENCE_EVERY, longest_round
 
 FULL = ("100mbit", "10mbit"), (2, 4)
@@ -80,21 +80,26 @@ def local(
     timed = list(dict.fromkeys([*timed, (links[0], ALSO)])) if "speed" in chosen else []
     uneven = "uneven" in chosen
     of_losses = sorted({*workers, ALSO}) if "loss" in chosen else []
-    jobs = len(timed) + uneven + len(of_losses)
+    by_speed = tuple(LOCAL_BY_SPEED) if uneven else ()
+    jobs = len(timed) + len(by_speed) + len(of_losses)
     speeds: dict[tuple[str, int], dict[str, Any]] = {}
     for link, count in timed:
         cluster = hosts((1.0,) * count, link=link)
         speeds[link, count] = run_on_cluster(cluster, on_rank, spec, part(progress, len(speeds), jobs))
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    if uneven:
+    for index, follows in enumerate(by_speed):
         of_uneven = run_on_cluster(
-            hosts(UNEVEN, link=links[0]), uneven_on_rank, spec, part(progress, len(timed), jobs)
+            hosts(UNEVEN, link=links[0]),
+            uneven_on_rank,
+            {**spec, "uneven": follows},
+            part(progress, len(timed) + index, jobs),
         )
         names = {"link": links[0], "workers": len(UNEVEN), "speeds": "/".join(f"{each:g}" for each in UNEVEN)}
-        rows += [{**names, **row} for row in of_uneven]
-        by_method = {row["method"]: row for row in of_uneven}
-        summary["uneven local_fraction_of_ideal"] = by_method["local"]["fraction_of_ideal"]
+        rows += [{**names, "follows_speed": follows, **row} for row in of_uneven]
+        method, _ = LOCAL_BY_SPEED[follows]
+        fraction = next(row["fraction_of_ideal"] for row in of_uneven if row["method"] == method)
+        summary[f"uneven {method}_fraction_of_ideal"] = fraction
     for index, count in enumerate(of_losses):
         local_of = {link: rounds(speeds.get((link, count)), count) for link in links}
         spec = {
@@ -105,7 +110,10 @@ def local(
             "rounds": sorted({one for own in local_of.values() for one in own.values()}),
         }
         curves = run_on_cluster(
-            hosts((1.0,) * count), loss_on_rank, spec, part(progress, len(timed) + uneven + index, jobs)
+            hosts((1.0,) * count),
+            loss_on_rank,
+            spec,
+            part(progress, len(timed) + len(by_speed) + index, jobs),
         )
         measured = [links[0] if (links[0], count) in speeds else "any"]
         for link in links if count in workers else measured:
