@@ -59,8 +59,8 @@ def pending(skipped: int | None) -> tuple[list[int], int, bool]:
             under_way.discard(id(self))
             return super().wait(timeout)
 
-    def noted(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-        work = Noted(values.device, [start(output, values, group)])
+    def noted(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, **how: bool) -> dist.Work:
+        work = Noted(values.device, [start(output, values, group, **how)])
         under_way.add(id(work))
         return work
 

@@ -17,10 +17,23 @@ from trimtab._compat import all_gather_single
 from trimtab.collectives.groups import backend_kind
 from trimtab.collectives.reduction import Works, started
 
+def all_gather(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    in_stream: bool = False,
+) -> dist.Work:
+    """Every rank's `values`, one after another in rank order, in `output` on every rank.
 
-def all_gather(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Every rank's `values`, one after another in rank order, in `output` on every rank."""
+    Args:
+        in_stream: NCCL sends from the current stream instead of the group's own one, whose work is ordered by calls
+            and has a lower priority than the streams of FSDP2.
+    """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if in_stream and values.device.type == "cuda":
+        all_gather_single(output, values, group)
+        return Works(values.device)
     # More than two ranks form a ring: what a rank sends and what it is ready for go to different neighbors.
     if world != 2 or not is_gloo(values.device, group):
         return started(all_gather_single(output, values, group, async_op=True))
@@ -36,10 +49,18 @@ def all_to_all(
     into: Sequence[int],
     out: Sequence[int],
     group: dist.ProcessGroup,
+    *,
+    in_stream: bool = False,
 ) -> dist.Work:
-    """Send `out[r]` elements of `values` to each rank r, and receive `into[r]` from it, in rank order."""
+    """Send `out[r]` elements of `values` to each rank r, and receive `into[r]` from it, in rank order.
+
+    `in_stream` is as in `all_gather`.
+    """
+    sizes = list(into), list(out)
+    if in_stream and values.device.type == "cuda":
+        dist.all_to_all_single(output, values, *sizes, group=group)
+        return Works(values.device)
     if not is_gloo(values.device, group):
-        sizes = list(into), list(out)
         return started(dist.all_to_all_single(output, values, *sizes, group=group, async_op=True))
     rank = dist.get_rank(group)
     received, sent = output.split(list(into)), values.split(list(out))

@@ -243,9 +243,9 @@ class ShardedGroup:
             all_gather_inside(output, values, host)
             return Works(values.device) if async_op else None
         if layout is None:
-            work: dist.Work = all_gather(output, values, group)
+            work: dist.Work = all_gather(output, values, group, in_stream=not async_op)
         else:
-            work = WeightGather(output, values, layout, group)
+            work = WeightGather(output, values, layout, group, in_stream=not async_op)
         if async_op:
             return work
         work.wait()

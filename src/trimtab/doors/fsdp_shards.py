@@ -85,7 +85,7 @@ def reduce_scatter(
     if feedback is not None:
         feedback[0].keep(feedback[1], values, sent, layout)
     sizes = [0 if r == rank else size for r in range(world)]
-    work = all_to_all(received, sent, sizes, sizes, group)
+    work = all_to_all(received, sent, sizes, sizes, group, in_stream=True)
     own = values[rank * layout.chunk : (rank + 1) * layout.chunk]
     torch.mul(own, scale, out=output)
     work.wait()
@@ -171,8 +171,15 @@ class WeightGather(dist.Work):
     """
 
     def __init__(
-        self, output: torch.Tensor, values: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup
+        self,
+        output: torch.Tensor,
+        values: torch.Tensor,
+        layout: ShardLayout,
+        group: dist.ProcessGroup,
+        *,
+        in_stream: bool = False,
     ) -> None:
+        """`in_stream`: the stream that calls this is also the one that waits (`collectives.duplex`)."""
         super().__init__()
         self._output, self._layout = output, layout
         kernels = kernels_for(values.device)
@@ -182,7 +189,7 @@ class WeightGather(dist.Work):
         )
         # Rounded to the nearest, the forward and the backward pass of a step see the same weights.
         kernels.encode(values, layout.mine, self._payload, stream=0, stochastic=False)
-        self._work = all_gather(self._gathered, self._payload, group)
+        self._work = all_gather(self._gathered, self._payload, group, in_stream=in_stream)
         self._decoded = False
 
     def wait(self, timeout: Any = None) -> bool:
