@@ -137,9 +137,9 @@ def place_collectives(streams: str, own_group: Any) -> None:
     gather, scatter = shards.all_gather, shards.all_to_all
     wait, reduce = shards.WeightGather.wait, doors.reduce_scatter
 
-    def gathered(output: Any, values: Any, group: Any, *, in_stream: bool = False) -> Any:
+    def gathered(output: Any, values: Any, group: Any, *, in_stream: bool, **how: Any) -> Any:
         chosen = own_group if streams == "apart" else group
-        return gather(output, values, chosen, in_stream=in_stream and streams != "group")
+        return gather(output, values, chosen, in_stream=in_stream and streams != "group", **how)
 
     def scattered(*arguments: Any, in_stream: bool = False) -> Any:
         return scatter(*arguments, in_stream=in_stream and streams != "group")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.collectives.duplex import all_gather, all_to_all
+from trimtab.collectives.duplex import Ahead, all_gather, all_to_all
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -48,3 +48,37 @@ def exchange_several(numel: int) -> None:
 @pytest.mark.parametrize("numel", [1, 300_000])
 def test_arrives_as_by_torchs_collectives(ranks: Pool, world: int, numel: int) -> None:
     ranks(world, exchange_several, numel)
+
+
+def gather_ahead() -> None:
+    """Another thread starts the gathers, while this one exchanges tensors of the same size by itself."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, numel = group.rank(), 100_000
+    pending = []
+    for turn in range(6):
+        mine, own = values(rank, numel, turn), values(rank, numel, 20 + turn)
+        gathered, received = torch.zeros(2 * numel, dtype=torch.uint8), torch.zeros_like(own)
+        work = all_gather(gathered, mine, group, ahead=True)
+        assert isinstance(work, Ahead)
+        works = work, dist.irecv(received, 1 - rank), dist.isend(own, 1 - rank)
+        pending.append((turn, gathered, received, own, works))
+    for turn, gathered, received, _, works in pending:
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert torch.equal(gathered, torch.cat([values(r, numel, turn) for r in range(2)]))
+        assert torch.equal(received, values(1 - rank, numel, 20 + turn))
+
+
+def test_what_another_thread_starts_is_not_taken_for_what_the_caller_sends(ranks: Pool) -> None:
+    ranks(2, gather_ahead)
+
+
+def test_what_fails_in_the_other_thread_is_raised_where_it_is_waited_for() -> None:
+    def start() -> dist.Work:
+        raise RuntimeError("no connection")
+
+    work = Ahead(start)
+    with pytest.raises(RuntimeError, match="no connection"):
+        work.wait()

@@ -243,7 +243,7 @@ class ShardedGroup:
             all_gather_inside(output, values, host)
             return Works(values.device) if async_op else None
         if layout is None:
-            work: dist.Work = all_gather(output, values, group, in_stream=not async_op)
+            work: dist.Work = all_gather(output, values, group, in_stream=not async_op, ahead=async_op)
         else:
             work = WeightGather(output, values, layout, group, in_stream=not async_op)
         if async_op:

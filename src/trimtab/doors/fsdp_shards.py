@@ -189,7 +189,9 @@ class WeightGather(dist.Work):
         )
         # Rounded to the nearest, the forward and the backward pass of a step see the same weights.
         kernels.encode(values, layout.mine, self._payload, stream=0, stochastic=False)
-        self._work = all_gather(self._gathered, self._payload, group, in_stream=in_stream)
+        self._work = all_gather(
+            self._gathered, self._payload, group, in_stream=in_stream, ahead=not in_stream
+        )
         self._decoded = False
 
     def wait(self, timeout: Any = None) -> bool:
