@@ -64,9 +64,9 @@ def gather_ahead() -> None:
         works = work, dist.irecv(received, 1 - rank), dist.isend(own, 1 - rank)
         pending.append((turn, gathered, received, own, works))
     for turn, gathered, received, _, works in pending:
-        for work in works:
-            assert work is not None
-            work.wait()
+        for each in works:
+            assert each is not None
+            each.wait()
         assert torch.equal(gathered, torch.cat([values(r, numel, turn) for r in range(2)]))
         assert torch.equal(received, values(1 - rank, numel, 20 + turn))
 

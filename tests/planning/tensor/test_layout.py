@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan_search import PlanSearch
 from trimtab.planning.tensor.layout import Layout, LayoutSearch
-from trimtab.planning.tensor.plan_layout import with_layout
+from trimtab.planning.tensor.plan_layout import no_groups, with_layout
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.tensor import TensorJob
 
@@ -194,3 +194,10 @@ def test_without_known_units_every_rank_has_a_copy() -> None:
     assert any("no blocks of Gpt are known" in reason for reason in plan("auto"))
     with pytest.raises(TrimtabError, match="plan with --layout data"):
         plan(2)
+
+
+def test_groups_that_would_gain_little_are_not_called_slower() -> None:
+    assert "would take 801 ms, not 2% less than the 811 ms without, 6.27 ms" in no_groups(
+        0.811, 2, 0.801, 6.27e-3
+    )
+    assert "would take 900 ms or more, 6.27 ms" in no_groups(0.811, 2, 0.9, 6.27e-3, " or more")

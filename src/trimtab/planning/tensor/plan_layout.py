@@ -98,8 +98,7 @@ def with_layout(
             least = min(bounds, key=lambda size: bounds[size])
             return _noted(
                 plan,
-                f"there are no tensor groups: in groups of {least} ranks a step would take {_ms(bounds[least])} or "
-                f"more, {_ms(layouts.sums_s(least))} of it to sum activations",
+                no_groups(plan.predicted.step_s, least, bounds[least], layouts.sums_s(least), " or more"),
             )
     fitting = [each for size in sizes if (each := layouts.best(size, tried)) is not None]
     if world > MANY_RANKS and fitting:
@@ -114,12 +113,8 @@ def with_layout(
         return plan
     seconds = best.step.step_s
     if plan.predicted.step_s < GAIN * seconds:
-        size = len(best.shares)
-        return _noted(
-            plan,
-            f"there are no tensor groups: in groups of {size} ranks a step would take "
-            f"{_ms(seconds)}, {_ms(best.step.all_reduce_s)} of it to sum activations",
-        )
+        why = no_groups(plan.predicted.step_s, len(best.shares), seconds, best.step.all_reduce_s)
+        return _noted(plan, why)
     return _plan(
         search,
         lowering,
@@ -251,6 +246,15 @@ def _plan(
             else (),
         ),
         reasons=tuple(reasons),
+    )
+
+
+def no_groups(step_s: float, size: int, seconds: float, sums_s: float, more: str = "") -> str:
+    """Why a plan of `step_s` has no tensor groups, where the best ones would need `seconds`."""
+    little = f", not {GAIN - 1:.0%} less than the {_ms(step_s)} without" if seconds < step_s else ""
+    return (
+        f"there are no tensor groups: in groups of {size} ranks a step would take {_ms(seconds)}{more}"
+        f"{little}, {_ms(sums_s)} of it to sum activations"
     )
 
 
