@@ -20,6 +20,7 @@ from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Hierarchy, Piece, Reduction, finish, reduction_for
 from trimtab.collectives.duplex import all_gather, is_gloo
+from trimtab.collectives.groups import backend_kind, destroy_groups, private_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.collectives.reduction import Works
 from trimtab.doors.agreement import check_state_version, require_agreement
@@ -83,6 +84,10 @@ class FsdpCompression(ChangingBits):
         self.codec: Block = codec
         self.seed, self.weight_bits = seed, weight_bits
         self.pieces = dict(pieces)
+        self.gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        """On GPUs: by the group that shards, one of its own in which compressed weights are gathered."""
+        if weight_bits is not None and self.device.type == "cuda" and "shard" not in self.hosts:
+            self._gather_apart(model)
         names = {id(module): name for name, module in model.named_modules()}
         self.groups = [
             ShardedGroup(self, module, group, names)
@@ -92,6 +97,17 @@ class FsdpCompression(ChangingBits):
         over_gloo = [group.attach(shard=shard, replicate=replicate) for group in self.groups]
         if all(over_gloo):
             ForwardPrefetch(sharded_modules(model))
+
+    def _gather_apart(self, model: nn.Module) -> None:
+        """A communicator of NCCL does one thing at a time: gradients would wait for weights that nobody needs yet."""
+        for module in sharded_modules(model):
+            for sharded in param_groups(module):
+                group = getattr(sharded.mesh_info, "shard_process_group", None)
+                if group is None or group in self.gathers or backend_kind(group, self.device) != "nccl":
+                    continue
+                ranks = dist.get_process_group_ranks(group)
+                if ranks == sorted(ranks):  # a private group numbers its ranks so
+                    self.gathers[group] = private_groups(group, self.device, 1)[0]
 
     @property
     def carries_error(self) -> bool:
@@ -147,9 +163,11 @@ class FsdpCompression(ChangingBits):
         self._forget()
 
     def close(self) -> None:
-        """Release shared memory; FSDP2 runs its collectives itself."""
+        """Release shared memory and communicators; FSDP2 runs its collectives itself."""
         for host in self.hosts.values():
             host.close()
+        destroy_groups(list(self.gathers.values()))
+        self.gathers.clear()
 
 
 class ShardedGroup:
@@ -245,7 +263,8 @@ class ShardedGroup:
         if layout is None:
             work: dist.Work = all_gather(output, values, group, in_stream=not async_op, ahead=async_op)
         else:
-            work = WeightGather(output, values, layout, group, in_stream=not async_op)
+            apart = self._owner.gathers.get(group, group)
+            work = WeightGather(output, values, layout, apart, in_stream=not async_op)
         if async_op:
             return work
         work.wait()
