@@ -271,7 +271,7 @@ class JobSearch:
                 need, have = self.tradeoffs.least_peak(device, 1), self.tradeoffs.limits[device] or 0
                 raise DoesNotFitError(
                     f"{device}: a single sample needs {need / 2**30:.3g} GiB even with every operator at the precision "
-                    f"that saves least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
+                    f"that needs least, and it has {have / 2**30:.3g} GiB: {(need - have) / 2**20:,.2f} MiB are "
                     "missing; leave it out, or use a smaller model"
                 )
         held = sum(self.counts[device] * most for device, most in room.items())

@@ -109,7 +109,7 @@ def _fit(job: AdjustableJob, name: str, role: Lowerable, chosen: Chosen) -> None
             return
         least = min(least, job.peak(name))
     raise DoesNotFitError(
-        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that saves least, and "
+        f"{name}: a step needs {least / 2**30:.3g} GiB even with every operator at the precision that needs least, and "
         f"its device has {role.memory_bytes / 2**30:.3g} GiB: {(least - role.memory_bytes) / 2**20:,.2f} MiB are "
         "missing; give it fewer samples, probe lower precisions, or use more ranks"
     )
