@@ -11,7 +11,10 @@ Two ranks on unequal parts of one GPU train a GPT sharded by FSDP2, exactly and 
 All of it with the GPU's default number of work queues for a client of MPS, and again with 32. Blocks and collectives
 are timed by events on their streams; rows give milliseconds of a step (medians) on each rank: `step`, `computing`
 (blocks alone), `gathers` and `scatters` (with the codec, and with waiting for the other rank), and `beside`, the
-computing during which a collective was under way.
+computing during which a collective was under way. `host` is when the host has queued the step.
+
+Rows with `all_reduce` compare, for activations of so many bytes, what `trimtab probe` would measure (the host's clock,
+one by one) with what one takes in a stream of products, on the rank that waits least: what tensor groups do.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ from trimtab.bench.scenarios.predict.ranks import make_task, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
 from trimtab.doors import fsdp, fsdp_shards
-from trimtab.measure.timing import meet
+from trimtab.measure.timing import meet, repeated_seconds
 
 WARMUP, STEPS = 3, 6
+SUMS = (1 << 14, 1 << 24, 1 << 25, 1 << 26)
 JOBS: tuple[tuple[int | None, int | None, str], ...] = (
     (None, None, "fsdp"),
     (8, None, "group"),
@@ -123,13 +127,38 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     own_group: Any = dist.new_group()
     exact = shards.all_gather, shards.all_to_all, shards.WeightGather.wait, doors.reduce_scatter
     rows: list[dict[str, Any]] = []
+    if device.type == "cuda":
+        rows += [sums(nbytes, device) for nbytes in SUMS]
     for index, (bits, weight_bits, streams) in enumerate(JOBS):
         shards.all_gather, shards.all_to_all, shards.WeightGather.wait, doors.reduce_scatter = exact
         place_collectives(streams, own_group)
         rows += [{"bits": bits, "weight_bits": weight_bits, "streams": streams, **row}
                  for row in measured(task.model, task.batch, samples, bits, weight_bits, device)]  # fmt: skip
+        if dist.get_rank() == 0:  # should a later one hang
+            Path(spec["partial"]).write_text(json.dumps(rows, indent=1))
         report(index + 1, len(JOBS))
     return rows
+
+
+def sums(nbytes: int, device: torch.device) -> dict[str, Any]:
+    values = torch.zeros(nbytes // 2, device=device, dtype=torch.bfloat16)
+    product = torch.zeros(2048, 2048, device=device, dtype=torch.bfloat16)
+    probed = repeated_seconds(lambda: dist.all_reduce(values), device, repeats=8)
+    meet(device)
+    pairs = []
+    for _ in range(12):
+        torch.mm(product, product)
+        begin = event()
+        dist.all_reduce(values)
+        pairs.append((begin, event()))
+    torch.cuda.synchronize()
+    taken = torch.tensor([a.elapsed_time(b) for a, b in pairs][2:], device=device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MIN)
+    return {
+        "all_reduce": nbytes,
+        "probed": round(1e3 * probed, 3),
+        "in_stream": round(float(taken.median()), 3),
+    }
 
 
 def place_collectives(streams: str, own_group: Any) -> None:
@@ -236,7 +265,9 @@ def main(path: Path, device: str = "cuda") -> None:
     for queues in ("", "32") if device == "cuda" else ("",):
         if queues:
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
-        found = run_on_cluster(two_hosts(device, "none"), run, {"device": device})
+        found = run_on_cluster(
+            two_hosts(device, "none"), run, {"device": device, "partial": f"{path.absolute()}.partial"}
+        )
         rows += [{"queues": queues or "default", **row} for row in found]
         path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
         for row in found:
