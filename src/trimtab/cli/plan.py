@@ -173,7 +173,7 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
             "ranks": counts[name],
             "samples": role.samples,
             "lowered": len(role.precisions),
-            "of": len(role.choices),
+            "of": len(role.choices) or None,  # unknown in tensor groups
             "to": ", ".join(sorted(set(role.precisions.values()))) or None,
             "compute_ms": role.compute_s * 1e3,
             "peak_gib": role.peak_bytes / 2**30,

@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan_search import PlanSearch
 from trimtab.planning.tensor.layout import Layout, LayoutSearch
-from trimtab.planning.tensor.plan_layout import no_groups, with_layout
+from trimtab.planning.tensor.plan_layout import no_groups, with_layout, worthwhile_bits
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.tensor import TensorJob
 
@@ -201,3 +201,13 @@ def test_groups_that_would_gain_little_are_not_called_slower() -> None:
         0.811, 2, 0.801, 6.27e-3
     )
     assert "would take 900 ms or more, 6.27 ms" in no_groups(0.811, 2, 0.9, 6.27e-3, " or more")
+
+
+def test_groups_exchange_gradients_in_few_bits_only_where_that_gains() -> None:
+    def bits(per_byte: float) -> int | None:
+        search = search_on(ranks_on_hosts(FAST, SLOW, FAST, SLOW, per_byte=per_byte), 8)
+        four = search.at(((0, 1), (2, 3)), (0.5, 0.5), (4, 4), 4)
+        return worthwhile_bits(search, four, (None, 4)).setting.bits
+
+    assert bits(0.0) is None
+    assert bits(1.0) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -83,6 +84,7 @@ def with_layout(
                 f"plan: layout {layout}: no rank has memory for its part of the model and of a batch of "
                 f"{search.total}; lower the batch size, or use larger groups"
             )
+        best = worthwhile_bits(layouts, best, tried)
         return _plan(search, lowering, best, None, model, trimtab, batch, adaptive, "as asked for", tried)
     failure = ""
     plan: Plan | None = None
@@ -104,6 +106,8 @@ def with_layout(
     if world > MANY_RANKS and fitting:
         fitting = [min(fitting, key=lambda each: each.order)]  # lowering takes long here, too
     best = min(map(lowering.best, fitting), key=lambda each: each.order, default=None)
+    if best is not None:
+        best = worthwhile_bits(layouts, best, tried)
     if plan is None:
         if best is None:
             raise DoesNotFitError(f"{failure} (nor does it fit in tensor groups)")
@@ -222,7 +226,7 @@ def _plan(
     reasons = _reasons(layout, adjustments, devices, why, plain_s)
     if layout.damage and not curve:
         reasons.insert(-1, NO_CURVE)
-    chosen = "adaptive" if adaptive and len(setting.groups) > 1 else setting.bits
+    chosen = "adaptive" if adaptive and len(setting.groups) > 1 and setting.bits is not None else setting.bits
     return Plan(
         version=PLAN_VERSION,
         trimtab=trimtab,
@@ -247,6 +251,19 @@ def _plan(
         ),
         reasons=tuple(reasons),
     )
+
+
+def worthwhile_bits(layouts: LayoutSearch, layout: Layout, bits: Sequence[int | None]) -> Layout:
+    """The layout with as many bits as do not make the step longer by what an adjustment must gain."""
+    setting = layout.setting
+    if len(setting.groups) == 1 or setting.bits is None:
+        return layout
+    more = [each for each in bits if each is None or each > setting.bits]
+    for each in sorted(more, key=lambda each: -math.inf if each is None else -each):
+        one = layouts.at(setting.groups, layout.shares, setting.samples, each, setting.precisions)
+        if not one.over and one.step.step_s < GAIN * layout.step.step_s:
+            return replace(one, damage=layout.damage)
+    return layout
 
 
 def no_groups(step_s: float, size: int, seconds: float, sums_s: float, more: str = "") -> str:
