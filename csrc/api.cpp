@@ -168,6 +168,19 @@ int64_t trimtab_decode(const trimtab_packing* packing, const void* payload, int6
   return status;
 }
 
+int64_t trimtab_decode_sum(const trimtab_packing* packing, const void* const* payloads, int64_t payload_count,
+                           int64_t nbytes, void* flat, int64_t flat_numel) {
+  if (payload_count < 1 || payloads == nullptr) return TRIMTAB_BAD_CALL;
+  Task common{};
+  common.peers = payloads;
+  common.peer_count = payload_count;
+  std::vector<Task> tasks;
+  const int64_t status =
+      prepare(packing, flat, flat_numel, const_cast<void*>(payloads[0]), nbytes, 0, common, tasks);
+  if (status == TRIMTAB_OK) run_all(packing, tasks, &Kernels::decode);
+  return status;
+}
+
 int64_t trimtab_reduce_encode(const trimtab_packing* packing, void* flat, int64_t flat_numel,
                               const void* const* payloads, int64_t payload_count, void* out,
                               int64_t nbytes, uint64_t stream, float scale, int64_t stochastic) {

@@ -43,6 +43,20 @@ struct Simd {
         const __m512i pairs = _mm512_or_si512(c, _mm512_srli_epi64(c, 28));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 8 * i), _mm512_cvtepi64_epi8(pairs));
       }
+    } else if constexpr (b == 3) {
+      __m128i pairs[2];
+      for (int i = 0; i < 2; ++i) {
+        const __m512i c = __m512i(codes[i]);
+        pairs[i] = _mm512_cvtepi64_epi8(_mm512_or_si512(c, _mm512_srli_epi64(c, 29)));
+      }
+      const __m128i both = _mm_unpacklo_epi64(pairs[0], pairs[1]);
+      const __m128i fours = _mm_maddubs_epi16(both, _mm_set1_epi16(1 | 1 << 14));
+      const __m128i eights = _mm_madd_epi16(fours, _mm_set1_epi32(1 | 1 << 28));
+      const __m128i bytes =
+          _mm_shuffle_epi8(eights, _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
+      const int32_t rest = _mm_extract_epi32(bytes, 2);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out), bytes);
+      std::memcpy(out + 8, &rest, sizeof rest);
     } else if constexpr (b == 1) {
       for (int i = 0; i < 2; ++i) {
         const __mmask16 mask = _mm512_test_epi32_mask(__m512i(codes[i]), _mm512_set1_epi32(1));
@@ -73,9 +87,11 @@ struct Simd {
           codes[i] = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
         }
       } else if constexpr (b == 3) {
-        const __m256i bytes = unpack_bytes<b>(in);
-        codes[0] = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(bytes));
-        codes[1] = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(bytes, 1));
+        // Eight codes are three bytes, which are read with their neighbor: the last with the one before them.
+        const I shifts = I{0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7} * b;
+        const I later = I{0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8};
+        codes[0] = _mm512_srlv_epi32(words(in, in + 3), __m512i(shifts));
+        codes[1] = _mm512_srlv_epi32(words(in + 6, in + 8), __m512i(shifts + later));
       } else {
         const __m512i shifts = __m512i(I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * b);
         for (int i = 0; i < 2; ++i) {
@@ -88,6 +104,10 @@ struct Simd {
     }
 
    private:
+    // One word in the first half of the lanes, another in the second.
+    static __m512i words(const uint8_t* first, const uint8_t* second) {
+      return _mm512_mask_set1_epi32(_mm512_set1_epi32(read_int32(first)), 0xff00, read_int32(second));
+    }
     static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   };
 

@@ -162,6 +162,37 @@ void decode_block(const Task& task, int64_t k) {
                            task.values + place.begin * T::kSize, place.length);
 }
 
+// The sum of several payloads, block by block: what is added to is still in the first cache.
+template <int b, class T>
+void decode_sum_block(const Task& task, int64_t k) {
+  const Block place(task, k);
+  uint8_t* const y = task.values + place.begin * T::kSize;
+  for (int64_t i = 0; i < task.peer_count; ++i) {
+    const uint8_t* const payload = static_cast<const uint8_t*>(task.peers[i]) + task.start;
+    const Pair pair = read_pair(payload + place.pair_at());
+    if (i == 0) {
+      decode_values<b, T, false>(payload + place.codes_at(task), pair, y, place.length);
+    } else {
+      decode_values<b, T, true>(payload + place.codes_at(task), pair, y, place.length);
+    }
+  }
+}
+
+template <class T>
+void decode_sum_raw(const Task& task, int64_t k) {
+  const Block place(task, k);
+  const int64_t at = place.begin * T::kSize;
+  uint8_t* const y = task.values + at;
+  for (int64_t i = 0; i < task.peer_count; ++i) {
+    const uint8_t* const payload = static_cast<const uint8_t*>(task.peers[i]) + task.start + at;
+    if (i == 0) {
+      std::memcpy(y, payload, size_t(place.length) * T::kSize);
+    } else {
+      convert<T, T, true>(payload, y, place.length, 1.0f);
+    }
+  }
+}
+
 // ---- from run-time settings to the instance that serves them ----------------------------------
 
 using One = void (*)(const Task&, int64_t);
@@ -189,12 +220,13 @@ void encode_run(const Task& task, int64_t first, int64_t last) {
 
 template <int b, class T>
 One decoder(const Task& task) {
+  if (task.peers != nullptr) return &decode_sum_block<b, T>;
   return task.add ? &decode_block<b, T, true> : &decode_block<b, T, false>;
 }
 
 template <class T>
 void decode_run(const Task& task, int64_t first, int64_t last) {
-  One one = &decode_raw<T>;
+  One one = task.peers != nullptr ? &decode_sum_raw<T> : &decode_raw<T>;
   switch (task.bits) {
     case 1: one = decoder<1, T>(task); break;
     case 2: one = decoder<2, T>(task); break;

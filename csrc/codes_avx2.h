@@ -29,7 +29,9 @@ inline void pack_bytes(__m256i codes, uint8_t* out) {
     const int mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7));
     std::memcpy(out, &mask, sizeof mask);
   } else if constexpr (b == 3) {
-    const __m256i joined = reinterpret_cast<__m256i>(join_codes<b>(reinterpret_cast<Words>(codes)));
+    const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x0801));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00400001));
+    const __m256i joined = _mm256_or_si256(fours, _mm256_srli_epi64(fours, 20));
     const __m128i first = _mm_setr_epi8(0, 1, 2, 8, 9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m128i second = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 0, 1, 2, 8, 9, 10, -1, -1, -1, -1);
     const __m128i bytes = _mm_or_si128(_mm_shuffle_epi8(_mm256_castsi256_si128(joined), first),

@@ -13,7 +13,7 @@ struct Task {
   int bits;
   uint8_t* values;
   uint8_t* payload;  // only read by decode
-  const void* const* peers;  // payloads to add, each holding the segment at byte `start`
+  const void* const* peers;  // payloads to add, each holding the segment at byte `start`; null: none
   int64_t peer_count;
   int64_t start;
   float scale;

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 // Raised whenever a caller built against an older header would be misunderstood.
-#define TRIMTAB_ABI_VERSION 1
+#define TRIMTAB_ABI_VERSION 2
 
 // One run of a parameter inside the flat buffer.
 typedef struct {
@@ -63,6 +63,11 @@ TRIMTAB_API int64_t trimtab_encode(const trimtab_packing* packing, const void* f
 
 TRIMTAB_API int64_t trimtab_decode(const trimtab_packing* packing, const void* payload, int64_t nbytes,
                                    void* flat, int64_t flat_numel, int64_t add);
+
+// The sum of the payloads, at least one, each of `nbytes`: as decoding the first and adding the others in order.
+TRIMTAB_API int64_t trimtab_decode_sum(const trimtab_packing* packing, const void* const* payloads,
+                                       int64_t payload_count, int64_t nbytes, void* flat,
+                                       int64_t flat_numel);
 
 // Every payload, and `out`, is of `nbytes`.
 TRIMTAB_API int64_t trimtab_reduce_encode(const trimtab_packing* packing, void* flat, int64_t flat_numel,

@@ -117,6 +117,17 @@ void sound() {
       status = trimtab_decode(&packing, payload.data(), c.nbytes, flat.data(), c.numel, 1 - add);
       if (status != TRIMTAB_OK) fail("a decode of random bytes was refused", status);
     }
+    const Buffer one_by_one(values.size(), shift);
+    one_by_one.copy(flat);
+    for (int64_t i = 0; i < peers; ++i) {
+      status = trimtab_decode(&packing, pointers[size_t(i)], c.nbytes, one_by_one.data(), c.numel, i > 0);
+      if (status != TRIMTAB_OK) fail("a decode of random bytes was refused", status);
+    }
+    if (peers > 0) {
+      status = trimtab_decode_sum(&packing, pointers.data(), peers, c.nbytes, flat.data(), c.numel);
+      if (status != TRIMTAB_OK) fail("a sound decode_sum was refused", status);
+      if (!flat.same(one_by_one)) fail("decode_sum is not the sum one by one", set);
+    }
     if (expected == nullptr) {
       expected = std::make_unique<Buffer>(c.nbytes, 0);
       expected->copy(out);
@@ -163,6 +174,7 @@ void unsound() {
   const int64_t statuses[] = {
       trimtab_encode(&packing, flat.data(), numel, out.data(), nbytes, 1, 1.0f, 1),
       trimtab_decode(&packing, out.data(), nbytes, flat.data(), numel, 0),
+      trimtab_decode_sum(&packing, &payload, 1, nbytes, flat.data(), numel),
       trimtab_reduce_encode(&packing, flat.data(), numel, &payload, 1, other.data(), nbytes, 1, 1.0f, 1),
   };
   for (const int64_t status : statuses) {

@@ -43,6 +43,11 @@ def check(case: Case, kernels: NativeKernels) -> None:
             assert same(y, z), f"decode, add={add}"
 
     y, z = case.flat.clone(), case.flat.clone()
+    REFERENCE.decode_sum([expected, *case.peers], packing, y)
+    kernels.decode_sum([expected, *case.peers], packing, z)
+    assert same(y, z), "decode_sum"
+
+    y, z = case.flat.clone(), case.flat.clone()
     REFERENCE.reduce_encode(y, case.peers, packing, expected, **case.keywords)
     kernels.reduce_encode(z, case.peers, packing, actual, **case.keywords)
     assert same(y, z)
@@ -139,6 +144,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.encode(flat[:-1], packing, out, stream=0)
     with pytest.raises(ValueError, match="wrong payload size"):
         kernels.reduce_encode(flat, [out, out[:-8]], packing, out, stream=0)
+    with pytest.raises(ValueError, match="wrong payload size"):
+        kernels.decode_sum([out, out[:-8]], packing, flat)
     with pytest.raises(ValueError, match=r"torch\.float32"):
         kernels.encode(flat.half(), packing, out, stream=0)
     with pytest.raises(ValueError, match="CPU"):
@@ -189,8 +196,8 @@ def test_missing_or_of_another_version(
 ) -> None:
     native.load.cache_clear()
     try:
-        monkeypatch.setattr(native, "VERSION", 2)
-        with pytest.raises(TrimtabError, match="found 1, expected 2"):
+        monkeypatch.setattr(native, "VERSION", 3)
+        with pytest.raises(TrimtabError, match="found 2, expected 3"):
             native.load()
         monkeypatch.setattr(native, "LIBRARY", native.LIBRARY.with_name("absent.so"))
         assert not native.available()

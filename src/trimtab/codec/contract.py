@@ -44,6 +44,11 @@ class Kernels:
         check_buffers(packing, flat, payload)
         self._decode(payload, packing, flat, add)
 
+    def decode_sum(self, payloads: Sequence[Tensor], packing: Packing, flat: Tensor) -> None:
+        """Write the sum of several payloads' values, added in their order, over the packing's segments of `flat`."""
+        for index, payload in enumerate(payloads):
+            self.decode(payload, packing, flat, add=index > 0)
+
     def reduce_encode(
         self,
         flat: Tensor,

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.codec.contract import Kernels, Rounding
-from trimtab.codec.packing import DTYPES, Packing
+from trimtab.codec.packing import DTYPES, Packing, check_buffers
 from trimtab.errors import TrimtabError
 
 LIBRARY = Path(__file__).with_name("libtrimtab.so")
-VERSION = 1
+VERSION = 2
 """The `TRIMTAB_ABI_VERSION` of csrc/trimtab.h this file is written for."""
 
 INSTRUCTION_SETS = ("best", "portable", "avx2", "avx512")
@@ -66,6 +66,14 @@ class NativeKernels(Kernels):
         self.threads = threads
         self._key = (type(self), self.instruction_set, threads)
 
+    def decode_sum(self, payloads: Sequence[Tensor], packing: Packing, flat: Tensor) -> None:
+        """In one pass: a bucket is larger than a core's cache, and would be read and written once for each payload."""
+        check_buffers(packing, flat, *payloads)
+        if payloads:
+            encoded = (_addresses(payloads), len(payloads), payloads[0].numel())
+            values = (flat.data_ptr(), flat.numel())
+            _check(self._library.trimtab_decode_sum(self._description(packing, flat), *encoded, *values))
+
     def _encode(
         self,
         flat: Tensor,
@@ -79,8 +87,8 @@ class NativeKernels(Kernels):
         if payloads is None:
             _check(self._library.trimtab_encode(*values, *encoded))
         else:
-            pointers = (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
-            _check(self._library.trimtab_reduce_encode(*values, pointers, len(payloads), *encoded))
+            peers = (_addresses(payloads), len(payloads))
+            _check(self._library.trimtab_reduce_encode(*values, *peers, *encoded))
 
     def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
         description, encoded = self._description(packing, flat), (payload.data_ptr(), payload.numel())
@@ -105,6 +113,10 @@ class NativeKernels(Kernels):
             )
             prepared = packing.prepared[self._key] = (ctypes.addressof(description), description)
         return int(prepared[0])
+
+
+def _addresses(payloads: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(payloads))(*[payload.data_ptr() for payload in payloads])
 
 
 def _check(status: int) -> None:
@@ -148,6 +160,7 @@ def load() -> ctypes.CDLL:
         trimtab_best_instruction_set=[],
         trimtab_encode=[pointer, pointer, integer, pointer, integer, *keyed],
         trimtab_decode=[pointer, pointer, integer, pointer, integer, integer],
+        trimtab_decode_sum=[pointer, pointer, integer, integer, pointer, integer],
         trimtab_reduce_encode=[pointer, pointer, integer, pointer, integer, pointer, integer, *keyed],
     )
     return library

@@ -180,7 +180,7 @@ class AllGather(BlockReduction):
 
     def steps(self, flat: torch.Tensor, *, step: int, scale: float) -> Iterator[dist.Work]:
         """1. encode everything; all-gather.
-        2. decode and add all ranks' codes, in rank order.
+        2. decode and add all ranks' codes, in rank order, in one pass.
         """
         scale, target = self._restore(flat, scale)
         key = stream(self._seed, step, self._rank, OWN)
@@ -191,8 +191,7 @@ class AllGather(BlockReduction):
             self._kernels.decode(self._mine, self._whole, flat)
             self._keep(target, flat)
         yield all_gather(self._gathered, self._mine, self._groups[0])
-        for rank, payload in enumerate(rows(self._gathered, self._whole.nbytes)):
-            self._kernels.decode(payload, self._whole, flat, add=rank > 0)
+        self._kernels.decode_sum(rows(self._gathered, self._whole.nbytes), self._whole, flat)
 
 
 class Ring(BlockReduction):
