@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.doors.fsdp_net import Net, full, loss_of, make, same_everywhere
 from tests.doors.trimtab_default import trimtab_default
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import trimtab
 from trimtab.codec import Block, PowerSGD
@@ -233,6 +233,31 @@ def test_overrides_by_name(ranks: Pool) -> None:
     assert pieces["up.bias"][1:] == (8, 64)
     assert pieces["spare.weight"][1] == 0
     assert pieces["down.weight"][1:] == (4, 1024)
+
+
+def with_tied_weights(codec: Block | trimtab.Adaptive | None) -> dict[str, torch.Tensor]:
+    """Gradients of a model of which one weight has two names, and another no `fully_shard` manages."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    net[2].weight = net[0].weight
+    whole = nn.Sequential(fully_shard(net), nn.Linear(64, 64))
+    if codec is not None:
+        trimtab.compress(whole, codec)  # type: ignore[arg-type]
+    for step in range(3):
+        whole.zero_grad()
+        whole(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+    return full(net)
+
+
+@pytest.mark.parametrize("codec", [Block(bits=8), trimtab.Adaptive(start_bits=8)], ids=["fixed", "adaptive"])
+def test_a_tied_weight_is_compressed_once(ranks: Pool, codec: Block | trimtab.Adaptive) -> None:
+    plain = ranks(2, with_tied_weights, None, allow_groups=True)[0]
+    for gradients in ranks(2, with_tied_weights, codec, allow_groups=True):
+        assert gradients.keys() == plain.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(
+                gradient, plain[name], rtol=0.05, atol=0.01 * float(plain[name].abs().max())
+            )
 
 
 def on_the_backend() -> tuple[float, float]:

@@ -83,7 +83,6 @@ class FsdpCompression(ChangingBits):
         self.hosts = dict(hosts or {})
         self.codec: Block = codec
         self.seed, self.weight_bits = seed, weight_bits
-        self.pieces = dict(pieces)
         self.gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         """On GPUs: by the group that shards, one of its own in which compressed weights are gathered."""
         if weight_bits is not None and self.device.type == "cuda" and "shard" not in self.hosts:
@@ -94,6 +93,9 @@ class FsdpCompression(ChangingBits):
             for module in sharded_modules(model)
             for group in param_groups(module)
         ]
+        # A tied weight is sent under one of its names, and what no `fully_shard` manages is not sent here.
+        sent = {name for group in self.groups for name in group.names}
+        self.pieces = {name: piece for name, piece in pieces.items() if name in sent}
         over_gloo = [group.attach(shard=shard, replicate=replicate) for group in self.groups]
         if all(over_gloo):
             ForwardPrefetch(sharded_modules(model))
