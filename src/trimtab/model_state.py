@@ -99,6 +99,9 @@ class ModelState:
     aligned_block: Any = None
     """`trimtab.sharding.unit_block` unit block of an attention module with a bias or parameters by head."""
 
+    local_shapes: Any = None
+    """Replaces sizes of all heads in an attention module's forward pass: `trimtab.sharding.structure.shapes`."""
+
     functional_block: Any = None
     """`trimtab.sharding.unit_block` unit block of torch's attention, or of a module of experts."""
 
@@ -118,6 +121,7 @@ class ModelState:
             "whole_fingerprint",
             "keyed_dropout",
             "aligned_block",
+            "local_shapes",
             "functional_block",
             "shared_parameters",
             "sequence_layer",

@@ -32,12 +32,13 @@ from trimtab.sharding.structure.adapt import (
 )
 from trimtab.sharding.structure.check import FAILS, split_problem
 from trimtab.sharding.structure.functional import adapt_attention, adapt_experts
-from trimtab.sharding.structure.linear import features, hooked, hooked_parameters, is_transposed
+from trimtab.sharding.structure.shapes import adapt_shapes
+from trimtab.sharding.structure.linear import features, further_parameters, hooked, hooked_parameters, is_transposed
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
 from trimtab.sharding.unit_kinds import AnyKind, Attention, Experts, Mlp, TorchAttention, UnitKind, Units
 from trimtab.sharding.unit_table import UnitTable
-from trimtab.sharding.verify import refusal, verify_at_first_forward, verify_example
+from trimtab.sharding.verify import refusal, verify_at_first_forward, verify_example, verify_other_arguments
 from trimtab.sharding.vocabulary.find import NAME as VOCABULARY
 from trimtab.sharding.vocabulary.find import find_vocabulary
 from trimtab.sharding.vocabulary.split import split_vocabulary, unit_bytes
@@ -123,6 +124,8 @@ def convert(
     for each in blocks:
         if each.declared or each.call is None:  # not run on an example: its name alone says little
             verify_at_first_forward(each, sharded.blocks[each.name])
+        elif isinstance(each.kind, (Mlp, Attention, Units)):
+            verify_other_arguments(each, sharded.blocks[each.name])
     if replicated and group.rank == 0:
         logger().warning("tensor_parallel: replicated on every rank: %s", listed(replicated))
     return sharded
@@ -176,8 +179,14 @@ def split_of(found_block: FoundBlock) -> Split:
 
 def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tuple[Adaptation, str]:
     """What the module needs to compute some of its units, found by trial; or why it cannot."""
+    if each.problem:
+        return COUNTS, each.problem
     found_by_name = not isinstance(each.kind, Units)
     alone = isinstance(each.kind, (TorchAttention, Experts))
+    for name, module in projections_of(each.parent, each.kind).items():
+        further = () if alone else further_parameters(module)
+        if further:
+            return COUNTS, f"{name} has more than a weight and a bias: {', '.join(further)}"
     with_hooks = [name for name, module in projections_of(each.parent, each.kind).items() if hooked(module)]
     if alone and hooked_parameters(each.parent):
         with_hooks.append(type(each.parent).__name__)
@@ -201,7 +210,9 @@ def _adaptation(each: FoundBlock, split: Split, known: Adaptation | None) -> tup
 
         bias: Any = each.parent.get_submodule(each.kind.out).bias if each.kind.out else None
         out = "" if alone else each.kind.out
-        problem = split_problem(each.parent, out, bias, split.units, each.call, shard)
+        problem = split_problem(
+            each.parent, out, bias, split.units, each.call, shard, heads_leave=not each.keeps_heads
+        )
         if not problem:
             return adaptation, ""
         problems.append(problem)
@@ -291,6 +302,10 @@ def _shard(found_block: FoundBlock, split: Split, table: UnitTable, sharded: Sha
         align_biases(block)
     elif split.heads and split.adaptation.entries:
         select_entries(block)
+    if split.heads and split.adaptation.shapes:
+        totals = {name: sum(parts) for name, parts in split.widths.items()}
+        sizes = {part for parts in split.widths.values() for part in parts}
+        adapt_shapes(block, [*sizes, *totals.values(), split.heads, 1], list(totals.values()))
     for name, parameters in found_block.inside:
         module = found_block.parent.get_submodule(name)
         by_head = split.adaptation.bias or (split.adaptation.entries and module is found_block.parent)

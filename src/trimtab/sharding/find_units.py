@@ -15,6 +15,7 @@ from trimtab.sharding.structure.functional import functional_kind
 from trimtab.sharding.structure.layout import find_units, inside_of
 from trimtab.sharding.structure.linear import features, is_linear
 from trimtab.sharding.structure.trace import Call, Trace, trace_model
+from trimtab.sharding.structure.uses import Uses
 from trimtab.sharding.unit_kinds import (
     ATTENTIONS,
     MLPS,
@@ -50,6 +51,10 @@ class FoundBlock:
     """Arguments of the parent, to try it with; None if it has not been run."""
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Modules and those of their parameters that every unit uses: a rank's gradient of them is that of its units."""
+    problem: str = ""
+    """Why it cannot be divided, as far as the rest of the model says."""
+    keeps_heads: bool = True
+    """Whether nothing else uses what it returns by head."""
 
 
 def find_blocks(
@@ -103,20 +108,26 @@ def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trac
     order = {name: index for index, name in enumerate(dict(model.named_modules()))}
     found = sorted(found, key=lambda each: order[f"{each[0]}.{each[1].out}".strip(".")])
     paths = [path for path, _, _ in found]
+    uses = Uses(model, trace, [(path, kind.out) for path, kind, _ in found])
     blocks = []
     for path, kind, declared in found:
         alone = paths.count(path) == 1 and not any(p != path and p.startswith(f"{path}.") for p in paths)
         is_mlp = isinstance(kind, Mlp) or (isinstance(kind, Units) and kind.heads == 0)
         name = path if alone else f"{path}.{'mlp' if is_mlp else 'attention'}".lstrip(".")
+        parent = model.get_submodule(path)
+        alike = isinstance(kind, (TorchAttention, Experts))  # they have no projections with values of their own
+        problem = "" if alike else uses.problem(parent, path, projections_of(parent, kind))
         blocks.append(
             FoundBlock(
                 name=name or "model",
-                parent=model.get_submodule(path),
+                parent=parent,
                 path=path,
                 kind=kind,
                 declared=declared,
                 call=trace.calls.get(path),
                 inside=_inside(model, trace, path, kind),
+                problem=problem,
+                keeps_heads=uses.keeps_heads(path),
             )
         )
     names = [block.name for block in blocks]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -26,7 +26,7 @@ from trimtab.sharding.find_units import FoundBlock, head_width
 from trimtab.sharding.projection import HiddenReached
 from trimtab.sharding.structure.trace import copied
 from trimtab.sharding.unit_block import UnitBlock
-from trimtab.sharding.unit_kinds import Attention
+from trimtab.sharding.unit_kinds import Attention, Units
 
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _TOLERANCE = 1e-2
@@ -62,27 +62,63 @@ def verify_at_first_forward(found: FoundBlock, block: UnitBlock) -> None:
     hook.handle = found.parent.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def verify_other_arguments(found: FoundBlock, block: UnitBlock) -> None:
+    """As `verify_at_first_forward`, if that pass has tensors as arguments where the example had none: a mask, a bias."""
+    if block.group.size == 1 or found.call is None:
+        return
+    known = _tensors(found.parent, found.call.args, found.call.kwargs)
+    hook = _FirstForward(found, block, known)
+    hook.handle = found.parent.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class _FirstForward(JobBound):
     """A forward pre-hook that checks the block once, with the inputs of the job."""
 
     handle: Any = None
 
-    def __init__(self, found: FoundBlock, block: UnitBlock) -> None:
-        self._found, self._block = found, block
+    def __init__(self, found: FoundBlock, block: UnitBlock, known: set[str] | None = None) -> None:
+        """
+        Args:
+            known: the arguments that need no check.
+        """
+        self._found, self._block, self._known = found, block, known
 
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self.handle.remove()
-        if not _verify(self._found, self._block, args, kwargs):
+        others: set[str] = set()
+        if self._known is not None:
+            others = _tensors(module, args, kwargs) - self._known
+            if not others:
+                return
+        if not _verify(self._found, self._block, args, kwargs, sorted(others)):
             logger().warning(
                 "tensor_parallel: %s could not be compared with the unsharded module; compare some outputs yourself",
                 self._block.name,
             )
 
 
-def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool:
-    """Raise on every rank if the block is wrong on any; False if the unsharded module rejects these inputs."""
+def _tensors(module: nn.Module, args: Any, kwargs: Any) -> set[str]:
+    """Names of the arguments that have tensors."""
+    # The forward pass of the module's own class, not that of what is mixed into it.
+    kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    own = next(kind for kind in kinds if not kind.__module__.startswith("trimtab.sharding."))
+    try:
+        given = inspect.signature(vars(own)["forward"]).bind(module, *args, **kwargs).arguments
+    except TypeError:  # the pass itself will say what is wrong
+        return set()
+    return {name for name, value in given.items() if any(isinstance(t, Tensor) for t in tree_leaves(value))}
+
+
+def _verify(
+    found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any, others: Sequence[str] = ()
+) -> bool:
+    """Raise on every rank if the block is wrong on any; False if the unsharded module rejects these inputs.
+
+    Args:
+        others: names of arguments that were not there when the module was compared before.
+    """
     device = block.tensors[0].parameter.device
     full, own = (_hidden(block, args, kwargs, whole=whole) for whole in (True, False))
     passing = _passes_by(block, args, kwargs)
@@ -103,6 +139,8 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
         differs = passing or (
             "on a rank with some of its units these get other values than in the unsharded module"
         )
+        if others:
+            differs = f"with the arguments {', '.join(others)}, which it did not have on example inputs, {differs}"
         raise refusal(found, differs + what) from (own if isinstance(own, Exception) else None)
     return float(worst) >= 0
 
@@ -110,11 +148,12 @@ def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any) -> bool
 def refusal(found: FoundBlock, problem: str) -> TrimtabError:
     """The error for a module that cannot be split as it is declared, or as its names suggest."""
     what = f"{type(found.parent).__name__} ({found.path or 'the model'})"
-    how = (
-        "as kinds= declares it"
-        if found.declared
-        else f"as the names of its projections suggest ({found.kind})"
-    )
+    if found.declared:
+        how = "as kinds= declares it"
+    elif isinstance(found.kind, Units):
+        how = f"at {found.kind.out}"
+    else:
+        how = f"as the names of its projections suggest ({found.kind})"
     return TrimtabError(
         f"tensor_parallel: {what} cannot be sharded {how}: {problem}. Its forward pass must split heads by their "
         "width, view(..., -1, head_dim), order a fused projection as all queries, all keys, all values, and not mix "

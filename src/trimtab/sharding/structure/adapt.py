@@ -42,7 +42,13 @@ class Adaptation:
     """Biases with a row for each head: each rank uses the rows of its heads."""
 
     entries: bool = False
-    """Parameters of the module itself with an entry for each head (attention sinks): each rank uses its heads' ones."""
+    """The module's own parameters and buffers with an entry for each head: each rank uses those of its heads.
+
+    Attention sinks, temperatures, the slopes of ALiBi, biases of relative places.
+    """
+
+    shapes: bool = False
+    """Sizes of all heads in views and splits: the width of the input, or a number that is no attribute."""
 
 
 NONE = Adaptation()
@@ -57,6 +63,9 @@ ADAPTATIONS = (
     Adaptation(counts=True, widths=True, config=True, bias=True),
     Adaptation(entries=True),
     Adaptation(counts=True, widths=True, config=True, entries=True),
+    Adaptation(shapes=True),
+    Adaptation(shapes=True, entries=True),
+    Adaptation(shapes=True, bias=True),
 )
 """From the least change on; the first that verifies is used."""
 
@@ -104,26 +113,30 @@ def align_biases(block: UnitBlock) -> None:
 
 
 def select_entries(block: UnitBlock) -> None:
-    """Use only the entries of this rank's heads of the parent's own parameters that have one for each head.
+    """Use only the entries of this rank's heads of the parent's own parameters and buffers that have one for each head.
 
-    Each rank keeps them whole: they are small, and their gradient is summed over the ranks.
+    Each rank keeps them whole: they are small, and the gradient of a parameter is summed over the ranks.
     """
     parent, heads = block.parent, block.units * block.heads_per_unit
-    names = [name for name, p in parent.named_parameters(recurse=False) if p.shape[0] == heads]
+    own = [*parent.named_parameters(recurse=False), *parent.named_buffers(recurse=False)]
+    axes = {name: list(value.shape).index(heads) for name, value in own if heads in value.shape}
     attach_state(parent).aligned_block = block
     # A property is looked up before the parameter of that name.
     parent.__class__ = type(
-        f"Entries{type(parent).__name__}", (type(parent),), {name: _entries(name) for name in names}
+        f"Entries{type(parent).__name__}",
+        (type(parent),),
+        {name: _entries(name, axis) for name, axis in axes.items()},
     )
 
 
-def _entries(name: str) -> property:
+def _entries(name: str, axis: int) -> property:
     def selected(module: nn.Module) -> Tensor | None:
         block: UnitBlock = state_of(module).aligned_block
-        parameter = module._parameters[name]
-        if parameter is None or block.sharded.inside is not block or block.verifying == "all units":
-            return parameter
-        return enter(parameter, block.group).index_select(0, _heads(block, parameter.device))
+        value = module._parameters[name] if name in module._parameters else module._buffers[name]
+        if value is None or block.sharded.inside is not block or block.verifying == "all units":
+            return value
+        value = enter(value, block.group) if value.requires_grad else value
+        return value.index_select(axis, _heads(block, value.device))
 
     return property(selected)
 

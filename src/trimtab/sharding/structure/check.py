@@ -24,7 +24,14 @@ FAILS = "the unsplit module fails on example inputs"
 
 
 def split_problem(
-    parent: nn.Module, out: str, bias: Tensor | None, units: int, call: Call, shard: Shard
+    parent: nn.Module,
+    out: str,
+    bias: Tensor | None,
+    units: int,
+    call: Call,
+    shard: Shard,
+    *,
+    heads_leave: bool = False,
 ) -> str:
     """How the split block differs from the unsplit one; empty if it does not.
 
@@ -32,6 +39,7 @@ def split_problem(
         out: name of the projection whose outputs are summed; empty if they are the module's own output.
         bias: is added to the sum.
         shard: splits a copy of the module for one of two ranks.
+        heads_leave: whether something outside the module uses what it returns by head.
     """
     descending = list(range(units))[::-1]
     most = max(1, 2 * units // 3)
@@ -58,6 +66,11 @@ def split_problem(
             _agrees(a, b, ids) for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=False)
         ):
             return "with some of its units it returns other values"
+        if heads_leave and any(
+            isinstance(a, Tensor) and a.shape != b.shape
+            for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=False)
+        ):
+            return "something outside of it uses values of its heads, of which a rank would have only its own"
     if not all(close(each, total) for each, total in zip(summed, totals, strict=True)):
         return "the sum over its units is not its output"
     return gradient_problem(parent, out, bias, table, call, shard)

@@ -11,6 +11,11 @@ def is_linear(module: object) -> bool:
     return known and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
+def further_parameters(module: nn.Module) -> list[str]:
+    """Names of a linear map's parameters beside weight and bias (a subclass with an adapter), which units would lack."""
+    return [name for name, _ in module.named_parameters() if name not in ("weight", "bias")]
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether somebody has registered hooks on it or on its parameters, which a projection in its place would lack."""
     hooks = (

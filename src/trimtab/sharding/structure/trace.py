@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trimtab.sharding.structure.example import example_calls
+from trimtab.sharding.structure.example import (
+    Arguments,
+    is_transformers,
+    layer_examples,
+    model_examples,
+    repeated_layers,
+)
 from trimtab.sharding.structure.linear import is_linear
 
 
@@ -62,8 +68,42 @@ class Trace:
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     """Its activations in the graph."""
 
+    entries: dict[str, list[Any]] = field(default_factory=dict)
+    """The nodes of the graph that computed them."""
+
+    given: list[tuple[int, Any]] = field(default_factory=list)
+    """The same of all calls, with the number of linear maps that had been called by then."""
+
+    results: dict[str, tuple[list[Tensor], int]] = field(default_factory=dict)
+    """What the first call of each module returned, with that number afterwards."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    """What the model, or its layers, returned."""
+
+    order: list[LinearCall] = field(default_factory=list)
+    """Every call of a linear map."""
+
     problem: str = ""
     """Why the pass failed; empty if it did not."""
+
+    def add(self, other: Trace) -> None:
+        """Add what another pass recorded, of other modules."""
+        count = len(self.order)
+        for mine, others in (
+            (self.linears, other.linears),
+            (self.first, other.first),
+            (self.calls, other.calls),
+            (self.inputs, other.inputs),
+            (self.entries, other.entries),
+        ):
+            for name, value in others.items():  # type: ignore[attr-defined]
+                mine.setdefault(name, value)  # type: ignore[attr-defined]
+        for name, (values, ended) in other.results.items():
+            self.results.setdefault(name, (values, ended + count))
+        self.given += [(number + count, node) for number, node in other.given]
+        self.order += other.order
+        self.outputs += other.outputs
+        self.repeated |= other.repeated
 
     def gradients(self, of: LinearCall, to: Sequence[Tensor], channels: slice) -> list[Tensor | None]:
         """Gradients of some random combination of a map's inputs; None where there is no dependence."""
@@ -77,22 +117,51 @@ class Trace:
 
 def trace_model(model: nn.Module) -> Trace:
     """Record one pass of the model, or of its layers, in evaluation mode. Nothing of the model changes."""
-    trace = Trace()
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    trace = _trace_whole(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, layer in repeated_layers(model).items():
+        if name in trace.calls:
+            continue
+        problem = ""
+        for example in layer_examples(layer):
+            alone = Trace()
+            problem = _record(model, layer, example, alone, names)
+            if not problem:
+                trace.add(alone)
+                break
+        trace.problem = trace.problem or problem
+    if not trace.calls and not trace.problem:
+        trace.problem = "the model has no parameters on a device, or no input can be made for it"
+    return trace
+
+
+def _trace_whole(model: nn.Module) -> Trace:
+    """One pass of the whole model; what a model of transformers computes before it fails counts as well."""
+    names = {id(module): name for name, module in model.named_modules()}
+    known, trace = is_transformers(model), Trace()
     try:
-        calls += example_calls(model)
+        for example in model_examples(model):
+            trace = Trace()
+            trace.problem = _record(model, model, example, trace, names)
+            if not trace.problem:
+                return trace
     except Exception as error:  # a configuration that says other things than most
         trace.problem = f"no example inputs for {type(model).__name__}: {error}"
-    if not calls and not trace.problem:
-        trace.problem = "the model has no parameters on a device, or no input can be made for it"
-    names = {id(module): name for name, module in model.named_modules()}
+    return trace if known else Trace()
+
+
+def _record(
+    model: nn.Module, module: nn.Module, example: Arguments, trace: Trace, names: dict[int, str]
+) -> str:
+    """Run a module of the model on example inputs; why that failed, or nothing."""
+    args, kwargs = example
     with _hooked(model, names, trace), torch.enable_grad(), _random_state(model):
-        for module, args, kwargs in calls:
-            try:
-                module(*(arg.clone() for arg in args), **kwargs)  # a layer may change its input in place
-            except Exception as error:  # the user's model, with inputs that are a guess
-                trace.problem = f"{type(module).__name__} fails on example inputs: {error}"
-    return trace
+        try:
+            result = module(*(arg.clone() for arg in args), **kwargs)  # a layer may change its input in place
+        except Exception as error:  # the user's model, with inputs that are a guess
+            return f"{type(module).__name__} fails on example inputs: {error}"
+    trace.outputs += [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    return ""
 
 
 @contextmanager
@@ -102,9 +171,12 @@ def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[N
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         name = names[id(module)]
+        leaves = tree_leaves((args, kwargs))
+        graded = tuple(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+        nodes = [t.grad_fn for t, own in zip(leaves, graded, strict=True) if own]
+        trace.given.extend((len(trace.order), node) for node in nodes)
         if name not in trace.calls:
-            leaves = tree_leaves((args, kwargs))
-            graded = tuple(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+            trace.entries[name] = nodes
             copies = tree_map(copied, (args, kwargs))
             trace.calls[name] = Call(copies[0], copies[1], graded)
             trace.inputs[name] = [t for t, own in zip(leaves, graded, strict=True) if own]
@@ -116,13 +188,20 @@ def _hooked(model: nn.Module, names: dict[int, str], trace: Trace) -> Iterator[N
         if name in trace.linears or name in trace.repeated:
             trace.linears.pop(name, None)
             trace.repeated.add(name)
+            trace.order.append(LinearCall(name, args[0], y))
             return y
         leaf = y.detach().requires_grad_()
         trace.linears[name] = trace.first[name] = LinearCall(name, args[0], leaf)
+        trace.order.append(trace.linears[name])
         return leaf.clone()  # a model may change it in place
+
+    def returned(module: nn.Module, _args: Any, result: Any) -> None:
+        values = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        trace.results.setdefault(names[id(module)], (values, len(trace.order)))
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
     handles += [m.register_forward_hook(after) for m in model.modules() if is_linear(m)]
+    handles += [m.register_forward_hook(returned) for m in model.modules()]
     try:
         model.eval()
         for parameter in frozen:
