@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.api.tensor_parallel import tensor_parallel
+from trimtab.sharding import move
 from trimtab.sharding.unit_block import sharded_model
 
 if TYPE_CHECKING:
@@ -83,6 +84,35 @@ def difference(alone: nn.Module, spread: nn.Module, of: Callable[[nn.Parameter],
         assert actual.shape == expected.shape, name
         if actual.numel():
             worst = max(worst, float((actual - expected).abs().max()))
+    return worst
+
+
+def trained_gap(
+    alone: nn.Module, spread: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: int = 3
+) -> float:
+    """The largest difference of losses, gradients and parameters of some steps, with a move after the first."""
+    models = (alone, spread)
+    optimizers = [adamw(model) for model in models]
+    worst = 0.0
+    for step in range(steps):
+        losses = [loss(model, step) for model in models]
+        for each, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            each.backward()
+        worst = max(worst, float((losses[0] - losses[1]).detach().abs()))
+        worst = max(
+            worst, difference(alone, spread, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+        worst = max(worst, difference(alone, spread, lambda p: p.data))
+        if step == 0:
+            blocks = sharded_model(spread, "test").blocks
+            move(
+                spread,
+                optimizers[1],
+                {n: [list(own)[::-1] for own in b.table.slots[::-1]] for n, b in blocks.items()},
+            )
     return worst
 
 

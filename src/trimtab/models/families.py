@@ -69,6 +69,7 @@ class Family:
             "sound": {"input_features": pixels.new_zeros(BATCH, 4, 16) + pixels.mean((1, 2)).repeat(1, 2)[:, None],
                       "labels": tokens},
             "seq2seq": {"input_ids": tokens, "labels": tokens.flip(1)},
+            "wave": {"input_values": pixels.flatten(1).repeat(1, 2), "labels": tokens[:, 0] % 2},
         }  # fmt: skip
         loss = model(**arguments[self.inputs]).loss
         assert isinstance(loss, Tensor)

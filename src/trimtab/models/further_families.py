@@ -70,6 +70,49 @@ _JAMBA: dict[str, Any] = {
     **_LLAMA, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
     "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
+_SPEECH: dict[str, Any] = {
+    **_COMMON, "intermediate_size": HIDDEN, "vocab_size": VOCABULARY, "conv_dim": (8, 8), "conv_kernel": (10, 3),
+    "conv_stride": (5, 2), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0,
+    "classifier_proj_size": 8, "apply_spec_augment": False, "feat_proj_dropout": 0.0, "final_dropout": 0.0,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA, "num_key_value_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": HIDDEN, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+_ROUTED: dict[str, Any] = {
+    **_LLAMA, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "head_dim": 4,
+    "moe_intermediate_size": HIDDEN, "first_k_dense_replace": 1,
+}  # fmt: skip
+_STATE: dict[str, Any] = {
+    **_LLAMA, "mamba_n_heads": 6, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_head": 8, "mamba_chunk_size": 4
+}  # fmt: skip
+_TOWER = {**_COMMON, "intermediate_size": HIDDEN, "attention_dropout": 0.0}
+_LED: dict[str, Any] = {
+    **_TRANSLATION, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32, "attention_window": 4
+}  # fmt: skip
+_PROPHET: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_encoder_layers": LAYERS, "num_decoder_layers": LAYERS, "encoder_ffn_dim": HIDDEN,
+    "decoder_ffn_dim": HIDDEN, "num_encoder_attention_heads": HEADS, "num_decoder_attention_heads": HEADS,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 32, "decoder_start_token_id": 1, "use_cache": False,
+    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+_NLLB: dict[str, Any] = {
+    **_TRANSLATION, "num_experts": 3, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0, "moe_token_dropout": 0.0, "expert_capacity": 64,
+}  # fmt: skip
+_DBRX: dict[str, Any] = {
+    "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 32, "vocab_size": VOCABULARY,
+    "resid_pdrop": 0.0, "emb_pdrop": 0.0, "use_cache": False,
+    "attn_config": {"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 10000.0, "attn_pdrop": 0.0},
+    "ffn_config": {"ffn_hidden_size": HIDDEN, "moe_num_experts": 4, "moe_top_k": 2},
+}  # fmt: skip
+_NEXT: dict[str, Any] = {
+    **_MIXTURE, "head_dim": 4, "shared_expert_intermediate_size": HIDDEN, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 
 FURTHER: tuple[Family, ...] = (
     Family("Gemma", "GemmaForCausalLM", {**_LLAMA, "head_dim": 4}),
@@ -161,7 +204,71 @@ FURTHER: tuple[Family, ...] = (
     Family("LayoutLM", "LayoutLMForMaskedLM", _BERT, eager=True),
     Family("ViT-MSN", "ViTMSNForImageClassification", _IMAGE, "images"),
     Family("PVT", "PvtForImageClassification", _PVT, "images", eager=True),
-)
+    Family("BigBird", "BigBirdForMaskedLM", {**_BERT, "attention_type": "original_full"}, eager=True),
+    Family(
+        "RemBERT",
+        "RemBertForMaskedLM",
+        {**_BERT, "input_embedding_size": 8, "output_embedding_size": 8},
+        eager=True,
+    ),
+    Family("ESM", "EsmForMaskedLM", {**_BERT, "mask_token_id": 1, "position_embedding_type": "rotary"}),
+    Family("EuroBERT", "EuroBertForMaskedLM", _LLAMA),
+    Family("NomicBERT", "NomicBertForMaskedLM", _BERT),
+    Family("YOSO", "YosoForMaskedLM", {**_BERT, "use_expectation": True}, eager=True),
+    Family("XLM-RoBERTa-XL", "XLMRobertaXLForMaskedLM", _BERT),
+    Family("RoBERTa-PreLayerNorm", "RobertaPreLayerNormForMaskedLM", _BERT),
+    Family("Megatron-BERT", "MegatronBertForMaskedLM", _BERT, eager=True),
+    Family("Data2Vec", "Data2VecTextForMaskedLM", _BERT),
+    Family("PLBart", "PLBartForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family(
+        "BigBird-Pegasus",
+        "BigBirdPegasusForConditionalGeneration",
+        {**_TRANSLATION, "attention_type": "original_full"},
+        "seq2seq",
+        eager=True,
+    ),
+    Family("Blenderbot Small", "BlenderbotSmallForConditionalGeneration", _TRANSLATION, "seq2seq"),
+    Family(
+        "Switch Transformers",
+        "SwitchTransformersForConditionalGeneration",
+        {
+            **_T5, "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+            "router_jitter_noise": 0.0,
+        },
+        "seq2seq",
+        eager=True,
+    ),
+    Family("NLLB-MoE", "NllbMoeForConditionalGeneration", _NLLB, "seq2seq", eager=True),
+    Family("NanoChat", "NanoChatForCausalLM", _LLAMA),
+    Family("CWM", "CwmForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("HunYuan", "HunYuanDenseV1ForCausalLM", {**_LLAMA, "head_dim": 4}),
+    Family("GLM4-MoE", "Glm4MoeForCausalLM", _ROUTED),
+    Family("dots.llm1", "Dots1ForCausalLM", {**_ROUTED, "n_shared_experts": 1}),
+    Family(
+        "ERNIE 4.5 MoE",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_LLAMA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": HIDDEN, "moe_layer_start_index": 1
+        },
+    ),
+    Family("Wav2Vec2", "Wav2Vec2ForSequenceClassification", _SPEECH, "wave"),
+    Family("HuBERT", "HubertForSequenceClassification", _SPEECH, "wave"),
+    Family("SEW", "SEWForSequenceClassification", {**_SPEECH, "squeeze_factor": 2}, "wave"),
+    Family("UniSpeech", "UniSpeechForSequenceClassification", _SPEECH, "wave"),
+    Family(
+        "SigLIP",
+        "SiglipForImageClassification",
+        {"vision_config": {**_TOWER, "image_size": 8, "patch_size": 4}, "text_config": {**_TEXT, **_TOWER}},
+        "images",
+    ),
+    Family(
+        "DINOv2 with registers",
+        "Dinov2WithRegistersForImageClassification",
+        {**_COMMON, "image_size": 8, "patch_size": 4, "num_register_tokens": 2},
+        "images",
+    ),
+    Family("I-JEPA", "IJepaForImageClassification", _IMAGE, "images"),
+)  # fmt: skip
 """Trained as on a single device, attention and MLPs divided."""
 
 IN_PART: tuple[Family, ...] = (
@@ -170,15 +277,7 @@ IN_PART: tuple[Family, ...] = (
     Family("Bloom", "BloomForCausalLM", {**_GPT, "hidden_size": WIDTH}, eager=True),
     Family("GPT-BigCode", "GPTBigCodeForCausalLM", {**_GPT, "n_inner": HIDDEN}),
     Family("MPNet", "MPNetForMaskedLM", _BERT, eager=True),
-    Family(
-        "DeepSeek-V3",
-        "DeepseekV3ForCausalLM",
-        {
-            **_LLAMA, "num_key_value_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
-            "topk_group": 1, "moe_intermediate_size": HIDDEN, "q_lora_rank": 8, "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1,
-        },
-    ),
+    Family("DeepSeek-V3", "DeepseekV3ForCausalLM", _DEEPSEEK),
     Family("OLMo3", "Olmo3ForCausalLM", _LLAMA),
     Family("CodeGen", "CodeGenForCausalLM", {**_GPT, "rotary_dim": 4, "n_head": 4}, eager=True),
     Family("XLNet", "XLNetLMHeadModel", {**_FUNNEL, "n_layer": LAYERS, "dropout": 0.0}, eager=True),
@@ -187,6 +286,67 @@ IN_PART: tuple[Family, ...] = (
     Family("SegFormer", "SegformerForImageClassification", _SEGFORMER, "images", eager=True),
     Family("RWKV", "RwkvForCausalLM", {**_RWKV, "context_length": 32, "use_cache": False}, eager=True),
     Family("Jamba", "JambaForCausalLM", _JAMBA, eager=True),
+    Family("LED", "LEDForConditionalGeneration", _LED, "seq2seq", eager=True),
+    Family("Longformer", "LongformerForMaskedLM", {**_BERT, "attention_window": 4}, eager=True),
+    Family(
+        "DeBERTa",
+        "DebertaForMaskedLM",
+        {**_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        eager=True,
+    ),
+    Family(
+        "ConvBERT",
+        "ConvBertForMaskedLM",
+        {**_BERT, "embedding_size": WIDTH, "head_ratio": 2, "conv_kernel_size": 3},
+        eager=True,
+    ),
+    Family(
+        "MobileBERT",
+        "MobileBertForMaskedLM",
+        {**_BERT, "embedding_size": 8, "intra_bottleneck_size": 12, "true_hidden_size": 12, "num_attention_heads": 4},
+        eager=True,
+    ),
+    Family(
+        "Nystromformer",
+        "NystromformerForMaskedLM",
+        {**_BERT, "segment_means_seq_len": 8, "num_landmarks": 4},
+        eager=True,
+    ),
+    Family("ProphetNet", "ProphetNetForConditionalGeneration", _PROPHET, "seq2seq", eager=True),
+    Family("LongT5", "LongT5ForConditionalGeneration", {**_T5, "local_radius": 3}, "seq2seq", eager=True),
+    Family("DBRX", "DbrxForCausalLM", _DBRX, eager=True),
+    Family("DiffLlama", "DiffLlamaForCausalLM", {**_LLAMA, "num_key_value_heads": HEADS}, eager=True),
+    Family(
+        "MiniMax",
+        "MiniMaxForCausalLM",
+        {
+            **_LLAMA, "head_dim": 4, "num_local_experts": 4, "block_size": 4,
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+        eager=True,
+    ),
+    Family("DeepSeek-V2", "DeepseekV2ForCausalLM", _DEEPSEEK),
+    Family("FlexOlmo", "FlexOlmoForCausalLM", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Qwen3-Next", "Qwen3NextForCausalLM", _NEXT, eager=True),
+    Family("Doge", "DogeForCausalLM", {**_LLAMA, "hidden_dropout": 0.0, "keep_window_size": 8}, eager=True),
+    Family("Bamba", "BambaForCausalLM", {**_STATE, "attn_layer_indices": [1]}, eager=True),
+    Family("Falcon-H1", "FalconH1ForCausalLM", {**_STATE, "mamba_d_ssm": 48}, eager=True),
+    Family(
+        "RecurrentGemma",
+        "RecurrentGemmaForCausalLM",
+        {
+            **_LLAMA, "lru_width": WIDTH, "block_types": ["recurrent", "attention"], "attention_window_size": 8,
+            "num_key_value_heads": 1,
+        },
+        eager=True,
+    ),
+    Family(
+        "WavLM",
+        "WavLMForSequenceClassification",
+        {**_SPEECH, "num_buckets": 8, "max_bucket_distance": 16},
+        "wave",
+        eager=True,
+    ),
 )  # fmt: skip
 """Trained as on a single device, with a part of the layers whole on every rank.
 

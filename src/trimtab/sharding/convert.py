@@ -16,7 +16,7 @@ from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.sharding.dropout.keyed import key_dropout
-from trimtab.sharding.find_units import FoundBlock, find_blocks, head_width, projections_of
+from trimtab.sharding.find_units import FoundBlock, find_blocks, head_width, projections_of, refuse_shared
 from trimtab.sharding.group import TensorGroup
 from trimtab.sharding.projection import InProjection, OutProjection
 from trimtab.sharding.sequence.layers import divide_layers
@@ -32,8 +32,14 @@ from trimtab.sharding.structure.adapt import (
 )
 from trimtab.sharding.structure.check import FAILS, split_problem
 from trimtab.sharding.structure.functional import adapt_attention, adapt_experts
+from trimtab.sharding.structure.linear import (
+    features,
+    further_parameters,
+    hooked,
+    hooked_parameters,
+    is_transposed,
+)
 from trimtab.sharding.structure.shapes import adapt_shapes
-from trimtab.sharding.structure.linear import features, further_parameters, hooked, hooked_parameters, is_transposed
 from trimtab.sharding.unit_axis import UnitAxis
 from trimtab.sharding.unit_block import ShardedModel, UnitBlock, UnitTensor, find_sharded_model, grown
 from trimtab.sharding.unit_kinds import AnyKind, Attention, Experts, Mlp, TorchAttention, UnitKind, Units
@@ -71,7 +77,7 @@ def convert(
         raise TrimtabError("tensor_parallel: this model is already tensor-parallel")
     words = find_vocabulary(model, vocabulary)
     blocks, replicated = find_blocks(model, kinds, replicate)
-    _refuse_shared(model, blocks)
+    refuse_shared(model, blocks)
     splits: dict[str, Split] = {}
     chosen: dict[tuple[type[nn.Module], AnyKind], Adaptation] = {}
     for index, each in enumerate(blocks):
@@ -374,24 +380,6 @@ def _own_parameter(found_block: FoundBlock, block: UnitBlock, name: str, axis: U
 def _stored(full: nn.Parameter, axis: UnitAxis, owned: Tensor, sharded: ShardedModel) -> nn.Parameter:
     rows = sharded.slots_for(len(owned)) * axis.width
     return nn.Parameter(grown(axis.select(full.data, owned), rows), requires_grad=full.requires_grad)
-
-
-def _refuse_shared(model: nn.Module, blocks: list[FoundBlock]) -> None:
-    """Raise if a matrix is shared with another module: it cannot be sharded by units."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for each in blocks:
-        projections = projections_of(each.parent, each.kind).values()
-        own = [parameter for projection in projections for parameter in projection.parameters()]
-        if isinstance(each.kind, (TorchAttention, Experts)):
-            own += each.parent.parameters(recurse=False)
-        for parameter in own:
-            if len(names[id(parameter)]) > 1:
-                raise TrimtabError(
-                    f"tensor_parallel: {' and '.join(names[id(parameter)])} are one tensor, which cannot be "
-                    f"sharded by units; replicate it with replicate=[{each.path!r}]"
-                )
 
 
 def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -95,6 +95,24 @@ def find_blocks(
     return _named(model, found, trace), reasons
 
 
+def refuse_shared(model: nn.Module, blocks: Sequence[FoundBlock]) -> None:
+    """Raise if a matrix is shared with another module: it cannot be sharded by units."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for each in blocks:
+        projections = projections_of(each.parent, each.kind).values()
+        own = [parameter for projection in projections for parameter in projection.parameters()]
+        if isinstance(each.kind, (TorchAttention, Experts)):
+            own += each.parent.parameters(recurse=False)
+        for parameter in own:
+            if len(names[id(parameter)]) > 1:
+                raise TrimtabError(
+                    f"tensor_parallel: {' and '.join(names[id(parameter)])} are one tensor, which cannot be "
+                    f"sharded by units; replicate it with replicate=[{each.path!r}]"
+                )
+
+
 def _unseen(model: nn.Module, trace: Trace, covered: set[nn.Module]) -> Iterator[tuple[str, str]]:
     """The linear maps of layers that a trace has not reached."""
     for prefix, layer in repeated_layers(model).items():
@@ -115,7 +133,9 @@ def _named(model: nn.Module, found: list[tuple[str, AnyKind, bool]], trace: Trac
         is_mlp = isinstance(kind, Mlp) or (isinstance(kind, Units) and kind.heads == 0)
         name = path if alone else f"{path}.{'mlp' if is_mlp else 'attention'}".lstrip(".")
         parent = model.get_submodule(path)
-        alike = isinstance(kind, (TorchAttention, Experts))  # they have no projections with values of their own
+        alike = isinstance(
+            kind, (TorchAttention, Experts)
+        )  # they have no projections with values of their own
         problem = "" if alike else uses.problem(parent, path, projections_of(parent, kind))
         blocks.append(
             FoundBlock(

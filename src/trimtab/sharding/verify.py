@@ -63,7 +63,7 @@ def verify_at_first_forward(found: FoundBlock, block: UnitBlock) -> None:
 
 
 def verify_other_arguments(found: FoundBlock, block: UnitBlock) -> None:
-    """As `verify_at_first_forward`, if that pass has tensors as arguments where the example had none: a mask, a bias."""
+    """As `verify_at_first_forward`, if that pass has tensors where the example had none: a mask, a bias."""
     if block.group.size == 1 or found.call is None:
         return
     known = _tensors(found.parent, found.call.args, found.call.kwargs)
@@ -111,9 +111,7 @@ def _tensors(module: nn.Module, args: Any, kwargs: Any) -> set[str]:
     return {name for name, value in given.items() if any(isinstance(t, Tensor) for t in tree_leaves(value))}
 
 
-def _verify(
-    found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any, others: Sequence[str] = ()
-) -> bool:
+def _verify(found: FoundBlock, block: UnitBlock, args: Any, kwargs: Any, others: Sequence[str] = ()) -> bool:
     """Raise on every rank if the block is wrong on any; False if the unsharded module rejects these inputs.
 
     Args:
@@ -140,7 +138,9 @@ def _verify(
             "on a rank with some of its units these get other values than in the unsharded module"
         )
         if others:
-            differs = f"with the arguments {', '.join(others)}, which it did not have on example inputs, {differs}"
+            differs = (
+                f"with the arguments {', '.join(others)}, which it did not have on example inputs, {differs}"
+            )
         raise refusal(found, differs + what) from (own if isinstance(own, Exception) else None)
     return float(worst) >= 0
 

@@ -66,7 +66,11 @@ def test_what_is_divided_needs_less_memory_and_trains_alike(
     ranks: Pool, what: str, entries: int | None, figure: str, limit: float
 ) -> None:
     rows = ranks(2, divided, what, entries)[0]
-    assert [row["method"] for row in rows] == [f"{what} {method}" for method in memory.OPTIONS[what]]
+    methods = [*memory.OPTIONS[what], *(["torch"] if what == "vocab" else [])]
+    assert [row["method"] for row in rows] == [f"{what} {method}" for method in methods]
     summary = memory.memory_summary(rows)
     assert summary[f"{what}_loss_gap"] < 1e-4
     assert summary[figure] < limit
+    if what == "vocab":
+        assert summary["divided_memory_over_torch"] < limit
+        assert summary["divided_time_over_torch"] > 0

@@ -78,7 +78,12 @@ def _image_sizes(model: nn.Module, patches: nn.Conv2d) -> Iterator[tuple[int, in
     """Sizes of images that fit the places for which the model has an entry each; a few others if it has none."""
     counts = [p.shape[-2] for p in model.parameters() if p.ndim == 3 and p.shape[0] == 1]
     counts += [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    sides = [isqrt(count - extra) for count in counts for extra in (0, 1, 2) if isqrt(count - extra) ** 2 == count - extra]
+    sides = [
+        isqrt(count - extra)
+        for count in counts
+        for extra in (0, 1, 2)
+        if isqrt(count - extra) ** 2 == count - extra
+    ]
     for side in dict.fromkeys([*sides, 2, 8]):
         yield side * patches.stride[0], side * patches.stride[1]
 

@@ -12,7 +12,7 @@ def is_linear(module: object) -> bool:
 
 
 def further_parameters(module: nn.Module) -> list[str]:
-    """Names of a linear map's parameters beside weight and bias (a subclass with an adapter), which units would lack."""
+    """Names of a linear map's parameters beside weight and bias (an adapter in a subclass), which units would lack."""
     return [name for name, _ in module.named_parameters() if name not in ("weight", "bias")]
 
 

@@ -1,8 +1,8 @@
 """Let a forward pass that names the width or the number of all heads work on those of one rank.
 
-`y.view(batch, places, width)` and `qkv.split(width, dim=2)`, with the width of the block's input, are how most small GPTs
-and vision transformers are written. Inside a block such a size is replaced by that of this rank's heads. Which one it is
-follows from the tensor: in the unsplit module the same call has the same sizes for a tensor with all heads.
+`y.view(batch, places, width)` and `qkv.split(width, dim=2)`, with the width of the block's input, are how most small
+GPTs and vision transformers are written. Inside a block such a size is replaced by that of this rank's heads. Which one
+it is follows from the tensor: in the unsplit module the same call has the same sizes for a tensor with all heads.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ def _unflatten(
     length: int, sizes: tuple[int, ...], units: int, computing: int, widths: Sequence[int]
 ) -> tuple[int, ...] | None:
     local = _view((length,), sizes, units, computing, widths)
-    return local if local is None or -1 not in sizes else tuple(
-        -1 if size == -1 else each for size, each in zip(sizes, local, strict=True)
+    return (
+        local
+        if local is None or -1 not in sizes
+        else tuple(-1 if size == -1 else each for size, each in zip(sizes, local, strict=True))
     )
 
 
@@ -143,7 +145,11 @@ def _resolved(sizes: tuple[int, ...], count: int) -> tuple[int, ...] | None:
     if -1 not in sizes:
         return sizes if prod(sizes) == count else None
     known = prod(size for size in sizes if size != -1)
-    return tuple(count // known if size == -1 else size for size in sizes) if known and count % known == 0 else None
+    return (
+        tuple(count // known if size == -1 else size for size in sizes)
+        if known and count % known == 0
+        else None
+    )
 
 
 def _groups(

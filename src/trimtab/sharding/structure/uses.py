@@ -1,7 +1,7 @@
 """What a block uses of the rest of a model, and the rest of the block, beside its input and its output.
 
-A block is compared with the unsplit one as the module that computes it, with that module's own parameters and arguments. So
-whatever comes into it or leaves it by another way is looked for in the graph of the whole trace:
+A block is compared with the unsplit one as the module that computes it, with that module's own parameters and
+arguments. So whatever comes into it or leaves it by another way is looked for in the graph of the whole trace:
 
 - a parameter of another module between its projections, of which a rank would have the gradient of its units only;
 - a projection's weight that something else reads, which would get this rank's part of it;
@@ -45,7 +45,8 @@ class Uses:
         inside = _parameters(_reached([last.x], self._trace.entries.get(path, ())))
         foreign = sorted(self._names[id(p)] for p in inside if id(p) not in own and id(p) in self._names)
         if foreign:
-            return f"{_listed(foreign)} of another module is used between its projections, so its gradient would be wrong"
+            what = f"{_listed(foreign)} of another module"
+            return f"{what} is used between its projections, so its gradient would be wrong"
         for name, projection in projections.items():
             inner = _joined(path, name)
             if inner in self._trace.linears and any(id(p) in self._read for p in projection.parameters()):
@@ -56,7 +57,9 @@ class Uses:
         """Whether nothing outside a module uses what it returns by head."""
         results, ended = self._trace.results.get(path, ([], 0))
         nodes = {t.grad_fn for t in results if t.ndim == _BY_HEAD}
-        return not nodes & self._nodes and not any(n >= ended and node in nodes for n, node in self._trace.given)
+        return not nodes & self._nodes and not any(
+            n >= ended and node in nodes for n, node in self._trace.given
+        )
 
 
 def _joined(path: str, name: str) -> str:

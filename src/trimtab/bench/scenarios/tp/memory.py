@@ -1,7 +1,10 @@
 """The rows of `trimtab bench tp` that need less memory.
 
-Rows `vocab`: embedding and head on every rank, and divided by vocabulary. Rows `sequence`: activations between blocks
-on every rank, and divided along the sequence. `memory_mb` is a rank's: parameters, optimizer states,
+Rows `vocab`: embedding and head on every rank, divided by vocabulary, and with activations divided along the sequence
+as well; `torch` is `parallelize_module`, as its documentation advises, with embedding and head on every rank. Rows
+`sequence`: activations between blocks on every rank, and divided along the sequence.
+
+`memory_mb` is a rank's: parameters, optimizer states,
 and what a step adds (GPU: its peak; CPU: gradients and what autograd keeps for the backward pass); `activations_mb` is
 what a step adds without the gradients.
 """
@@ -16,12 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from trimtab.api.tensor_parallel import tensor_parallel
 from trimtab.bench.harness import AA, Progress, interleave
 from trimtab.bench.ranks import hosts, run_on_cluster
+from trimtab.bench.scenarios.tp.by_torch import by_torch
 from trimtab.bench.scenarios.tp.task import task
 from trimtab.bench.trainer import KINDS, Trainer
+from trimtab.models.tasks import Task
 
 ENTRIES = 32768
 """Entries of the vocabulary; the text has bytes only."""
@@ -33,6 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "replicated" + AA: {},
         "divided": _VOCABULARY,
         "uneven": {**_VOCABULARY, "shares": (1, 2)},
+        "and sequence": {**_VOCABULARY, "sequence": True},
     },
     "sequence": {
         "replicated": {},
@@ -64,6 +71,10 @@ def memory_summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         f"{what}_aa_ratio": by_method["replicated" + AA]["over_replicated"],
         f"{what}_loss_gap": abs(divided["loss"] - whole["loss"]),
     }
+    if "torch" in by_method:
+        both, torchs = by_method["and sequence"], by_method["torch"]
+        summary["divided_memory_over_torch"] = both["memory_mb"] / torchs["memory_mb"]
+        summary["divided_time_over_torch"] = both["over_torch"]
     if what == "sequence":
         summary["sequence_activations"] = divided["activations_mb"] / whole["activations_mb"]
     return summary
@@ -72,7 +83,11 @@ def memory_summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods, interleaved."""
     what = spec["what"]
-    trainers = {method: _trainer(spec, options) for method, options in OPTIONS[what].items()}
+    trainers: dict[str, Trainer] = {
+        method: _trainer(spec, options) for method, options in OPTIONS[what].items()
+    }
+    if what == "vocab":
+        trainers["torch"] = by_torch(_task(spec))
     steps = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(steps, warmup=3, repeats=spec["repeats"], progress=report)
     return [
@@ -80,6 +95,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
             "method": f"{what} {method}",
             **timing.step,
             "over_replicated": timing.ratio(timings["replicated"]),
+            "over_torch": timing.ratio(timings["torch"]) if "torch" in timings else None,
             "loss": trainers[method].loss,
             **_memory(trainers[method]),
         }
@@ -87,7 +103,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     ]
 
 
-def _trainer(spec: Mapping[str, Any], options: Mapping[str, Any]) -> Trainer:
+def _task(spec: Mapping[str, Any]) -> Task:
     own = task(spec)
     model: Any = own.model
     if spec["entries"] is not None:
@@ -97,17 +113,25 @@ def _trainer(spec: Mapping[str, Any], options: Mapping[str, Any]) -> Trainer:
             model.head = nn.Linear(spec["width"], spec["entries"], bias=False)
             nn.init.normal_(model.tokens.weight, std=0.02)
             nn.init.normal_(model.head.weight, std=0.02)
+    return own
+
+
+def _trainer(spec: Mapping[str, Any], options: Mapping[str, Any]) -> Trainer:
+    own = _task(spec)
     mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
-    tensor_parallel(model, mesh, kinds=KINDS, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return Trainer(model, optimizer, lambda step: own.batch(step=step), own.device)
+    tensor_parallel(own.model, mesh, kinds=KINDS, **options)
+    optimizer = torch.optim.AdamW(own.model.parameters(), lr=3e-4)
+    return Trainer(own.model, optimizer, lambda step: own.batch(step=step), own.device)
 
 
 def _memory(trainer: Trainer) -> dict[str, float]:
     """Megabytes of one step; the most of all ranks."""
-    parameters = list(trainer.model.parameters())
+    parameters = [_local(parameter) for parameter in trainer.model.parameters()]
     states = [
-        v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+        _local(v)
+        for state in trainer.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, Tensor)
     ]
     own = sum(tensor.nbytes for tensor in [*parameters, *states])
     if trainer.device.type == "cuda":
@@ -115,13 +139,13 @@ def _memory(trainer: Trainer) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats(trainer.device)
         trainer.step()
         added = torch.cuda.max_memory_allocated(trainer.device) - before
-        added -= sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
+        added -= sum(_local(p).nbytes for p in trainer.model.parameters() if p.grad is not None)
     else:
         known = {p.untyped_storage().data_ptr() for p in parameters}
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+            storage = _local(tensor).untyped_storage()
             if storage.data_ptr() not in known:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
@@ -133,3 +157,8 @@ def _memory(trainer: Trainer) -> dict[str, float]:
     most = torch.tensor([own + gradients + added, added], dtype=torch.float64, device=trainer.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {"memory_mb": float(most[0]) / 1e6, "activations_mb": float(most[1]) / 1e6}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of one of torch's own distributed tensors."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -12,13 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
 from trimtab.bench.ranks import hosts, run_on_cluster
+from trimtab.bench.scenarios.tp.by_torch import adamw, by_torch
 from trimtab.bench.scenarios.tp.families import EXACT, family_gaps
 from trimtab.bench.scenarios.tp.memory import memory_rows, memory_summary
 from trimtab.bench.scenarios.tp.replicas import replica_rows, replica_summary
@@ -81,12 +77,12 @@ def run_at(speed: float, device: str, repeats: int, progress: Progress) -> list[
 def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
     """All methods at one speed of the second rank, interleaved."""
     equal = spec["speed"] == 1
-    even, again = (TensorTrainer(task(spec), clock=True, optimizer=_adamw) for _ in range(2))
+    even, again = (TensorTrainer(task(spec), clock=True, optimizer=adamw) for _ in range(2))
     trainers: dict[str, Trainer] = {"even": even, "even" + AA: again}
     if equal:
-        trainers |= {"torch": _by_torch(spec), "torch" + AA: _by_torch(spec)}
+        trainers |= {"torch": by_torch(task(spec)), "torch" + AA: by_torch(task(spec))}
     else:
-        trainers["shares"] = TensorTrainer(task(spec), shares="measured", clock=True, optimizer=_adamw)
+        trainers["shares"] = TensorTrainer(task(spec), shares="measured", clock=True, optimizer=adamw)
     cases: dict[str, Callable[[], float]] = {method: trainer.step for method, trainer in trainers.items()}
     if equal:
         cases["move"] = lambda: _move(again)
@@ -107,30 +103,6 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    split = [p for name, p in model.named_parameters() if name.startswith("blocks.") and "norm" not in name]
-    rest = [p for p in model.parameters() if not any(p is other for other in split)]
-    # Separate groups: torch's own distributed parameters and plain ones cannot be updated by one kernel.
-    return torch.optim.AdamW([{"params": split}, {"params": rest}], lr=3e-4)
-
-
-def _by_torch(spec: Mapping[str, Any]) -> Trainer:
-    """The model split as torch's documentation advises."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    own = task(spec)
-    mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
-    for layer in own.model.get_submodule("blocks").children():
-        for name, parameter in layer.qkv.named_parameters():  # type: ignore[union-attr]
-            # Columns are split as they come: each rank's queries, keys and values must be next to each other.
-            ordered = parameter.data.unflatten(0, (3, mesh.size(), -1)).transpose(0, 1)
-            setattr(layer.qkv, name, torch.nn.Parameter(ordered.flatten(0, 2).contiguous()))
-        columns = {name: ColwiseParallel() for name in ("qkv", "up")}
-        rows = {name: RowwiseParallel() for name in ("out", "down")}
-        parallelize_module(layer, mesh, {**columns, **rows})
-    return Trainer(own.model, _adamw(own.model), lambda step: own.batch(step=step), own.device)
 
 
 def _move(trainer: TensorTrainer) -> float:
