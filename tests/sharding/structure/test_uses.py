@@ -65,6 +65,7 @@ class Borrowed(Layers):
     def __init__(self) -> None:
         super().__init__(Mlp)
         self.slope = nn.PReLU()
+        layer: Any
         for layer in self.layers:
             layer.borrowed = [self.slope]
             layer.forward = lambda x, layer=layer: layer.narrow(layer.borrowed[0](layer.widen(x)))
@@ -93,7 +94,7 @@ class Adapted(nn.Linear):
         super().__init__(inputs, outputs)
         self.down, self.up = nn.Parameter(torch.randn(3, inputs)), nn.Parameter(torch.zeros(outputs, 3))
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x @ self.down.T @ self.up.T
 
 

@@ -34,7 +34,9 @@ def model_examples(model: nn.Module) -> Iterator[Arguments]:
 def layer_examples(layer: nn.Module) -> Iterator[Arguments]:
     """Random activations for each argument of a layer, of the likeliest width first."""
     like = _like(layer)
-    for width in () if like is None else _widths(layer):
+    if like is None:
+        return
+    for width in _widths(layer):
         activations = (_random(like, _BATCH, _LENGTH, width) for _ in range(max(1, _required(layer))))
         yield tuple(x.requires_grad_() for x in activations), {}
 

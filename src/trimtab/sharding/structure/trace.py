@@ -89,21 +89,19 @@ class Trace:
     def add(self, other: Trace) -> None:
         """Add what another pass recorded, of other modules."""
         count = len(self.order)
-        for mine, others in (
-            (self.linears, other.linears),
-            (self.first, other.first),
-            (self.calls, other.calls),
-            (self.inputs, other.inputs),
-            (self.entries, other.entries),
-        ):
-            for name, value in others.items():  # type: ignore[attr-defined]
-                mine.setdefault(name, value)  # type: ignore[attr-defined]
+        again = self.first.keys() & other.first.keys()  # a map of several layers
+        self.repeated |= other.repeated | again
+        linears = {**other.linears, **self.linears}
+        self.linears = {name: call for name, call in linears.items() if name not in self.repeated}
+        self.first = {**other.first, **self.first}
+        self.calls = {**other.calls, **self.calls}
+        self.inputs = {**other.inputs, **self.inputs}
+        self.entries = {**other.entries, **self.entries}
         for name, (values, ended) in other.results.items():
             self.results.setdefault(name, (values, ended + count))
         self.given += [(number + count, node) for number, node in other.given]
         self.order += other.order
         self.outputs += other.outputs
-        self.repeated |= other.repeated
 
     def gradients(self, of: LinearCall, to: Sequence[Tensor], channels: slice) -> list[Tensor | None]:
         """Gradients of some random combination of a map's inputs; None where there is no dependence."""
