@@ -73,7 +73,7 @@ class InProjection(Projection):
             return F.pad(y, (0, width))
         if len(self.parts) > 1:
             # Stored unit by unit; attention expects all queries, then all keys, then all values.
-            pieces = y.unflatten(-1, (units, width)).split(self.parts, dim=-1)
+            pieces = y.reshape(*y.shape[:-1], units, width).split(self.parts, dim=-1)
             y = torch.cat([piece.flatten(-2) for piece in pieces], dim=-1)
         return y
 
