@@ -97,3 +97,39 @@ def test_the_first_step_of_a_lease_says_little_about_the_others() -> None:
     corrected = seen.corrected(COSTS).lease
     assert corrected is not None
     assert corrected.ratio == pytest.approx(0.5)
+
+
+def test_what_even_ranks_wait_for_each_other_is_no_cost_of_a_lease() -> None:
+    """After a move they wait as well, though nothing is lent: only the rest of what a lease adds counts."""
+    seen, decision = SeenCosts(), lease()
+    seen.learn(numbers(3.0, 0.2))
+    seen.applied(decision, 0.0)
+    seen.learn(numbers(0.2 + 3 * decision.lent, 0.2 + 3 * decision.lent))
+    moved = decide(RANKS, Costs(own=COSTS.own, lease=None), Balance(), steps=100)
+    seen.learn(numbers(3.0, 0.2))
+    seen.applied(moved, moved.once)
+    assert not seen.learn(numbers(0.2 + 2 * decision.lent, 0.3 + 2 * decision.lent, moved=1.0))
+    corrected = seen.corrected(COSTS).lease
+    assert corrected is not None
+    assert corrected.ratio == pytest.approx(1)
+
+
+def test_a_choice_between_a_lease_and_a_move_follows_it() -> None:
+    """In a burst a move there and back costs more than the lease, if waiting is not charged to the lease alone."""
+    transfers = LeaseCost(fixed=0.0, one_way=0.2, exposed=0.2, messages=4, blocks=4)
+    costs = Costs(own=MigrationCost(fixed=0.0, slope=3.0), lease=transfers)
+
+    def chosen(seen: SeenCosts) -> str:
+        return decide(RANKS, seen.corrected(costs), Balance(), steps=6).mode
+
+    seen = SeenCosts()
+    assert chosen(seen) == "lease"
+    first = decide(RANKS, costs, Balance(), steps=6)
+    seen.learn(numbers(3.0, 0.2))
+    seen.applied(first, 0.0)
+    seen.learn(numbers(0.2 + 30 * first.lent, 3.0))
+    assert chosen(seen) == "own"
+    seen.learn(numbers(3.0, 0.2, moved=1.0))
+    seen.applied(decide(RANKS, seen.corrected(costs), Balance(), steps=6), 0.9)
+    seen.learn(numbers(0.2 + 29.5 * first.lent, 3.0, moved=1.0))
+    assert chosen(seen) == "lease"
