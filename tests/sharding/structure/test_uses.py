@@ -87,6 +87,23 @@ class Penalized(nn.Module):
         return self.inner(x) + 0.01 * self.inner.widen.weight.square().sum()
 
 
+class Stashing(Mlp):
+    """Keeps its hidden values, of which the model computes a penalty."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.hidden = self.widen(x).relu()
+        return self.narrow(self.hidden)
+
+
+class Sparse(Layers):
+    def __init__(self) -> None:
+        super().__init__(Stashing)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y + sum(layer.hidden.mean() for layer in self.layers)  # type: ignore[union-attr,operator]
+
+
 class Adapted(nn.Linear):
     """An adapter in a subclass; as long as it is zero, outputs are those of a plain linear map."""
 
@@ -156,6 +173,7 @@ class Masked(Unguessed):
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "borrowed": (Borrowed, "slope.weight of another module is used between its projections"),
     "penalized": (lambda: Layers(Penalized), "is also used outside of it"),
+    "sparse": (Sparse, "are also used outside of it"),
     "adapter": (lambda: Layers(WithAdapter), "widen has more than a weight and a bias: down, up"),
     "mixed values": (MixedValues, "something outside of it uses values of its heads"),
     "biased": (Biased, ""),

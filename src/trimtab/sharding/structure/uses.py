@@ -5,7 +5,7 @@ arguments. So whatever comes into it or leaves it by another way is looked for i
 
 - a parameter of another module between its projections, of which a rank would have the gradient of its units only;
 - a projection's weight that something else reads, which would get this rank's part of it;
-- values by head that something else reads, which would get those of this rank's heads.
+- hidden values, or values by head, that something else reads, which would get those of this rank's units.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Uses:
             return f"{what} is used between its projections, so its gradient would be wrong"
         for name, projection in projections.items():
             inner = _joined(path, name)
+            call = self._trace.linears.get(inner)
+            if call is not None and call.path not in self._outs and id(call.y) in self._read:
+                return f"outputs of {inner} are also used outside of it, where every rank would have a part of them"
             if inner in self._trace.linears and any(id(p) in self._read for p in projection.parameters()):
                 return f"a parameter of {inner} is also used outside of it, where every rank would have a part of it"
         return ""
