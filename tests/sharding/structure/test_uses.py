@@ -101,7 +101,10 @@ class Sparse(Layers):
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
-        return y + sum(layer.hidden.mean() for layer in self.layers)  # type: ignore[union-attr,operator]
+        layer: Any
+        for layer in self.layers:
+            y = y + layer.hidden.mean()
+        return y
 
 
 class Adapted(nn.Linear):
