@@ -28,12 +28,14 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.precision import linear as linear_module
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.gpu import gradients as gradients_module
 from trimtab.precision.gpu import products as products_module
 from trimtab.precision.gpu import quantize as quantize_module
 from trimtab.precision.gpu import quantize_kernels
 from trimtab.precision.gpu.products import Tile
 from trimtab.precision.products import ColumnTotals
 
+gradients: Any = gradients_module
 linear: Any = linear_module
 products: Any = products_module
 quantize: Any = quantize_module
@@ -56,7 +58,16 @@ TILES: dict[str, tuple[Tile, int]] = {
 
 def forget() -> None:
     """Forget what was decided for shapes."""
-    for cached in (products._multiply, products._tiles, quantize._tiles, quantize._largest, quantize._by_row):
+    for cached in (
+        products.multiply_launch,
+        products.tiles_of,
+        quantize.tiles_launch,
+        quantize._largest,
+        quantize.rows_launch,
+        quantize.survey_of_columns,
+        gradients.input_gradient,
+        gradients.weight_gradient,
+    ):
         cached.cache_clear()
 
 
@@ -182,13 +193,11 @@ def quantizers() -> dict[str, float]:
         for order, module in (("last first", original), ("in order", without_reversal())):
             quantize.kernels = module
             forget()
-            quantize._largest_of_columns.cache_clear()
             for name, run in cases.items():
                 if order == "last first" or name in ("columns", "fp8"):
                     results[f"{columns} {name}, {order}"] = timed(run)[0]
         quantize.kernels = original
         forget()
-        quantize._largest_of_columns.cache_clear()
     return results
 
 

@@ -122,6 +122,14 @@ def test_int8_products_are_the_exact_sums(rows: int, columns: int, length: int, 
     assert torch.equal(transpose(a), a.t().contiguous())
 
 
+def test_gradients_of_a_layer_are_those_of_the_single_kernels() -> None:
+    """Bit by bit, with memory shared between kernels, by address and where an address is not aligned."""
+    from tests.precision.triton_cases import gradient_faults
+
+    shapes = ((37, 24, 53), (64, 48, 32), (1, 16, 16), (33, 1, 7), (1000, 304, 520))
+    assert gradient_faults("cuda", shapes, rounding=(True, False), offsets=(0, 0, 1)) == []
+
+
 def test_sums_too_long_for_int32_are_divided() -> None:
     from trimtab.precision.gpu.products import product
     from trimtab.precision.int8 import LONGEST_SUM

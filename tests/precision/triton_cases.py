@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from trimtab.precision import reference
 from trimtab.precision.draw import Draw, Operand, base_key
 from trimtab.precision.gpu.fp8 import Fp8
+from trimtab.precision.gpu.gradients import input_gradient, weight_gradient
 from trimtab.precision.gpu.int8 import Int8Cuda
 from trimtab.precision.gpu.products import product, transpose
 from trimtab.precision.gpu.quantize import (
@@ -174,6 +175,56 @@ def totals_faults(
     return faults
 
 
+def gradient_faults(
+    device: str,
+    shapes: Sequence[tuple[int, int, int]] = ((37, 24, 53),),
+    rounding: Sequence[bool] = (True,),
+    offsets: Sequence[int] = (0,),
+) -> list[str]:
+    """The gradients of a whole layer against the same kernels one by one, bit by bit.
+
+    Args:
+        shapes: m, n and k.
+        rounding: whether stochastic.
+        offsets: of the gradient in its memory. A second time on a GPU kernels run by address, if it is aligned.
+    """
+    faults = []
+    for m, n, k in shapes:
+        sizes = Sizes(m, n, k)
+        calls = torch.tensor([1], device=device)
+        for stochastic in rounding:
+            draw = Draw(5, calls, stochastic)
+            for at in offsets:
+                g = torch.randn(m * n + 1, device=device)[at : at + m * n].view(m, n)
+                codes_x, scales_x = quantize_by_row(torch.randn(m, k, device=device), draw, Operand.INPUT)
+                codes_w, scales_w = quantize_by_row(torch.randn(n, k, device=device), draw, Operand.WEIGHT)
+                name = f"{sizes} {stochastic} {at}"
+                by_row = quantize_by_row(g, draw, Operand.GRAD_FOR_INPUT, column_factor=scales_w)
+                expected = product(by_row[0], transpose(codes_w), m, k, torch.float32, row_scale=by_row[1])
+                whole = input_gradient(g.device, g.dtype, sizes, torch.float32, stochastic)
+                assert whole is not None
+                if not torch.equal(whole(g, codes_w, scales_w, draw), expected):
+                    faults.append(f"input gradient {name}")
+                for transposed in (False, True):
+                    totals, again = ColumnTotals(), ColumnTotals()
+                    _, codes, scales = quantize_by_column(
+                        g, draw, Operand.GRAD_FOR_WEIGHT, row_factor=scales_x, totals=totals
+                    )
+                    if transposed:
+                        expected = product(transpose(codes_x), codes, k, n, torch.float32, column_scale=scales)
+                    else:
+                        expected = product(codes, transpose(codes_x), n, k, torch.float32, row_scale=scales)
+                    gradient = weight_gradient(g.device, g.dtype, sizes, stochastic, transposed)
+                    assert gradient is not None
+                    if not torch.equal(gradient(g, codes_x, scales_x, draw, None), expected):
+                        faults.append(f"weight gradient {name} {transposed}")
+                    if not torch.equal(gradient(g, codes_x, scales_x, draw, again), expected):
+                        faults.append(f"weight gradient with totals {name} {transposed}")
+                    if not torch.equal(again.of(g), totals.of(g)):
+                        faults.append(f"totals {name} {transposed}")
+    return faults
+
+
 def band_faults() -> list[str]:
     """Totals of several bands of rows, ragged, and of values that a factor multiplies for the codes alone."""
     values, draw = torch.randn(9000, 40), Draw(3, torch.tensor([1]), False)
@@ -237,4 +288,5 @@ def allow_loops_over_arguments() -> None:
 if __name__ == "__main__":
     allow_loops_over_arguments()
     warnings.simplefilter("ignore")
-    print(json.dumps(kernel_faults() + bias_faults() + product_faults() + sum_faults() + band_faults()))
+    faults = kernel_faults() + bias_faults() + product_faults() + sum_faults() + band_faults()
+    print(json.dumps(faults + gradient_faults("cpu")))

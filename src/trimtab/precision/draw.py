@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +27,7 @@ def base_key(seed: int, rank: int, name_hash: int) -> int:
     return h - (1 << 64) if h >> 63 else h
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The random stream of one operator's rounding, or rounding to nearest."""
 
     base: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,34 +54,30 @@ def linear(
         y, _, _ = forward_pass(x.reshape(-1, x.shape[-1]), w, bias, precision, draw, dtype, (False, False))
         result = y.view(*x.shape[:-1], y.shape[-1])
     else:
-        shared = shares_input(x, precision)
-        setting = precision, draw, transposed, dtype, shared, late, codes
-        result = _Linear.apply(x, weight, bias, *setting)  # type: ignore[no-untyped-call]
+        setting = _Setting(precision, draw, transposed, dtype, shares_input(x, precision), late, codes)
+        result = _Linear.apply(x, weight, bias, setting)  # type: ignore[no-untyped-call]
     return result
 
 
-_NO_GRADIENTS = (None,) * 7
-"""Of arguments that are no tensors."""
+class _Setting(NamedTuple):
+    """What is no tensor of a call, as one argument: autograd looks at each."""
+
+    precision: Precision
+    draw: Draw
+    transposed: bool
+    dtype: torch.dtype
+    shared: bool
+    late: Late | None
+    codes: WeightCodes | None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        precision: Precision,
-        draw: Draw,
-        transposed: bool,
-        dtype: torch.dtype,
-        shared: bool,
-        late: Late | None,
-        codes: WeightCodes | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, setting: _Setting) -> Tensor:
+        precision, draw, transposed, dtype, shared, _, codes = setting
         w = weight.t() if transposed else weight
         # Reshaped in here: outside, each would be an autograd node of its own.
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         needs_x, needs_w = ctx.needs_input_grad[:2]
         eight_bits = precision.forward in ("int8", "fp8")
         kept = codes.of(weight, draw) if codes is not None and eight_bits else None
@@ -91,46 +87,60 @@ class _Linear(torch.autograd.Function):
         if shared and needs_w:
             saved_x = (x,)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.split, ctx.shared, ctx.late, ctx.shape = len(saved_x), shared, late, x.shape
-        ctx.setting = precision, draw, x.shape[-1], transposed, x.dtype
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.of_forward = len(saved_x), x.shape, dtypes, setting
         # Not a view: autograd forbids to change a view that a function returns in place.
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        saved_x, saved_w, setting = saved[: ctx.split], saved[ctx.split :], ctx.setting
-        precision, draw, inputs, transposed, dtype = setting
-        weight_dtype, bias_dtype = ctx.dtypes
-        g = g.reshape(-1, g.shape[-1])
-        if ctx.shared and saved_x:
-            grad_weight = products_of(precision, g.device.type)[2]
-            saved_x = grad_weight.saved_input(saved_x[0].reshape(-1, inputs), draw)
+        # once_differentiable takes time even where nobody differentiates twice.
+        return _gradients_once(ctx, g) if torch.is_grad_enabled() else _gradients(ctx, g)
 
-        if ctx.late is None:
-            totals = ColumnTotals() if ctx.needs_input_grad[2] else None
-            gx, gw = backward_pass(g, saved_x, saved_w, precision, draw, inputs, transposed, dtype, totals)
-            gx = gx if gx is None else gx.view(ctx.shape)
-            gw = gw if gw is None else gw.to(weight_dtype)
-            gb = None if totals is None else totals.of(g).to(bias_dtype)
-            return gx, gw, gb, *_NO_GRADIENTS
 
-        def of_bias() -> Tensor:
-            return ColumnTotals().of(g).to(bias_dtype)
+def _gradients(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    split, shape, (dtype, weight_dtype, bias_dtype), setting = ctx.of_forward
+    precision, draw, transposed, _, shared, late, _ = setting
+    saved = ctx.saved_tensors
+    saved_x, saved_w, inputs = saved[:split], saved[split:], shape[-1]
+    needs_bias = ctx.needs_input_grad[2]
+    g = g if g.dim() == 2 else g.reshape(-1, g.shape[-1])
+    if shared and saved_x:
+        grad_weight = products_of(precision, g.device.type)[2]
+        saved_x = grad_weight.saved_input(saved_x[0].reshape(-1, inputs), draw)
+    common = precision, draw, inputs, transposed, dtype
 
-        def of_weight() -> Tensor:
-            _, gw = backward_pass(g, saved_x, (), *setting)
-            assert gw is not None
-            return gw.to(weight_dtype)
+    if late is None:
+        totals = ColumnTotals() if needs_bias else None
+        gx, gw = backward_pass(g, saved_x, saved_w, *common, totals)
+        gb = None if totals is None else totals.of(g)
+        return _shaped(gx, shape), _in_type(gw, weight_dtype), _in_type(gb, bias_dtype), None
 
-        if saved_x:
-            ctx.late("weight", of_weight)
-        if ctx.needs_input_grad[2]:
-            ctx.late("bias", of_bias)
-        gx, _ = backward_pass(g, (), saved_w, *setting)
-        return gx if gx is None else gx.view(ctx.shape), None, None, *_NO_GRADIENTS
+    def of_bias() -> Tensor:
+        return ColumnTotals().of(g).to(bias_dtype)
+
+    def of_weight() -> Tensor:
+        _, gw = backward_pass(g, saved_x, (), *common)
+        assert gw is not None
+        return gw.to(weight_dtype)
+
+    if saved_x:
+        late("weight", of_weight)
+    if needs_bias:
+        late("bias", of_bias)
+    gx, _ = backward_pass(g, (), saved_w, *common)
+    return _shaped(gx, shape), None, None, None
+
+
+_gradients_once = once_differentiable(_gradients)
+
+
+def _shaped(values: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return values if values is None or len(shape) == 2 else values.view(shape)
+
+
+def _in_type(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return values if values is None or values.dtype == dtype else values.to(dtype)
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())

@@ -77,7 +77,9 @@ class MixedTypes:
     def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.removed:
             return  # the compiler decides by itself what it keeps for backward
-        first = next(module.parameters(), None)
+        if not self.is_model and (self.calls.hands_on is None or not _in_backward()):
+            return  # as below, without looking for a parameter
+        first = _first_parameter(module)
         if first is None:  # a replica of nn.DataParallel
             return
         kind = first.device.type
@@ -104,7 +106,7 @@ class Unlowered:
     removed: bool = False
 
     def before(self, module: nn.Module, args: Any) -> None:
-        first = next(module.parameters(), None)
+        first = _first_parameter(module)
         if self.removed or first is None or torch.compiler.is_compiling():
             return
         if self.calls.mixes(kind := first.device.type):
@@ -123,7 +125,7 @@ class Isolated:
     removed: bool = False
 
     def before(self, module: nn.Module, args: Any) -> Any:
-        first = next(module.parameters(), None)
+        first = _first_parameter(module)
         if self.removed or torch.compiler.is_compiling():
             return None
         if first is None or not self.calls.mixes(kind := first.device.type):
@@ -222,6 +224,17 @@ def _takes_bf16(model: Any, device: torch.device) -> bool:
         if getattr(policy, "param_dtype", None) not in (None, torch.float32):
             return False
     return device.type in ("cpu", "cuda") and "bf16" in offers(device)["linear"]
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """As `next(module.parameters())`, without its walk through the whole model."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (parameter := _first_parameter(child)) is not None:
+            return parameter
+    return None
 
 
 def _in_backward() -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
+from trimtab.precision.gpu.gradients import input_gradient, weight_gradient
 from trimtab.precision.gpu.products import product, transpose
 from trimtab.precision.gpu.quantize import (
     padded,
@@ -41,6 +42,9 @@ class Int8Cuda(Int8):
     def grad_input(self, g: Operands, w: Operands, sizes: Sizes, dtype: torch.dtype, draw: Draw) -> Tensor:
         operand = Operand.GRAD_FOR_INPUT
         if self.by_row:
+            whole = input_gradient(g[0].device, g[0].dtype, sizes, dtype, draw.stochastic)
+            if whole is not None:
+                return whole(g[0], *w, draw)
             codes, scales = quantize_by_row(g[0], draw, operand, column_factor=w[1])
         else:
             folded = g[0].float() * w[1]
@@ -59,6 +63,9 @@ class Int8Cuda(Int8):
     ) -> Tensor:
         operand = Operand.GRAD_FOR_WEIGHT
         if self.by_row:
+            whole = weight_gradient(g[0].device, g[0].dtype, sizes, draw.stochastic, transposed)
+            if whole is not None:
+                return whole(g[0], *x, draw, totals)
             _, codes, scales = quantize_by_column(g[0], draw, operand, row_factor=x[1], totals=totals)
         else:
             folded = g[0].float() * x[1][:, None]

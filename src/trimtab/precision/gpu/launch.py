@@ -2,12 +2,14 @@
 
 Triton looks at every argument and option of every launch to find the compiled kernel, and asks the driver about every
 pointer. A small layer in 8 bits then takes the host longer than an H200. So everything that a step repeats (grid,
-sizes, constants) is put together once in a `Launch`, and a launch passes addresses.
+sizes, constants) is put together once in a `Launch`, and a launch passes addresses. Each allocation costs the host
+about as much as a launch, so what kernels hand on to one another can share one: a `Room`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 
 _ALIGNED = 16
 """Bytes: what Triton compiles for, if all addresses are multiples of it."""
+
+_APART = 128
+"""Parts of a room begin at multiples of this: the bytes that a processor reads at a time."""
 
 _ZEROS = 1 << 18
 """Numbers that are set to zero at a time."""
@@ -48,25 +53,26 @@ class Launch:
         self._run: Any = None
         self._before: tuple[Any, ...] = ()
 
-    def __call__(self, tensors: tuple[Tensor, ...], *varying: int) -> None:
+    def __call__(self, tensors: Sequence[Tensor] | Sequence[int], *varying: int) -> None:
         """Run on the current stream.
 
         Args:
+            tensors: or their addresses, if the launch is one of those that `take` them.
             varying: arguments between the tensors and the fixed numbers, which the kernel is not specialized for.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
         device = self._device
-        if device < 0 or torch._C._cuda_getDevice() != device:
-            self._slowly(tensors, varying)
-            return
-        for address in addresses:
-            if address % _ALIGNED:
-                self._slowly(tensors, varying)
+        addresses: Sequence[int]
+        if type(tensors[0]) is int:
+            addresses = tensors  # type: ignore[assignment]
+        else:
+            addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+            if not take((self,), addresses):
+                self._slowly(tensors, varying)  # type: ignore[arg-type]
                 return
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._run(*self._grid, stream, *self._before, *addresses, *varying, *self._after)
 
-    def _slowly(self, tensors: tuple[Tensor, ...], varying: tuple[int, ...]) -> None:
+    def _slowly(self, tensors: Sequence[Tensor], varying: tuple[int, ...]) -> None:
         """As Triton does it; what it compiles for aligned tensors is kept."""
         first = tensors[0]
         if first.device.type != "cuda":  # interpreted
@@ -89,6 +95,46 @@ class Launch:
             # No metadata for and no hooks of Triton's own profiler.
             self._before = (compiled.function, compiled.packed_metadata, None, None, None)
             self._run, self._device = compiled.run, first.get_device()
+
+
+def take(launches: Iterable[Launch], addresses: Iterable[int]) -> bool:
+    """Whether these run with addresses alone: they are compiled for the current device, and addresses are aligned."""
+    current = None
+    for launch in launches:
+        device = launch._device
+        if device != current:
+            if device < 0 or torch._C._cuda_getDevice() != device:
+                return False
+            current = device
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % _ALIGNED == 0
+
+
+class Room:
+    """Parts of one allocation, for what only the kernels read that run one after another.
+
+    Args:
+        parts: the dtype of each, and how many numbers it has.
+    """
+
+    def __init__(self, *parts: tuple[torch.dtype, int]) -> None:
+        self.nbytes = 0
+        self._parts: list[tuple[int, int, torch.dtype]] = []
+        for dtype, numel in parts:
+            end = self.nbytes + numel * dtype.itemsize
+            self._parts.append((self.nbytes, end, dtype))
+            self.nbytes = ceil_div(end, _APART) * _APART
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """The parts of this memory."""
+        return [memory[start:end].view(dtype) for start, end, dtype in self._parts]
+
+    def addresses(self, memory: Tensor) -> list[int]:
+        """Of the parts of this memory."""
+        first = memory.data_ptr()
+        return [first + start for start, _, _ in self._parts]
 
 
 def zeros(n: int, device: torch.device) -> Tensor:

@@ -95,7 +95,7 @@ def transpose(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     if out.numel():
-        _transpose(codes.device, rows, columns)((codes, out))
+        transpose_launch(codes.device, rows, columns)((codes, out))
     return out
 
 
@@ -108,8 +108,8 @@ def _add_product(
 ) -> None:
     rows, columns = out.shape
     device = a.device
-    if _tiles(device):
-        launch = _multiply(
+    if tiles_of(device):
+        launch = multiply_launch(
             device, rows, columns, a.shape[1], a.stride(0), b.stride(0), out.dtype, scales[2].dtype, given
         )
         launch((a, b, out, *scales))
@@ -120,7 +120,7 @@ def _add_product(
 
 
 @lru_cache(LAUNCHES)
-def _multiply(
+def multiply_launch(
     device: torch.device,
     rows: int,
     columns: int,
@@ -163,7 +163,7 @@ def _scale_sums(
 
 
 @lru_cache(LAUNCHES)
-def _transpose(device: torch.device, rows: int, columns: int) -> Launch:
+def transpose_launch(device: torch.device, rows: int, columns: int) -> Launch:
     bm, bn, warps = TRANSPOSED_TILE
     grid = (ceil_div(rows, bm) * ceil_div(columns, bn), 1, 1)
     return Launch(kernels.transpose, grid, (rows, columns), {"BM": bm, "BN": bn}, num_warps=warps)
@@ -184,7 +184,7 @@ def _sums(a: Tensor, b: Tensor) -> Tensor:
 
 def _tile(rows: int, columns: int, device: torch.device) -> Tile:
     """The largest tile of which there are enough for all processors, from sm_80 on."""
-    tiles = _tiles(device)
+    tiles = tiles_of(device)
     for tile in tiles:
         enough = (16 if tile.columns > 128 else 0.8) * processors(device)
         if ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns) >= enough:
@@ -193,7 +193,7 @@ def _tile(rows: int, columns: int, device: torch.device) -> Tile:
 
 
 @cache
-def _tiles(device: torch.device) -> tuple[Tile, ...]:
+def tiles_of(device: torch.device) -> tuple[Tile, ...]:
     if device.type != "cuda":
         return TILES[86]  # interpreted
     major, minor = torch.cuda.get_device_capability(device)

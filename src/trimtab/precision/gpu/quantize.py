@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def quantize_by_row(
     if rows == 0 or columns == 0:
         return codes.zero_(), scales.zero_()
     factor = values if column_factor is None else column_factor
-    launch = _by_row(
+    launch = rows_launch(
         values.device, values.dtype, rows, columns, operand, draw.stochastic, column_factor is not None
     )
     launch((values, codes, scales, factor, draw.calls), draw.base)
@@ -76,9 +77,9 @@ def quantize_by_column(
     largest, keys = zeros(columns, device), _keys(rows, draw, device)
     factor = values if row_factor is None else row_factor
     given = row_factor is not None
-    survey = _largest_of_columns(device, values.dtype, rows, columns, operand, draw.stochastic, given, False)
-    survey(values, factor, largest, keys, draw, totals)
-    launch = _tiles(device, values.dtype, rows, columns, 0, draw.stochastic, given, True, direct, True)
+    survey = survey_of_columns(device, values.dtype, rows, columns, operand, draw.stochastic, given, False)
+    survey((values, factor, largest, keys), survey.parts(columns, device, totals), draw.calls, draw.base)
+    launch = tiles_launch(device, values.dtype, rows, columns, 0, draw.stochastic, given, True, direct, True)
     launch((values, factor, largest, keys, codes, transposed, scales))
     return codes, transposed, scales
 
@@ -105,12 +106,13 @@ def quantize_whole(
             launch = _largest(device, values.dtype, rows, columns, operand, draw.stochastic)
             launch((values, largest, keys, draw.calls), draw.base)
         else:
-            survey = _largest_of_columns(
+            survey = survey_of_columns(
                 device, values.dtype, rows, columns, operand, draw.stochastic, False, True
             )
-            survey(values, values, largest, keys, draw, totals)
+            parts = survey.parts(columns, device, totals)
+            survey((values, values, largest, keys), parts, draw.calls, draw.base)
         form = _FORMATS[dtype]
-        launch = _tiles(
+        launch = tiles_launch(
             device, values.dtype, rows, columns, form, draw.stochastic, False, False, direct, transposed
         )
         launch((values, values, largest, keys, codes, flipped, scale))
@@ -122,7 +124,7 @@ def quantize_whole(
 
 
 @lru_cache(LAUNCHES)
-def _by_row(
+def rows_launch(
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
@@ -143,7 +145,7 @@ def _by_row(
     )  # fmt: skip
 
 
-class _Survey(NamedTuple):
+class Survey(NamedTuple):
     """Finds the largest magnitudes of columns, or of all, and on request the columns' totals."""
 
     with_totals: Launch
@@ -151,25 +153,23 @@ class _Survey(NamedTuple):
     bands: int
     """Of rows, each of which gives one row of totals."""
 
-    def __call__(
-        self,
-        values: Tensor,
-        factor: Tensor,
-        largest: Tensor,
-        keys: Tensor,
-        draw: Draw,
-        totals: ColumnTotals | None,
-    ) -> None:
+    def parts(self, columns: int, device: torch.device, totals: ColumnTotals | None) -> Tensor | None:
+        """Room for the columns' totals, if they are requested."""
         if totals is None:
-            self.without((values, factor, largest, keys, keys, draw.calls), draw.base)
-            return
-        parts = torch.empty((self.bands, values.shape[1]), dtype=torch.float32, device=values.device)
-        self.with_totals((values, factor, largest, keys, parts, draw.calls), draw.base)
-        totals.parts = parts
+            return None
+        totals.parts = torch.empty((self.bands, columns), dtype=torch.float32, device=device)
+        return totals.parts
+
+    def __call__(self, places: Sequence[Any], parts: Any, calls: Any, base: int) -> None:
+        """Run with values, factor, largest and keys; everything as tensors or as addresses."""
+        if parts is None:
+            self.without((*places, places[-1], calls), base)
+        else:
+            self.with_totals((*places, parts, calls), base)
 
 
 @lru_cache(LAUNCHES)
-def _largest_of_columns(
+def survey_of_columns(
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
@@ -178,7 +178,7 @@ def _largest_of_columns(
     stochastic: bool,
     factor: bool,
     whole: bool,
-) -> _Survey:
+) -> Survey:
     bm, bn, warps = COLUMN_TILE
     across = ceil_div(columns, bn)
     # As many rows for each program as still give every processor several programs.
@@ -195,7 +195,7 @@ def _largest_of_columns(
         )
         for totals in (True, False)
     )  # fmt: skip
-    return _Survey(with_totals, without, bands)
+    return Survey(with_totals, without, bands)
 
 
 @lru_cache(LAUNCHES)
@@ -212,7 +212,7 @@ def _largest(
 
 
 @lru_cache(LAUNCHES)
-def _tiles(
+def tiles_launch(
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
