@@ -26,7 +26,14 @@ CASES: list[tuple[Any, tuple[int, ...]]] = [
     (lambda: nn.Conv2d(8, 16, 1), (2, 8, 5, 5)),
     (lambda: nn.Conv2d(4, 4, 4, padding="same"), (2, 4, 8, 8)),
     (lambda: nn.Conv2d(4, 4, 3, padding="valid"), (4, 8, 8)),
+    (lambda: nn.Conv2d(4, 4, (4, 3), padding="same", padding_mode="circular"), (2, 4, 8, 8)),
+    (lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), stride=2, padding_mode="reflect"), (4, 8, 8)),
     (lambda: nn.Conv1d(4, 6, 4, stride=3, padding=2), (3, 4, 17)),
+    (lambda: nn.Conv1d(4, 6, 3, padding=2, padding_mode="replicate"), (4, 17)),
+    (lambda: nn.Conv1d(4, 6, 3), (1, 4, 17)),  # its windows overlap in memory
+    (lambda: nn.Conv1d(4, 6, 4, stride=2, padding=1), (4, 17)),
+    (lambda: nn.Conv2d(4, 6, 3), (1, 4, 3, 9)),
+    (lambda: nn.Conv2d(4, 6, (3, 1), padding=(1, 0)), (1, 4, 9, 1)),
     (lambda: nn.Conv1d(4, 4, 3, groups=4, padding=2, dilation=2), (3, 4, 17)),
 ]
 

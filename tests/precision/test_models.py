@@ -213,3 +213,31 @@ def test_what_is_left_alone_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_cannot_be_set_is_refused_by_name(pattern: str, message: str) -> None:
     with pytest.raises(TrimtabError, match=message):
         set_precision(decoder(), {pattern: "bf16"})
+
+
+class Halved(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input) / 2
+
+
+def with_another_forward() -> nn.Linear:
+    module = nn.Linear(8, 8)
+    forward = module.forward
+    module.forward = lambda input: forward(input) / 2  # type: ignore[method-assign]  # noqa: A006
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Halved(8, 8), "0 is a Halved, whose class has a forward of its own"),
+        (with_another_forward, "0 is a Linear, whose forward was replaced"),
+        (lambda: nn.Embedding(8, 8, max_norm=1.0), "0 is a Embedding, and max_norm, sparse"),
+        (lambda: nn.Bilinear(8, 8, 8), "0 is a torch.nn.Bilinear, which is not supported"),
+    ],
+)
+def test_what_only_looks_like_an_operator_is_refused_by_name(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(TrimtabError, match=message):
+        set_precision(nn.Sequential(make(), nn.Linear(8, 8)), {"0": "bf16"})

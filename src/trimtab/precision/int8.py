@@ -150,9 +150,13 @@ def product(
 
 
 def _with_new_strides(codes: Tensor) -> Tensor:
-    """The same codes, with the stride of a new tensor along an axis of length 1.
+    """The same codes, with strides that `torch._int_mm` reads right (torch 2.13 on CPU).
 
-    `torch._int_mm` reads that stride, which should not matter, and computes wrong sums for a column viewed as a
-    row (torch 2.13 on CPU).
+    It computes wrong sums, without an error, for a column viewed as a row, because it reads the stride of an axis of
+    length 1, and for rows that overlap in memory, as the windows of a 1-D convolution over one sample do.
     """
-    return codes.contiguous().view(-1).view(codes.shape) if 1 in codes.shape else codes
+    if 1 in codes.shape:
+        return codes.contiguous().view(-1).view(codes.shape)
+    (rows, columns), (down, across) = codes.shape, codes.stride()
+    apart = (across == 1 and down >= columns) or (down == 1 and across >= rows)
+    return codes if apart else codes.contiguous()

@@ -91,15 +91,18 @@ class ConvForward(LowPrecisionForward):
         x, weight = input, module.weight
         batched = x.dim() == weight.dim()
         x = x if batched else x.unsqueeze(0)
+        padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
+        if module.padding_mode != "zeros":
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            padding = 0, 0
+        elif module.padding == "same":
+            # An even kernel needs one more element of padding after than before, so padding is not symmetric.
+            x = F.pad(x, module._reversed_padding_repeated_twice)
         one_dimensional = weight.dim() == 3
         if one_dimensional:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         # A 1-D kernel moves along the last axis; the first has length 1.
         stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
-        padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
-        if isinstance(module.padding, str) and module.padding == "same":
-            # An even kernel needs one more element of padding after than before, so padding is not symmetric.
-            x = F.pad(x, module._reversed_padding_repeated_twice)
         geometry = Geometry(stride, padding, dilation, module.groups, x.shape, weight.shape)
         y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x), self.result_dtype(x))
         y = y.squeeze(2) if one_dimensional else y
@@ -169,7 +172,20 @@ def refusals(model: nn.Module) -> dict[str, str]:
             reasons[name] = kind + "and convolutions are supported in one and two dimensions"
         elif isinstance(module, RECURRENT):
             reasons[name] = kind + "which computes all its steps in one call that cannot be divided"
+        elif isinstance(module, (nn.Bilinear, nn.EmbeddingBag)):
+            reasons[name] = kind + "which is not supported"
+        elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)) and kind_of(module) is None:
+            reasons[name] = f"{name or 'the model'} is a {type(module).__name__}, {_other_forward(module)}"
     return reasons
+
+
+def _other_forward(module: nn.Module) -> str:
+    """Why the forward of a module that looks like an operator cannot be replaced."""
+    if "forward" in module.__dict__:
+        return "whose forward was replaced after it was made, so that nobody knows what it computes"
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return "and max_norm, sparse and scale_grad_by_freq are not supported"
+    return "whose class has a forward of its own, so that nobody knows what it computes"
 
 
 def unlowered(model: nn.Module) -> set[nn.Module]:
@@ -193,8 +209,7 @@ def kind_of(module: nn.Module) -> OperatorKind | None:
     if _is_transposed_linear(module) or is_projection(module):
         return "linear"
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-        known = type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward)
-        return "conv" if known and module.padding_mode == "zeros" else None
+        return "conv" if type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward) else None
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
         return "embedding" if plain else None
