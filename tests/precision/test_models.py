@@ -230,9 +230,9 @@ def with_another_forward() -> nn.Linear:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Halved(8, 8), "0 is a Halved, whose class has a forward of its own"),
-        (with_another_forward, "0 is a Linear, whose forward was replaced"),
-        (lambda: nn.Embedding(8, 8, max_norm=1.0), "0 is a Embedding, and max_norm, sparse"),
+        (lambda: Halved(8, 8), "0 is of class Halved, whose class has a forward of its own"),
+        (with_another_forward, "0 is of class Linear, whose forward was replaced"),
+        (lambda: nn.Embedding(8, 8, max_norm=1.0), "0 is of class Embedding, and its max_norm, sparse"),
         (lambda: nn.Bilinear(8, 8, 8), "0 is a torch.nn.Bilinear, which is not supported"),
     ],
 )
@@ -241,3 +241,19 @@ def test_what_only_looks_like_an_operator_is_refused_by_name(
 ) -> None:
     with pytest.raises(TrimtabError, match=message):
         set_precision(nn.Sequential(make(), nn.Linear(8, 8)), {"0": "bf16"})
+
+
+@pytest.mark.parametrize("low", list(dict.fromkeys(("bf16", "fp16", LOW))))
+def test_a_model_on_the_meta_device_has_shapes_and_trains_once_it_has_values(low: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
+    set_precision(model, {"?*": low})
+    y = model(torch.empty(4, 3, 10, device="meta"))
+    assert y.shape == (4, 5)
+    y.sum().backward()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+        parameter.grad = None
+    model(torch.randn(4, 3, 10)).square().mean().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

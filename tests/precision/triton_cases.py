@@ -211,7 +211,9 @@ def gradient_faults(
                         g, draw, Operand.GRAD_FOR_WEIGHT, row_factor=scales_x, totals=totals
                     )
                     if transposed:
-                        expected = product(transpose(codes_x), codes, k, n, torch.float32, column_scale=scales)
+                        expected = product(
+                            transpose(codes_x), codes, k, n, torch.float32, column_scale=scales
+                        )
                     else:
                         expected = product(codes, transpose(codes_x), n, k, torch.float32, row_scale=scales)
                     gradient = weight_gradient(g.device, g.dtype, sizes, stochastic, transposed)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.linear import no_autocast, products_for, result_dtype, shares_input
+from trimtab.precision.once import differentiable_once, refuse_transforms
 from trimtab.precision.products import Float, Operands, Sizes, unscaled
 from trimtab.precision_names import Precision, PrecisionName
 
@@ -63,6 +63,8 @@ def conv(
     dtype = dtype or result_dtype(x)
     if len(x) == 0:  # nothing to quantize
         return F.conv2d(x.to(weight.dtype), weight, bias, *geometry[:4]).to(dtype)
+    if not torch.compiler.is_compiling():
+        refuse_transforms()
     shared = not torch.compiler.is_compiling() and shares_input(x, precision)
     arguments = (x, weight, bias, geometry, precision, draw, dtype, shared)
     run = _break_graph if torch.compiler.is_compiling() else _Conv.apply
@@ -105,23 +107,26 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        geometry, precision, draw = ctx.setting
-        saved = ctx.saved_tensors
-        x, w = saved[: ctx.split], saved[ctx.split :]
-        passes = _passes(precision, g.device.type)
-        gx = gw = gb = None
-        with no_autocast(g.device.type):
-            if ctx.needs_input_grad[0]:
-                w_operands = passes[1].weight(w[0], draw)
-                gx = passes[1].grad_input(g, w_operands, geometry, draw).to(ctx.dtypes[0])
-            if ctx.needs_input_grad[1]:
-                x = passes[2].input(x[0], draw) if ctx.shared else x
-                gw = passes[2].grad_weight(g, x, geometry, draw).to(ctx.dtypes[1])
-            if ctx.needs_input_grad[2]:
-                gb = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.dtypes[2])
-        return gx, gw, gb, None, None, None, None, None
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return differentiable_once(_gradients, ctx, g)
+
+
+def _gradients(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    geometry, precision, draw = ctx.setting
+    saved = ctx.saved_tensors
+    x, w = saved[: ctx.split], saved[ctx.split :]
+    passes = _passes(precision, g.device.type)
+    gx = gw = gb = None
+    with no_autocast(g.device.type):
+        if ctx.needs_input_grad[0]:
+            w_operands = passes[1].weight(w[0], draw)
+            gx = passes[1].grad_input(g, w_operands, geometry, draw).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            x = passes[2].input(x[0], draw) if ctx.shared else x
+            gw = passes[2].grad_weight(g, x, geometry, draw).to(ctx.dtypes[1])
+        if ctx.needs_input_grad[2]:
+            gb = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.dtypes[2])
+    return gx, gw, gb, None, None, None, None, None
 
 
 class _Direct:
@@ -237,7 +242,7 @@ def _passes(precision: Precision, device_type: str) -> tuple[Any, Any, Any]:
     by_name: dict[PrecisionName, Any] = {}
     for name in precision.names:
         if name not in by_name:
-            if name == "int8":
+            if name == "int8" and device_type != "meta":
                 by_name[name] = _Columns(
                     products_for(name, precision.scales, precision.rounding, device_type)
                 )

@@ -79,6 +79,11 @@ def cpu_features() -> frozenset[str]:
     return frozenset(name for name, any_of in flags_by_feature.items() if flags & any_of)
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is enabled on a type of device; torch fails to say so of one that has none."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def working_halves(device: torch.device) -> tuple[PrecisionName, ...]:
     """For an unknown type of device: fp32, and the half types in which it computes a small product correctly."""
     offered: list[PrecisionName] = ["fp32"]

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trimtab.precision.linear import no_autocast
+from trimtab.precision.once import refuse_transforms
 from trimtab.precision.products import Float
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded to a half type, in its own dtype; the gradient passes through unrounded."""
+    if not torch.compiler.is_compiling():
+        refuse_transforms()
     result: Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
     return result
 

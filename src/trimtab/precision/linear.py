@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trimtab.precision.devices import autocasts
 from trimtab.precision.draw import Draw
+from trimtab.precision.once import differentiable_once, refuse_transforms
 from trimtab.precision.products import ColumnTotals, Float, Operands, Products, Sizes
 from trimtab.precision.weight_codes import Kept, WeightCodes
 from trimtab.precision_names import Precision, PrecisionName
@@ -48,12 +49,14 @@ def linear(
         )
         result = y.reshape(*x.shape[:-1], y.shape[-1])
     elif not torch.is_grad_enabled():
+        refuse_transforms()
         if codes is not None:
             codes.drop()  # evaluation may be with other weights in the same memory
         w = weight.t() if transposed else weight
         y, _, _ = forward_pass(x.reshape(-1, x.shape[-1]), w, bias, precision, draw, dtype, (False, False))
         result = y.view(*x.shape[:-1], y.shape[-1])
     else:
+        refuse_transforms()
         setting = _Setting(precision, draw, transposed, dtype, shares_input(x, precision), late, codes)
         result = _Linear.apply(x, weight, bias, setting)  # type: ignore[no-untyped-call]
     return result
@@ -94,8 +97,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        # once_differentiable takes time even where nobody differentiates twice.
-        return _gradients_once(ctx, g) if torch.is_grad_enabled() else _gradients(ctx, g)
+        gradients: tuple[Any, ...] = differentiable_once(_gradients, ctx, g)
+        return gradients
 
 
 def _gradients(ctx: Any, g: Tensor) -> tuple[Any, ...]:
@@ -130,9 +133,6 @@ def _gradients(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         late("bias", of_bias)
     gx, _ = backward_pass(g, (), saved_w, *common)
     return _shaped(gx, shape), None, None, None
-
-
-_gradients_once = once_differentiable(_gradients)
 
 
 def _shaped(values: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -236,7 +236,7 @@ _linear_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 @lru_cache
 def products_for(name: PrecisionName, scales: str | None, rounding: str | None, device_type: str) -> Products:
     """The implementation of a precision for a type of device."""
-    if name not in ("fp8", "int8"):
+    if name not in ("fp8", "int8") or device_type == "meta":  # which has shapes, but no values to quantize
         return Float(name)
     if name == "fp8":
         from trimtab.precision.gpu.fp8 import Fp8
@@ -342,7 +342,7 @@ def backward_pass(
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Disable autocast, so that products run in the dtypes of their operands."""
-    if not torch.is_autocast_enabled(device_type):
+    if not autocasts(device_type):
         return nullcontext()
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
@@ -383,6 +383,6 @@ _VIEWS = frozenset(
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype of an operator's output: autocast's if it is enabled, else the input's."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -175,7 +175,9 @@ def refusals(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, (nn.Bilinear, nn.EmbeddingBag)):
             reasons[name] = kind + "which is not supported"
         elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)) and kind_of(module) is None:
-            reasons[name] = f"{name or 'the model'} is a {type(module).__name__}, {_other_forward(module)}"
+            reasons[name] = (
+                f"{name or 'the model'} is of class {type(module).__name__}, {_other_forward(module)}"
+            )
     return reasons
 
 
@@ -184,7 +186,7 @@ def _other_forward(module: nn.Module) -> str:
     if "forward" in module.__dict__:
         return "whose forward was replaced after it was made, so that nobody knows what it computes"
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        return "and max_norm, sparse and scale_grad_by_freq are not supported"
+        return "and its max_norm, sparse and scale_grad_by_freq are not supported"
     return "whose class has a forward of its own, so that nobody knows what it computes"
 
 

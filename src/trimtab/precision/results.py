@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trimtab.precision.devices import offers
+from trimtab.precision.devices import autocasts, offers
 from trimtab.precision_names import LOW, Precision
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -40,7 +40,9 @@ class CallCounter:
 
     def on(self, device: torch.device) -> Tensor:
         """The counter, moved to the device if the model has moved."""
-        if self.count.device != device:
+        if self.count.is_meta and device.type != "meta":
+            self.count = torch.zeros_like(self.count, device=device)
+        elif self.count.device != device:
             self.count = self.count.to(device)
         return self.count
 
@@ -53,7 +55,7 @@ class CallCounter:
         kind = x.device.type
         if not torch.compiler.is_compiling() and self.mixes(kind):
             return torch.bfloat16 if precision.forward in LOW else torch.float32
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
 
     def mixes(self, kind: str) -> bool:
         """Whether operators on such a device hand on bf16 now: in the model's forward, or where it is repeated."""
@@ -83,7 +85,7 @@ class MixedTypes:
         if first is None:  # a replica of nn.DataParallel
             return
         kind = first.device.type
-        enters = not torch.is_autocast_enabled(kind)
+        enters = not autocasts(kind)
         if self.is_model:
             enters = enters and _takes_bf16(module, first.device)
             self.calls.hands_on = kind if enters or _mixing(kind) else None
