@@ -1,6 +1,7 @@
 """Where the time of a layer in 8 bits goes on a GPU: host, quantizing, products; and which tiles are fastest.
 
     PYTHONPATH=src:. python -m benchmarks.studies.precision_kernels OUT.json
+    PYTHONPATH=src:. python -m benchmarks.studies.precision_kernels --layers OUT.json     # half a minute: layers alone
 
 Times of the GPU alone are taken behind a kernel that waits, so that the host has queued everything before.
 """
@@ -228,6 +229,20 @@ def host_profile(run: Callable[[bool], None]) -> str:
     return text.getvalue()
 
 
+def layers_only(path: str) -> None:
+    """Times of whole layers, bf16 twice, of the GPU alone and of the host."""
+    result: dict[str, Any] = {}
+    for inputs, outputs in LAYERS:
+        for name in ("bf16", "bf16 (again)", "int8", "fp8"):
+            run = layer(inputs, outputs, None if name.startswith("bf16") else name)
+            for what, backward in (("forward", False), ("forward+backward", True)):
+                gpu, host = timed(partial(run, backward), repeats=9)
+                result[f"{inputs}x{outputs} {name} {what}"] = {"gpu_ms": gpu, "host_ms": host}
+    Path(path).write_text(json.dumps(result, indent=1))
+    for case, times in result.items():
+        print(f"{case:44} GPU {times['gpu_ms']:.3f} ms, host {times['host_ms']:.3f} ms")
+
+
 def main(path: str) -> None:
     workers = [
         subprocess.Popen([sys.executable, "-m", "benchmarks.studies.precision_kernels", "--compile", name])
@@ -282,5 +297,7 @@ def main(path: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--compile":
         compile_only(sys.argv[2])
+    elif sys.argv[1] == "--layers":
+        layers_only(sys.argv[2])
     else:
         main(sys.argv[1])

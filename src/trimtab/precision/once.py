@@ -30,7 +30,7 @@ def differentiable_once(
         return gradients(ctx, g)
     with torch.no_grad():
         outputs = gradients(ctx, g)
-    refuse = torch._C._functions.DelayedError(_TWICE.encode(), len(outputs))  # type: ignore[attr-defined]
+    refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(outputs))
     return refuse(*(None if y is None else y.detach().requires_grad_() for y in outputs))
 
 

@@ -44,7 +44,7 @@ class Int8Cuda(Int8):
         if self.by_row:
             whole = input_gradient(g[0].device, g[0].dtype, sizes, dtype, draw.stochastic)
             if whole is not None:
-                return whole(g[0], *w, draw)
+                return whole(g[0], w[0], w[1], draw)
             codes, scales = quantize_by_row(g[0], draw, operand, column_factor=w[1])
         else:
             folded = g[0].float() * w[1]
@@ -65,7 +65,7 @@ class Int8Cuda(Int8):
         if self.by_row:
             whole = weight_gradient(g[0].device, g[0].dtype, sizes, draw.stochastic, transposed)
             if whole is not None:
-                return whole(g[0], *x, draw, totals)
+                return whole(g[0], x[0], x[1], draw, totals)
             _, codes, scales = quantize_by_column(g[0], draw, operand, row_factor=x[1], totals=totals)
         else:
             folded = g[0].float() * x[1][:, None]
