@@ -62,9 +62,9 @@ def run(
     moves: list[int] = []
     plain = StepTrainer.timed
 
-    def timed(self: StepTrainer, samples: int, precisions: Any) -> Any:
+    def timed(self: StepTrainer, samples: int, precisions: Any, **how: bool) -> Any:
         taken.append((samples, len(precisions)))
-        return plain(self, samples, precisions)
+        return plain(self, samples, precisions, **how)
 
     def moved(done: int, _total: int) -> None:
         moves.append(done)

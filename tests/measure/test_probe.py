@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.measure.probes import CPU, group_of_one, task, tiny
 from tests.predict.profiles import cluster
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trimtab.cli.probe import rows
 from trimtab.cluster import load_cluster, save_cluster
@@ -86,6 +87,29 @@ def test_too_little_time_gives_fewer_rounds_and_says_so(tmp_path: Path) -> None:
     assert [name.split(" batch ")[1] for name in left] == ["2 plain", "3 plain"]
     assert found.batches == {"Gpt": (2, 3)}, "what there is can be used"
     assert not cache.profile.batches, "but is not kept as if it were whole"
+
+
+def test_a_waiting_job_is_not_kept_by_what_is_known_already(tmp_path: Path) -> None:
+    """The optimizer takes as long in any precision, and error feedback with any bits."""
+    model, batch = tiny()
+    cache = ProbeCache("cpu", "x", torch="t", trimtab="v", folder=tmp_path, keep=False)
+    updates: list[Any] = []
+    hook = register_optimizer_step_post_hook(lambda *_: updates.append(None))
+    quick = task(model, batch, precisions=("bf16",), bits=(8, 4), quick=True)
+    try:
+        with group_of_one():
+            found, left = DeviceProbe(quick, CPU, cache).run(lambda done, total: None)
+    finally:
+        hook.remove()
+    assert left == []
+    assert len(updates) == 1 + len(quick.batches), "to allocate its state, and with each batch in the own precision"
+    assert found.optimiser is not None
+    assert found.optimiser.a > 0
+    assert {key.split("|")[-1] for key in found.operators if key.startswith("linear")} == {"fp32", "bf16"}
+    assert found.adaptive_codec is not None
+    assert found.codec["8"].feedback.a > 0
+    assert found.codec["8"].feedback == found.codec["4"].feedback == found.adaptive_codec.feedback
+    assert len({found.codec["8"].encode, found.codec["4"].encode, found.adaptive_codec.encode}) == 3
 
 
 @pytest.mark.parametrize(

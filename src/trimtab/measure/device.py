@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import trimtab
-from trimtab.cluster.profile import DeviceProfile
+from trimtab.cluster.profile import CodecTime, DeviceProfile
 from trimtab.environment import EMULATION, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
@@ -260,7 +260,9 @@ class DeviceProbe:
                     needed = self._task.quick and cell.precision is None  # without it there is no plan at all
                     if self._time_is_up() and not needed:
                         return False
-                    step = trainer.timed(cell.samples, self._chosen(cell.precision))
+                    # Two updates of the optimizer are enough where a job is waiting.
+                    update = not self._task.quick or cell.precision is None
+                    step = trainer.timed(cell.samples, self._chosen(cell.precision), update=update)
                     if round_ >= 0:
                         self._cache.steps.setdefault(cell.unit, []).append(step)
                     self._advance()
@@ -337,13 +339,17 @@ class DeviceProbe:
         return replace(profile, casts={**profile.casts, **cast_lines(self._device, (direction,))})
 
     def _codec(self, bits: int, profile: DeviceProfile) -> DeviceProfile:
-        times = codec_times(bits, self._device, rounds=self._task.codec_rounds)
-        return replace(profile, codec={**profile.codec, str(bits): times})
+        return replace(profile, codec={**profile.codec, str(bits): self._codec_times(bits, 1024, profile)})
 
     def _adaptive_codec(self, profile: DeviceProfile) -> DeviceProfile:
+        return replace(profile, adaptive_codec=self._codec_times(ADAPTIVE_BITS, ADAPTIVE_BLOCK, profile))
+
+    def _codec_times(self, bits: int, block: int, profile: DeviceProfile) -> CodecTime:
+        """Error feedback takes the same time with any bits, and is measured once."""
+        known = next(iter(profile.codec.values()), None)
         rounds = self._task.codec_rounds
-        times = codec_times(ADAPTIVE_BITS, self._device, block=ADAPTIVE_BLOCK, rounds=rounds)
-        return replace(profile, adaptive_codec=times)
+        times = codec_times(bits, self._device, block=block, rounds=rounds, feedback=known is None)
+        return times if known is None else replace(times, feedback=known.feedback)
 
 
 def _gather(own: Any) -> list[Any]:

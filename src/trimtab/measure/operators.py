@@ -49,6 +49,7 @@ class StepTimes(NamedTuple):
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     optimizer: float
+    """0 where the optimizer was left out."""
 
     @property
     def total(self) -> float:
@@ -246,24 +247,29 @@ class StepTrainer:
         self._workload, self._device = workload, device
         self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
 
-    def timed(self, samples: int, precisions: Mapping[str, str]) -> StepTimes:
+    def timed(self, samples: int, precisions: Mapping[str, str], *, update: bool = True) -> StepTimes:
         """One step with this many samples, with some operators, by name, in lower precision.
+
+        Args:
+            update: whether the optimizer is part of it: its time depends neither on samples nor on precisions.
 
         Raises:
             OutOfMemoryOnRanksError: on every rank, if one has no memory for its step; the trainer is of no use then.
             FailedOnRanksError: another rank failed otherwise.
         """
-        step = self._step(samples, precisions, whole=False)
+        step = self._step(samples, precisions, update, whole=False)
         if self._device.type == "cpu":
             return step  # reading a clock costs next to nothing
-        return anchored(step, self._step(samples, precisions, whole=True))
+        return anchored(step, self._step(samples, precisions, update, whole=True))
 
     def close(self) -> None:
         """Restore the model's own precision."""
         set_operators(self._ddp, {})
         self._optimizer.zero_grad()
 
-    def _step(self, samples: int, precisions: Mapping[str, str], *, whole: bool) -> StepTimes:
+    def _step(
+        self, samples: int, precisions: Mapping[str, str], with_update: bool, *, whole: bool
+    ) -> StepTimes:
         with self._agreement.attempt(samples):
             set_operators(self._ddp, precisions)
             batch = self._batch_of(samples)
@@ -280,13 +286,18 @@ class StepTrainer:
             host_ahead(self._device)
 
         def update() -> None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            if with_update:
+                self._optimizer.step()
+                self._optimizer.zero_grad()
 
         clock = StepClock(self._ddp.module, self._workload, self._device)
         meet(self._device)
         with self._agreement.attempt(samples):
-            return clock.step(loss, update, ready=ready, whole=whole)
+            step = clock.step(loss, update, ready=ready, whole=whole)
+            if with_update:
+                return step
+            self._optimizer.zero_grad()
+            return step._replace(optimizer=0.0)
 
 
 def operator_times(
@@ -349,12 +360,12 @@ def with_steps(
         operators |= {k: t for k, t in times.items() if not precisions or k in lowered or k not in operators}
         sizes.add(samples)
     elements = sum(p.tensor.numel for p in workload.parameters if p.trainable)
-    update = median(step.optimizer for _, _, steps in timed for step in steps)
+    updates = [step.optimizer for _, _, steps in timed for step in steps if step.optimizer > 0]
     return replace(
         profile,
         operators=operators,
         batches={**profile.batches, workload.model: tuple(sorted(sizes))},
-        optimiser=Line(a=update / elements, c=0.0),
+        optimiser=Line(a=median(updates) / elements, c=0.0) if updates else profile.optimiser,
     )
 
 
