@@ -102,7 +102,9 @@ def test_a_waiting_job_is_not_kept_by_what_is_known_already(tmp_path: Path) -> N
     finally:
         hook.remove()
     assert left == []
-    assert len(updates) == 1 + len(quick.batches), "to allocate its state, and with each batch in the own precision"
+    assert len(updates) == 1 + len(quick.batches), (
+        "to allocate its state, and with each batch in the own precision"
+    )
     assert found.optimiser is not None
     assert found.optimiser.a > 0
     assert {key.split("|")[-1] for key in found.operators if key.startswith("linear")} == {"fp32", "bf16"}
