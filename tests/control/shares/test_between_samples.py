@@ -9,13 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.control.shares.between_samples import compares_samples
+from trimtab.control.shares.between_samples import (
+    compares_samples,
+    has_standardized_columns,
+    problem_of_gradient,
+)
 
 SAMPLES = 6
 LAYER = nn.Linear(5, 4)
 INPUTS = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, 2, 3, 1, 0])
 WEIGHTS = torch.arange(1.0, 1.0 + SAMPLES)
+ADVANTAGES = (WEIGHTS.square() - WEIGHTS.square().mean()) / WEIGHTS.square().std()
+BY_SAMPLE = F.layer_norm(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(2)), (4,))
+SIGNS = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
 ORDER = torch.tensor([2, 0, 1, 4, 5, 3])
 TABLE = nn.Parameter(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1)))
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -67,6 +74,14 @@ def heads(out: torch.Tensor) -> torch.Tensor:
         (lambda out: LAYER(F.pad(out - out.mean(0), (0, 1))).square().mean(), "MeanBackward1"),
         (lambda out: (each(out) * (WEIGHTS / WEIGHTS.sum())).sum(), "normalized by those of their batch"),
         (lambda out: (each(out) * (WEIGHTS / WEIGHTS.mean())).mean(), "normalized by those of their batch"),
+        (lambda out: -(out[:, 0] * ADVANTAGES).mean(), "normalized by those of their batch"),
+        (
+            lambda out: torch.min(
+                out.exp() * ADVANTAGES[:, None], out.clamp(-1, 1) * ADVANTAGES[:, None]
+            ).mean(),
+            "normalized by those of their batch",
+        ),
+        (lambda out: F.mse_loss(out[:, 0], ADVANTAGES), "targets of samples are standardized"),
     ],
 )
 def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
@@ -93,12 +108,32 @@ def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
         lambda out: (each(out) * (WEIGHTS > 2)).mean(),
         lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
         lambda out: (out - out.mean(1, True)).abs().sum(),
+        lambda out: (out * BY_SAMPLE).mean() + F.mse_loss(out, BY_SAMPLE),  # as teachers' normalized features
+        lambda out: (out * (1 + BY_SAMPLE)).mean(),
+        lambda out: F.relu(1 - out[:, 0] * SIGNS).mean(),
+        lambda out: F.softplus(2 * out * (TARGETS > 0)[:, None] / 0.5).mean(),
         lambda out: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))(out).square().mean(),
         heads,
     ],
 )
 def test_what_keeps_samples_apart_is_left_alone(loss: Loss) -> None:
     assert compares_samples(loss(LAYER(INPUTS)), SAMPLES) is None
+
+
+def test_inputs_that_were_standardized_in_their_batch_are_seen() -> None:
+    whole = INPUTS.square()
+    assert has_standardized_columns((whole - whole.mean(0)) / whole.std(0), SAMPLES)
+    for inputs in (whole, F.layer_norm(whole, (5,)), SIGNS, torch.zeros(SAMPLES, 3), TARGETS, whole[:1]):
+        assert not has_standardized_columns(inputs, len(inputs))
+    assert not has_standardized_columns(INPUTS - INPUTS.mean(0), SAMPLES + 1), "these rows are no samples"
+
+
+def test_gradients_of_means_have_the_batch_size_in_them() -> None:
+    scores = LAYER(INPUTS)
+    for mean in (scores.mean(), F.cross_entropy(scores, TARGETS), scores.sum() / SAMPLES):
+        assert "gradients of a mean" in (problem_of_gradient([mean]) or "")
+    for each_by_itself in (scores, scores.sum(), scores[:, 0].sum(), LAYER.weight.square().sum()):
+        assert problem_of_gradient([each_by_itself]) is None
 
 
 def test_a_batch_of_one_sample_shows_nothing() -> None:

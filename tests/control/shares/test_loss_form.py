@@ -87,6 +87,10 @@ def test_what_is_not_known_is_named(scores: torch.Tensor) -> None:
 def test_numbers_that_scale_a_loss_are_kept(scores: torch.Tensor) -> None:
     loss = F.cross_entropy(scores, TARGETS)
     assert [float(scale) for scale in loss_form(2 * loss / loss.detach()).scales] == [loss.item(), 2.0]
+    weighted = F.binary_cross_entropy_with_logits(
+        scores, scores.detach().sigmoid(), pos_weight=torch.tensor(3.0)
+    )
+    assert [float(scale) for scale in loss_form(weighted).scales] == [3.0], "ranks may have found another one"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def gathered(tensor: torch.Tensor) -> None:
     dist.all_gather([torch.zeros_like(tensor) for _ in range(2)], tensor)
 
 
-def train(takeover: Takeover, exchange: Exchange) -> list[int]:
+def train(takeover: Takeover, exchange: Exchange, early: bool = False) -> list[int]:
     data, ddp = samples(160), Ddp(net())
     takeover.watch(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -39,8 +39,11 @@ def train(takeover: Takeover, exchange: Exchange) -> list[int]:
     ):
         outputs = ddp(inputs)
         loss = F.cross_entropy(outputs, targets)
+        if early:
+            exchange(step, outputs.detach(), loss.detach())
         loss.backward()
-        exchange(step, outputs.detach(), loss.detach())
+        if not early:
+            exchange(step, outputs.detach(), loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         sizes.append(len(inputs))
@@ -77,6 +80,15 @@ def on_rank() -> None:
     ):
         with taken_over((11, 5)) as takeover:
             assert own in train(takeover, exchange)
+    for early in (True, False):  # what is summed afterwards is for the log
+        with taken_over((11, 5)) as takeover:
+            sizes = train(
+                takeover, lambda step, outputs, loss: dist.all_reduce(outputs.sum(0).repeat(8)), early
+            )
+        assert set(sizes) == ({8} if early else {8, own})
+        assert any("sums values of its batch" in said for said in takeover.texts) == early
+    with taken_over((11, 5)) as takeover:
+        assert own in train(takeover, lambda step, outputs, loss: dist.all_reduce(outputs.sum(0)), early=True)
     with (
         taken_over((11, 5)) as takeover,
         pytest.raises(TrimtabError, match=r"11/5 rows .* --batch-sizes equal"),

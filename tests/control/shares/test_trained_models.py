@@ -139,3 +139,67 @@ def test_shares_of_a_second_model_follow_speeds(ranks: Pool) -> None:
 
 def test_loaders_of_unlike_batches_are_named(ranks: Pool) -> None:
     ranks(2, on_rank_loaders)
+
+
+class Running(nn.Module):
+    """Normalizes by a running mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+        self.net = net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * inputs.detach().mean(0))
+        scores: torch.Tensor = self.net(inputs - self.mean)
+        return scores
+
+
+class Standardizes(nn.Module):
+    """Calls a model with inputs that were standardized in their batch, as scripts do themselves."""
+
+    def __init__(self, model: Ddp) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.model((inputs - inputs.mean(0)) / inputs.std(0))
+        return scores
+
+
+class Attacked(nn.Module):
+    """Calls a model with inputs that were moved along the gradient of its mean score, or of the sum."""
+
+    def __init__(self, model: Ddp, reduce: Any) -> None:
+        super().__init__()
+        self.model, self.reduce = model, reduce
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.detach().requires_grad_()
+        (along,) = torch.autograd.grad(self.reduce(self.model.module(inputs).square()), inputs)
+        scores: torch.Tensor = self.model(inputs.detach() + along)
+        return scores
+
+
+def on_rank_statistics() -> None:
+    own = OWN[dist.get_rank()]
+    with taken_over(OWN) as takeover:
+        assert set(train(divided(), wrapped(takeover, Running()))) == {8}
+    assert any("statistics of each rank's own samples in module.mean" in said for said in takeover.texts)
+    with taken_over(OWN) as takeover:
+        outer: Any = Standardizes(wrapped(takeover, net()))
+        assert set(train(divided(), outer)) == {8}
+    assert any("standardized by those of their batch" in said for said in takeover.texts)
+    for reduce in (torch.mean, torch.sum):
+        with taken_over(OWN) as takeover:
+            outer = Attacked(wrapped(takeover, net()), reduce)
+            assert (own in train(divided(), outer)) == (reduce is torch.sum)
+        assert any("gradients of a mean" in said for said in takeover.texts) == (reduce is torch.mean)
+    with taken_over(OWN) as takeover:  # its vectors change in every step, and depend on weights only
+        normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)).double()
+        assert own in train(divided(), wrapped(takeover, normed))
+
+
+def test_statistics_of_a_ranks_own_samples(ranks: Pool) -> None:
+    ranks(2, on_rank_statistics)

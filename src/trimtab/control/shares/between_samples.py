@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.control.shares.loss_form import LEAF, SCALARS, is_weight, nodes_of
+from trimtab.control.shares.loss_form import LEAF, SCALARS, is_weight, loss_form, nodes_of
 
 _COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
@@ -27,8 +27,15 @@ _ALONG_AN_AXIS = {
 """Operations whose results depend on all values along an axis, or change places along it."""
 
 _NEGATIVES = "the loss compares samples of a batch with each other (in-batch negatives)"
+_NORMALIZED = "the weights of samples are normalized by those of their batch"
 _ALIKE = 1e-4
 """Weights whose sum or mean is so close to 1 were divided by it."""
+
+_CENTERED = 1e-5
+"""Values whose mean is so small a part of their size had it subtracted."""
+
+_MOST_STANDARDIZED = 1 << 16
+"""The mean of more values may be as close to 0 by chance."""
 
 
 def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
@@ -50,8 +57,12 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
         kind = name.partition("Backward")[0]
         if _pairs_samples(node, kind, samples):
             return _NEGATIVES
-        if kind in ("Mean", "Sum") and _weights_are_normalized(node, samples):
-            return "the weights of samples are normalized by those of their batch"
+        if kind in ("Mean", "Sum") and _weights_are_normalized(node.next_functions[0][0], samples, near=True):
+            return _NORMALIZED
+        if node in near and _weights_are_normalized(node, samples, near=False):
+            return _NORMALIZED
+        if is_standardized(getattr(node, "_saved_target", None), samples):
+            return "the targets of samples are standardized by those of their batch"
         if (
             node not in reductions
             and _mixes(node, kind, samples, near=node in near)
@@ -59,6 +70,19 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
         ):
             return f"samples of a batch depend on each other ({name} along the batch)"
     return None
+
+
+def problem_of_gradient(outputs: Sequence[torch.Tensor]) -> str | None:
+    """Why a script needs equal batches that takes these tensors' gradients to use them in its loss.
+
+    The gradient of a mean over the batch by one sample has the batch size in it, that of a sum has not.
+    """
+    if all(output.numel() > 1 or is_weight(output.grad_fn) for output in outputs):
+        return None
+    form = loss_form(outputs[0])
+    if len(outputs) == 1 and form.problem is None and not form.means and set(form.divisors) <= {1}:
+        return None
+    return "the script takes gradients of a mean over its batch (torch.autograd.grad)"
 
 
 def _reductions_to(root: Any) -> set[Any]:
@@ -173,25 +197,64 @@ def _changes_places(index: Any, samples: int) -> bool:
     return not torch.equal(index, torch.arange(samples, device=index.device))
 
 
-def _weights_are_normalized(node: Any, samples: int) -> bool:
-    """Whether what is reduced was multiplied by weights that add up to 1 or to their number, or the largest is 1."""
-    product = node.next_functions[0][0]
+def _weights_are_normalized(product: Any, samples: int, *, near: bool) -> bool:
+    """Whether something was multiplied by weights that add up to 1, to their number or to 0, or the largest is 1.
+
+    Args:
+        near: the product is reduced at once, so that a mask in it is one of samples, and no dropout.
+    """
     if product is None or not product.name().startswith("MulBackward"):
         return False
     for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
-        if not isinstance(weights, torch.Tensor) or weights.requires_grad or not weights.is_floating_point():
-            continue
-        if not weights.dim() or not len(weights) or len(weights) % samples:
-            continue
-        values = weights.detach().flatten().double()
-        if bool((values == values[0]).all()) or bool(((values == 0) | (values == 1)).all()):
-            continue  # constants and masks
-        total = float(values.sum())
-        if min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
+        if is_standardized(weights, samples):  # as advantages are
             return True
-        if len(values) == samples and float(values.max()) == 1:
+        if (rows := _rows_of(weights, samples)) is None:
+            continue
+        values = rows.flatten()
+        kept = values[values != 0]
+        if not len(kept) or bool((values == values[0]).all()) or bool((kept == 1).all()):
+            continue  # constants and masks
+        if not near and bool((kept == kept[0]).all()):
+            continue
+        # What is normalized in each sample by itself is so in all of them.
+        by_row = rows.shape[1] > 1 and bool((rows.mean(1) - 1).abs().max() < _ALIKE)
+        total = float(values.sum())
+        if not by_row and min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
+            return True
+        if near and len(values) == samples and float(values.max()) == 1:
             return True
     return False
+
+
+def is_standardized(values: Any, samples: int) -> bool:
+    """Whether the mean over the batch was subtracted from these constants, together or column by column."""
+    if (rows := _rows_of(values, samples)) is None or len(rows) < 2 or rows.numel() > _MOST_STANDARDIZED:
+        return False
+    if bool((rows == rows.round()).all()):
+        return False  # classes and signs may add up to 0 by chance
+    size = float(rows.abs().mean())
+    if not size or (rows.shape[1] > 1 and float(rows.mean(1).abs().max()) < _ALIKE * size):
+        return False  # in each sample by itself
+    return abs(float(rows.mean())) < _CENTERED * size
+
+
+def has_standardized_columns(values: torch.Tensor, samples: int | None) -> bool:
+    """Whether the mean over the batch was subtracted from each column of a model's input."""
+    if not samples or (rows := _rows_of(values, samples)) is None or len(rows) < 2:
+        return False
+    means, sizes = rows.mean(0).abs(), rows.abs().mean(0)
+    used = sizes > 0
+    whole = bool((rows == rows.round()).all())
+    return not whole and bool(used.any()) and bool((means[used] < _CENTERED * sizes[used]).all())
+
+
+def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
+    """Constants as a matrix with a row for each sample; None if they are none."""
+    if not isinstance(values, torch.Tensor) or values.requires_grad or not values.is_floating_point():
+        return None
+    if not values.dim() or not len(values) or len(values) % samples:
+        return None
+    return values.detach().reshape(len(values), -1).double()
 
 
 def _counts_up(scores: torch.Tensor, targets: torch.Tensor) -> bool:

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+DIVISOR_VARIES = "the loss is a sum over the batch, divided by a number that varies, as means over tokens are"
+OTHER_DIVISOR = "the loss is a sum over the batch that is divided by something else than its samples"
+
 _MEAN, _SUM = 1, 2
 """Reductions as ATen numbers them."""
 
@@ -164,7 +167,10 @@ def _torch_loss(node: Any) -> LossForm:
     if classes and node._saved_weight is not None:
         return LossForm(problem="the loss is a mean weighted by class")
     counted = ((node._saved_total_weight, count),) if classes else ()
-    return LossForm(means=(count,), factors=(1.0,), counted=counted)
+    # Weights of the positive examples are often found from those of the batch, and then differ between ranks.
+    positive = getattr(node, "_saved_pos_weight", None)
+    scales = () if positive is None else (positive.detach().double().sum(),)
+    return LossForm(means=(count,), factors=(1.0,), counted=counted, scales=scales)
 
 
 def _smoothed_loss(node: Any) -> Any:

@@ -26,14 +26,20 @@ OWN_TENSOR = {
 """Collectives that need the same shape on all ranks, and which argument has it. A sum over ranks is not among them:
 what is summed is a count or a mean, whose size may be that of the batch by chance."""
 
+SUM = "all_reduce"
+SUMMED = "the script sums values of its batch over the ranks (all_reduce) before it uses them"
+_LOGGED = 16
+"""A vector of no more numbers that is summed over ranks is logged: losses, hits, samples."""
+
 Check = Callable[[str, torch.Tensor, Any], None]
 
 
 def watch_collectives(check: Check) -> Callable[[], None]:
     """Call `check` with name, tensor and group before each of the script's own; returns what ends that."""
-    originals = {name: getattr(dist, name) for name in OWN_TENSOR if hasattr(dist, name)}
+    arguments = {**OWN_TENSOR, SUM: "tensor"}
+    originals = {name: getattr(dist, name) for name in arguments if hasattr(dist, name)}
     for name, original in originals.items():
-        setattr(dist, name, _checked(name, original, check))
+        setattr(dist, name, _checked(name, arguments[name], original, check))
 
     def give_back() -> None:
         for name, original in originals.items():
@@ -56,17 +62,36 @@ def require_equal_rows(name: str, tensor: torch.Tensor, group: Any) -> None:
         )
 
 
-def _checked(name: str, original: Callable[..., Any], check: Check) -> Callable[..., Any]:
+def problem_of_exchange(name: str, tensor: torch.Tensor, samples: int, *, unused: bool) -> str | None:
+    """Why a script needs equal batches that exchanges this tensor, while its batches are equal.
+
+    Args:
+        samples: of this rank's batch.
+        unused: the batch has had no backward pass. What is summed over ranks before that is not for the log: centers
+            and prototypes of self-supervised methods are, and are then divided by the number of samples that all ranks
+            would have if each had as many.
+    """
+    if name == SUM:
+        logged = tensor.dim() < 2 and tensor.numel() <= _LOGGED
+        statistic = tensor.dtype.is_floating_point and not logged
+        return SUMMED if unused and statistic else None
+    # Not the loss, repeated for every sample: scripts gather that to log it, with their own batch size.
+    if len(tensor) == samples > 1 and not bool((tensor == tensor[:1]).all()):
+        return f"the script exchanges tensors of its batch with other ranks ({name})"
+    return None
+
+
+def _checked(name: str, argument: str, original: Callable[..., Any], check: Check) -> Callable[..., Any]:
     takes = signature(original)
 
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if _of_script(sys._getframe(1).f_globals.get("__name__", "")):
+        if is_of_script(sys._getframe(1).f_globals.get("__name__", "")):
             try:
                 given = takes.bind(*args, **kwargs).arguments
             except TypeError:  # which torch itself says better
                 given = {}
-            tensor, group = given.get(OWN_TENSOR[name]), given.get("group")
+            tensor, group = given.get(argument), given.get("group")
             if isinstance(tensor, torch.Tensor) and dist.get_rank(group) >= 0:
                 check(name, tensor, group)
         return original(*args, **kwargs)
@@ -74,7 +99,7 @@ def _checked(name: str, original: Callable[..., Any], check: Check) -> Callable[
     return collective
 
 
-def _of_script(caller: str) -> bool:
+def is_of_script(caller: str) -> bool:
     """Not what torch does by itself, as in FSDP2 and SyncBatchNorm, nor trimtab."""
     if caller.startswith("torch.distributed.nn"):
         return True

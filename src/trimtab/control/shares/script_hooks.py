@@ -1,8 +1,9 @@
-"""Where a script meets the take-over of its batches: its DataLoaders, backward passes and collectives."""
+"""Where a script meets the take-over of its batches: its DataLoaders, gradients and collectives."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import dataloader as torch_dataloader
 
 from trimtab.control.shares.cutting import CutLoader
-from trimtab.control.shares.script_collectives import watch_collectives
+from trimtab.control.shares.script_collectives import is_of_script, watch_collectives
 from trimtab.control.shares.takeover import Takeover
 from trimtab.planning.shares.batch import Adjust
 
@@ -21,7 +22,8 @@ def take_over(
     """From here on the batches of this process are cut; returns what does it, and what ends it."""
     takeover = Takeover.current = Takeover(sizes, rule)
     iterator: Any = torch_dataloader._BaseDataLoaderIter
-    begin, advance, backward = iterator.__init__, iterator.__next__, torch.autograd.backward
+    begin, advance = iterator.__init__, iterator.__next__
+    backward, differentiate = torch.autograd.backward, torch.autograd.grad
 
     @functools.wraps(begin)
     def begin_epoch(self: Any, loader: Any) -> None:
@@ -48,13 +50,19 @@ def take_over(
             tensors = roots
         backward(tensors, grad_tensors, *args, **kwargs)
 
+    @functools.wraps(differentiate)
+    def watched_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_of_script(sys._getframe(1).f_globals.get("__name__", "")):
+            takeover.differentiated([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
+        return differentiate(outputs, *args, **kwargs)
+
     iterator.__init__, iterator.__next__ = begin_epoch, next_batch
-    torch.autograd.backward = weighted_backward
+    torch.autograd.backward, torch.autograd.grad = weighted_backward, watched_grad
     give_collectives_back = watch_collectives(takeover.exchanged)
 
     def give_back() -> None:
         iterator.__init__, iterator.__next__ = begin, advance
-        torch.autograd.backward = backward
+        torch.autograd.backward, torch.autograd.grad = backward, differentiate
         give_collectives_back()
         Takeover.current = None
 

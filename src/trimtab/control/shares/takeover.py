@@ -26,13 +26,19 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.running_local_steps import averaging_ranks, running_local_steps
 from trimtab.control.shares import cutting
 from trimtab.control.shares.agreed_problem import agreed_problem
-from trimtab.control.shares.between_samples import compares_samples
+from trimtab.control.shares.between_samples import compares_samples, problem_of_gradient
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.counted_targets import CountedTargets
 from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
-from trimtab.control.shares.loss_form import LossForm, grows_with_samples, loss_form
+from trimtab.control.shares.loss_form import (
+    DIVISOR_VARIES,
+    OTHER_DIVISOR,
+    LossForm,
+    grows_with_samples,
+    loss_form,
+)
 from trimtab.control.shares.sampler import ShareSampler
-from trimtab.control.shares.script_collectives import require_equal_rows
+from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
 from trimtab.control.shares.sizes import refused
 from trimtab.control.shares.trained_models import TrainedModels
 from trimtab.control.shares.trainer_loss import watch_trainer
@@ -45,9 +51,6 @@ from trimtab.run_settings import OwnSteps
 
 OBSERVED = 3
 """Batches with equal shares that show whether a script can be cut."""
-
-DIVISOR_VARIES = "the loss is a sum over the batch, divided by a number that varies, as means over tokens are"
-OTHER_DIVISOR = "the loss is a sum over the batch that is divided by something else than its samples"
 
 
 class Takeover:
@@ -107,11 +110,7 @@ class Takeover:
         return self._clock is not None
 
     def start_from(self, shares: Sequence[int], *, replace: bool) -> None:
-        """Continue from the shares of a plan; every rank calls it between the same two steps.
-
-        Args:
-            replace: also where shares have followed measured speeds already.
-        """
+        """Continue from the shares of a plan, if `replace` also where they follow speeds already. Collective."""
         if self.sizes is None:
             self._planned = tuple(shares), replace
 
@@ -170,12 +169,17 @@ class Takeover:
         batch = self._delivered
         if batch is None or not tensor.dim() or not self._models.in_training or OwnSteps.running:
             return
-        if not self._decided:
-            # Not the loss, repeated for every sample: scripts gather that to log it, with their own batch size.
-            if len(tensor) == batch.own > 1 and not bool((tensor == tensor[:1]).all()):
-                self._note(f"the script exchanges tensors of its batch with other ranks ({name})")
+        if not self._decided or name == SUM:
+            waiting = self._latest.waiting if isinstance(self._latest, CutLoader) else ()
+            unused = any(each is batch for each in waiting)
+            self._note(problem_of_exchange(name, tensor, batch.own, unused=unused))
         elif self._clock is not None and len(set(batch.shares or ())) > 1:
             require_equal_rows(name, tensor, group)
+
+    def differentiated(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The script takes gradients by itself, not those that train."""
+        if self._delivered is not None and self._models.in_training and not OwnSteps.running:
+            self._note(problem_of_gradient(outputs))
 
     def between(self, model: nn.Module) -> None:
         """A step has ended: record it, and perhaps change the shares."""
@@ -240,6 +244,7 @@ class Takeover:
             if before is not None and before.batch_size != latest.batch_size:
                 self._windows.forget(None, other_speeds=True)
             self._source, self._observed, self._decided, self._clock = latest, 0, False, None
+            self._models.observing = True
             self._rows_are_samples = False
             self._first = self._problem = self._summed = None
             self._forms = []
@@ -319,7 +324,7 @@ class Takeover:
         self._observed += 1
         if self._observed < OBSERVED:
             return
-        self._decided = True
+        self._decided, self._models.observing = True, False
         problem = self._agreed_problem()
         if problem is not None:
             self._stay_equal(problem)
@@ -375,7 +380,7 @@ class Takeover:
     def _agreed_problem(self) -> str | None:
         """The problem of the first rank that has one. Collective."""
         forms, self._forms = self._forms, []
-        return agreed_problem(self._problem, self._targets.of_sample, forms)
+        return agreed_problem(self._problem, self._targets.of_sample, forms, self._models.state())
 
     def _stay_equal(self, problem: str) -> None:
         self._clock, self._problem = None, None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from trimtab.control.shares.between_samples import has_standardized_columns
 from trimtab.control.shares.model_form import problem_of_model
 from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
 from trimtab.measure.local_clock import LocalClock, leave_out
@@ -32,11 +33,14 @@ class TrainedModels:
         self._latest: weakref.ref[nn.Module] | None = None
         self._inside: set[int] = set()
         """Ids of the latest module and of the modules in it, of which FSDP2 shards some by themselves."""
-        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._trained: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[nn.Module, TrainingSteps] = weakref.WeakKeyDictionary()
         self._followed: weakref.ref[nn.Module] | None = None
         self.rows: int | None = None
         """The first axis of what the latest module was called with."""
+        self.observing = True
+        """Whether what the modules are called with is looked at."""
+        self._standardized = False
 
     @property
     def latest(self) -> nn.Module | None:
@@ -66,6 +70,7 @@ class TrainedModels:
     def forget(self) -> None:
         """No module is known to have trained."""
         self._trained.clear()
+        self._standardized, self.observing = False, True
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called."""
@@ -78,18 +83,32 @@ class TrainedModels:
         ):  # ids of one that is gone may be those of a new one
             if module not in self._trained and self._trained and _averages_over_all(module):
                 self._unknown()
-            self._trained.add(module)
+            self._trained[module] = None
             self._latest = weakref.ref(module)
             self._inside = {id(inner) for inner in module.modules()}
             latest = module
         if latest is module:
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim())
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
             self.rows = next(map(len, tensors), None)
+            if self.observing and any(has_standardized_columns(x, self.rows) for x in tensors):
+                self._standardized = True
 
     def problem(self, *, follows_speeds: bool) -> str | None:
         """Why batches must be equal on all ranks, of the first module that has a reason."""
+        if self._standardized:
+            return "the model's inputs are standardized by those of their batch"
         problems = (problem_of_model(model, follows_speeds=follows_speeds) for model in self._trained)
         return next((problem for problem in problems if problem is not None), None)
+
+    def state(self) -> dict[tuple[int, str], tuple[float, float]]:
+        """Sum and absolute sum of every buffer of the models that train, by the order in which these came."""
+        sums: dict[tuple[int, str], torch.Tensor] = {}
+        for place, model in enumerate(self._trained):
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, DTensor):
+                    values = buffer.detach().double()
+                    sums[place, name] = torch.stack([values.sum(), values.abs().sum()])
+        return {key: (float(whole), float(size)) for key, (whole, size) in sums.items()}
 
     def follow(self, clock: Callable[[], LocalClock | None]) -> None:
         """From here on the steps of the latest module count; the listener hears of them."""
