@@ -106,6 +106,15 @@ def test_a_script_that_needs_equal_batches_fails_with_a_hint(tmp_path: Path) -> 
     assert "if the script needs 8 in every batch, use --batch-sizes equal" in done.stderr
 
 
+def test_a_script_that_fails_early_has_its_own_error_only(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data here')\n")
+    done = run(script, "--batch-sizes", "11,5")
+    assert done.returncode == 1
+    assert "no data here" in done.stderr
+    assert "were not used" not in done.stderr
+
+
 def test_mistakes_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     Path(script).touch()

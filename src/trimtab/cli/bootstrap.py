@@ -167,6 +167,8 @@ def main() -> NoReturn:
             print(hint, file=sys.stderr)
     if status == 0:
         _say_if_unused(settings)
+    elif (launch := sys.modules.get("trimtab.control.shares.launch")) is not None:
+        launch.script_failed()
     _leave(status)
 
 

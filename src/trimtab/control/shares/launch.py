@@ -47,6 +47,11 @@ def cut_batches(batch_sizes: str) -> None:
         atexit.register(_say_if_unused, takeover, batch_sizes)
 
 
+def script_failed() -> None:
+    """An error of the script says more than what it has not used until then."""
+    atexit.unregister(_say_if_unused)
+
+
 def _say_if_unused(takeover: Takeover, batch_sizes: str) -> None:
     if not takeover.texts:
         logger().warning(
