@@ -34,6 +34,9 @@ _ALIKE = 1e-4
 _CENTERED = 1e-5
 """Values whose mean is so small a part of their size had it subtracted."""
 
+_LOOKED_AT = 1 << 22
+"""Constants of more values are no weights of samples, and copies of them would take memory."""
+
 _MOST_STANDARDIZED = 1 << 16
 """The mean of more values may be as close to 0 by chance."""
 
@@ -249,8 +252,10 @@ def has_standardized_columns(values: torch.Tensor, samples: int | None) -> bool:
 
 
 def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
-    """Constants as a matrix with a row for each sample; None if they are none."""
+    """Constants as a matrix with a row for each sample; None if they are none, or too many to be looked at."""
     if not isinstance(values, torch.Tensor) or values.requires_grad or not values.is_floating_point():
+        return None
+    if values.numel() > _LOOKED_AT:
         return None
     if not values.dim() or not len(values) or len(values) % samples:
         return None
