@@ -144,6 +144,8 @@ def test_loaders_of_unlike_batches_are_named(ranks: Pool) -> None:
 class Running(nn.Module):
     """Normalizes by a running mean of its inputs."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))

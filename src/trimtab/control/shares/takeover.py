@@ -41,7 +41,7 @@ from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
 from trimtab.control.shares.sizes import refused
 from trimtab.control.shares.trained_models import TrainedModels
-from trimtab.control.shares.trainer_loss import watch_trainer
+from trimtab.control.shares.trainer_loss import divided_by, watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
@@ -64,7 +64,10 @@ class Takeover:
         self.sizes = None if sizes is None else tuple(sizes)
         self.follows_speeds = sizes is None
         self.scope: str | None = None
-        """What a framework has divided the loss by, if not by its own batch: "all ranks" or "this rank"."""
+        """Whose tokens a framework asks the loss to be divided by, if not its own batch's; see `trainer_loss`."""
+        self.items: Any = None
+        self._of_items = False
+        """Whether the loss was divided by these."""
         self.texts: set[str] = set()
         """What was logged."""
         self._fitted = False
@@ -284,11 +287,10 @@ class Takeover:
         elif self._summed is None and self._equal is not None and batch.shares is not None:
             assert self._source is not None
             self._summed = grows_with_samples(form, self._equal, batch.own / self._source.batch_size)
-            if self._summed is None and self.scope is None:
+            if self._summed is None and not self._of_items:
                 self._note(OTHER_DIVISOR)
         summed = bool(form.divisors) if self._summed is None else self._summed
-        of_all = self.scope == "all ranks" and not form.means
-        return batch.weigh(summed=of_all or summed, team=averaging_ranks())
+        return batch.weigh(summed=self._of_items or summed, team=averaging_ranks())
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
@@ -298,9 +300,8 @@ class Takeover:
         if self._observed > 0 and others > self._others:
             self._note(cutting.several_loaders(source, self._sources.values()))
         self._others = others
-        if (
-            self.scope is not None and not form.means
-        ):  # a model may also take a mean, and ignore the Trainer's number
+        self._of_items = self.scope is not None and divided_by(form, self.items)
+        if self._of_items:
             if self.scope == "this rank":
                 self._note(
                     "average_tokens_across_devices=False: the loss is divided by the tokens of each rank"

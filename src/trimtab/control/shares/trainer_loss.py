@@ -6,12 +6,24 @@ import functools
 import sys
 from typing import Any, Protocol
 
+from trimtab.control.shares.loss_form import LossForm
+
 
 class Scoped(Protocol):
     """Whom it is told."""
 
     scope: str | None
-    """"all ranks" or "this rank", whose tokens a loss was divided by; None if by its own batch."""
+    """"all ranks" or "this rank", whose tokens a loss is to be divided by; None if by its own batch."""
+
+    items: Any
+    """How many these are."""
+
+
+def divided_by(form: LossForm, items: Any) -> bool:
+    """Whether a loss is a sum that was divided by this number: a model or a `compute_loss` may as well ignore it."""
+    if items is None or form.means or not form.divisors:
+        return False
+    return float(items) in (*map(float, form.divisors), *map(float, form.scales))
 
 
 def watch_trainer(takeover: Scoped) -> None:
@@ -27,6 +39,7 @@ def watch_trainer(takeover: Scoped) -> None:
     ) -> Any:
         of_all = getattr(self.args, "average_tokens_across_devices", False)
         takeover.scope = None if num_items_in_batch is None else "all ranks" if of_all else "this rank"
+        takeover.items = num_items_in_batch
         return training_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
 
     step._trimtab = True  # type: ignore[attr-defined]
