@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.control.shares.test_takeover import net, samples, taken_over
+from tests.control.shares.test_takeover import net, read_ahead, samples, taken_over
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, DistributedSampler
@@ -205,3 +205,27 @@ def on_rank_statistics() -> None:
 
 def test_statistics_of_a_ranks_own_samples(ranks: Pool) -> None:
     ranks(2, on_rank_statistics)
+
+
+def on_rank_read_ahead() -> None:
+    """Accelerate's loaders are a batch ahead, which is not that of a second backward pass, as those of GANs."""
+    own = OWN[dist.get_rank()]
+    for second_in_every in (0, 1, 2):
+        with taken_over(OWN) as takeover:
+            loader, model = divided(160), wrapped(takeover, net())
+            source: Any = takeover.source_of(loader)
+            source.ahead = True
+            sizes = []
+            for _epoch in range(2):
+                for index, (inputs, targets) in enumerate(read_ahead(loader)):
+                    F.cross_entropy(model(inputs), targets).backward()
+                    if second_in_every and index % second_in_every == second_in_every - 1:
+                        model(inputs).square().mean().backward()
+                    sizes.append(len(inputs))
+            assert (own in sizes) == (second_in_every == 0), sizes
+        said = any("a batch has several backward passes" in text for text in takeover.texts)
+        assert said == (second_in_every > 0)
+
+
+def test_a_second_backward_pass_does_not_take_a_batch_that_was_read_ahead(ranks: Pool) -> None:
+    ranks(2, on_rank_read_ahead)

@@ -79,6 +79,8 @@ class CutLoader:
         """Batches whose samples are fixed, over all epochs; some are still to be loaded."""
         self.waiting: deque[CutBatch] = deque(maxlen=1024)
         """Batches that the script has, and whose backward pass has not begun."""
+        self.ended = False
+        """Whether all batches of the epoch were taken from the loader."""
         self._passed: deque[CutBatch] = deque(maxlen=0)
         """The last ones that were taken for those of a backward pass, as many as seemed to be skipped at first."""
         self._shares: tuple[int, ...] | None = None
@@ -89,7 +91,13 @@ class CutLoader:
         if epoch.training:
             self.waiting.clear()
             self._passed = deque(maxlen=0)
+            self.ended = False
         return epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether the script uses a batch that has had no backward pass, and not only one that was read ahead."""
+        return len(self.waiting) > int(self.ahead and not self.ended)
 
     def skip_to_newest(self) -> None:
         """Take the batches before it for skipped, as in a job that resumes inside an epoch."""

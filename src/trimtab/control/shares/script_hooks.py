@@ -34,7 +34,12 @@ def take_over(
 
     @functools.wraps(advance)
     def next_batch(self: Any) -> Any:
-        data = advance(self)
+        try:
+            data = advance(self)
+        except StopIteration:
+            if isinstance(self._trimtab, CutLoader) and self._sampler_iter.training:
+                self._trimtab.ended = True
+            raise
         if self._trimtab is not None:
             takeover.delivered(self._trimtab, self._sampler_iter)
         return data

@@ -230,7 +230,7 @@ class Takeover:
 
     def _training_source(self) -> CutLoader | None:
         """The loader that the batch of a backward pass comes from; None if that batch had one already."""
-        if self._source is not None and self._source.waiting:
+        if self._source is not None and self._source.ready:
             return self._source
         latest = self._latest
         if isinstance(latest, LeftAlone):
@@ -238,7 +238,7 @@ class Takeover:
                 self._decided = True
                 self._say(f"batches stay as they are: {latest.reason}")
             return None
-        if latest is None or not latest.waiting:
+        if latest is None or not latest.ready:
             return None
         if latest is not self._source:  # a script may make a new loader for every epoch
             before = self._source
