@@ -219,6 +219,13 @@ def test_a_real_run_changes_nothing_either() -> None:
     assert saved_by_workload(real) == saved_by_workload(fake)
 
 
+def test_an_operator_may_be_given_its_input_by_name() -> None:
+    model, inputs = nn.Linear(3, 4), torch.randn(2, 3)
+    by_name = capture_workload(model, {"input": inputs}, loss=lambda y: y.sum())
+    assert by_name.operators == capture_workload(model, (inputs,), loss=lambda y: y.sum()).operators
+    assert [tensor.shape for tensor in by_name.operators[0].input_tensors] == [(2, 3)]
+
+
 def test_bad_input_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     set_precision(model, {"0": "bf16"})

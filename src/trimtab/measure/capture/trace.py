@@ -54,6 +54,7 @@ class Tracer:
         self.calls: list[Call] = []
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self._kinds = operators(model)
+        self._operators = [module for name, module in model.named_modules() if name in self._kinds]
         self._attention_modules = {id(m) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         self._stack: list[nn.Module] = []
         self._memory: dict[StorageWeakRef, _Memory] = {}
@@ -73,6 +74,8 @@ class Tracer:
         """Inside, everything that runs on this thread is traced."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            for module in self._operators:
+                stack.callback(module.register_forward_pre_hook(self._enter_named, with_kwargs=True).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x))
             stack.enter_context(_Functions(self))
@@ -95,6 +98,11 @@ class Tracer:
         call.arguments = _module_arguments(module)
         for parameter in module.parameters():
             self._add_input(call, parameter)
+
+    def _enter_named(self, module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        """An operator may be given its input by name, which hooks of all modules are not told."""
+        if self._whole is not None and self._whole.setting == self._names[id(module)]:
+            self._add_input(self._whole, kwargs.get("input"))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._whole is not None and self._whole.setting == self._names.get(id(module)):
