@@ -229,3 +229,32 @@ def on_rank_read_ahead() -> None:
 
 def test_a_second_backward_pass_does_not_take_a_batch_that_was_read_ahead(ranks: Pool) -> None:
     ranks(2, on_rank_read_ahead)
+
+
+def late_mode(takeover: Takeover | None) -> tuple[torch.Tensor, list[int]]:
+    """Evaluates after each epoch, and is back in training mode with the first batch only, as the Trainer."""
+    loader, model = divided(160), wrapped(takeover, net())
+    optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _epoch in range(2):
+        for inputs, targets in loader:
+            model.train()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.append(len(inputs))
+        model.eval()
+    return values([model]), sizes
+
+
+def on_rank_late_mode() -> None:
+    expected, _ = late_mode(None)
+    with taken_over(OWN) as takeover:
+        found, sizes = late_mode(takeover)
+    assert OWN[dist.get_rank()] in sizes
+    assert (found - expected).abs().max() < 1e-10
+    if dist.get_rank() == 0:
+        assert any("began in evaluation mode" in said for said in takeover.texts)
+
+
+def test_an_epoch_that_begins_in_evaluation_mode(ranks: Pool) -> None:
+    ranks(2, on_rank_late_mode)

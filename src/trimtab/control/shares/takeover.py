@@ -41,7 +41,7 @@ from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
 from trimtab.control.shares.sizes import refused
 from trimtab.control.shares.trained_models import TrainedModels
-from trimtab.control.shares.trainer_loss import divided_by, watch_trainer
+from trimtab.control.shares.trainer_loss import OF_THIS_RANK, divided_by, watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
@@ -93,6 +93,8 @@ class Takeover:
         self._delivered: CutBatch | None = None
         """The batch that the script got last."""
         self._current: CutBatch | None = None
+        self._uncut = False
+        """Whether the last batch is of an epoch that began in evaluation mode, and so as the plain job has it."""
         self._problem: str | None = None
         self._step: list[CutBatch] = []
         self._targets = CountedTargets()
@@ -136,6 +138,7 @@ class Takeover:
         """The script gets the next batch of an epoch."""
         if isinstance(epoch, CutEpoch):
             batch = epoch.issued.popleft()
+            self._uncut = not epoch.training and torch.is_grad_enabled()
             if not epoch.training or not torch.is_grad_enabled():
                 return
             epoch.source.waiting.append(batch)
@@ -150,6 +153,9 @@ class Takeover:
         source = self._training_source()
         if source is None:
             if self._current is None:
+                return 1.0
+            if self._uncut:
+                self._say("an epoch began in evaluation mode: its batches stay equal on all ranks")
                 return 1.0
             self._note("a batch has several backward passes")
             return self._weight_of(self._current, loss_form(losses[0]))
@@ -303,9 +309,7 @@ class Takeover:
         self._of_items = self.scope is not None and divided_by(form, self.items)
         if self._of_items:
             if self.scope == "this rank":
-                self._note(
-                    "average_tokens_across_devices=False: the loss is divided by the tokens of each rank"
-                )
+                self._note(OF_THIS_RANK)
         elif form.problem is not None:
             self._note(form.problem)
         elif batch.shares is not None:

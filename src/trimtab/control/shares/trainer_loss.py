@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from trimtab.control.shares.loss_form import LossForm
 
+OF_THIS_RANK = "average_tokens_across_devices=False: the loss is divided by the tokens of each rank"
+
 
 class Scoped(Protocol):
     """Whom it is told."""
