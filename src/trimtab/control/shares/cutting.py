@@ -89,10 +89,25 @@ class CutLoader:
     def __iter__(self) -> CutEpoch:
         epoch = CutEpoch(self, training=torch.is_grad_enabled() and self._in_training())
         if epoch.training:
-            self.waiting.clear()
-            self._passed = deque(maxlen=0)
-            self.ended = False
+            self._restart()
         return epoch
+
+    def begin_late(self, epoch: CutEpoch) -> None:
+        """An epoch that began in evaluation mode trains: its batches wait, and those not yet drawn may be cut.
+
+        They are equal until `change` is called.
+        """
+        self._restart()
+        self._shares = self._later = None
+        self.waiting.extend(epoch.delivered)
+        self.ended = epoch.ended
+        epoch.delivered.clear()
+        epoch.training = True
+
+    def _restart(self) -> None:
+        self.waiting.clear()
+        self._passed = deque(maxlen=0)
+        self.ended = False
 
     @property
     def ready(self) -> bool:
@@ -152,6 +167,10 @@ class CutEpoch:
     def __init__(self, source: CutLoader, *, training: bool) -> None:
         self.source, self.training = source, training
         self.issued: deque[CutBatch] = deque()
+        self.delivered: deque[CutBatch] = deque(maxlen=1024)
+        """Batches that the script got, as long as it does not train on them."""
+        self.ended = False
+        """Whether all batches were taken from the loader."""
         self._steps: Iterator[Sequence[list[int]]] | None = None
 
     def __iter__(self) -> CutEpoch:

@@ -37,8 +37,9 @@ def take_over(
         try:
             data = advance(self)
         except StopIteration:
-            if isinstance(self._trimtab, CutLoader) and self._sampler_iter.training:
-                self._trimtab.ended = True
+            if isinstance(self._trimtab, CutLoader):
+                self._sampler_iter.ended = True
+                self._trimtab.ended |= self._sampler_iter.training
             raise
         if self._trimtab is not None:
             takeover.delivered(self._trimtab, self._sampler_iter)

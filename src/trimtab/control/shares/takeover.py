@@ -93,8 +93,8 @@ class Takeover:
         self._delivered: CutBatch | None = None
         """The batch that the script got last."""
         self._current: CutBatch | None = None
-        self._uncut = False
-        """Whether the last batch is of an epoch that began in evaluation mode, and so as the plain job has it."""
+        self._uncut: CutEpoch | None = None
+        """The epoch of the last batch, if it began in evaluation mode, and so has the batches of the plain job."""
         self._problem: str | None = None
         self._step: list[CutBatch] = []
         self._targets = CountedTargets()
@@ -138,8 +138,11 @@ class Takeover:
         """The script gets the next batch of an epoch."""
         if isinstance(epoch, CutEpoch):
             batch = epoch.issued.popleft()
-            self._uncut = not epoch.training and torch.is_grad_enabled()
-            if not epoch.training or not torch.is_grad_enabled():
+            trains = torch.is_grad_enabled()
+            self._uncut = epoch if trains and not epoch.training else None
+            if self._uncut is not None:
+                epoch.delivered.append(batch)
+            if not trains or not epoch.training:
                 return
             epoch.source.waiting.append(batch)
             self._delivered = batch
@@ -151,11 +154,13 @@ class Takeover:
         if self._models.latest is None or OwnSteps.running or torch._C._current_graph_task_id() != -1:
             return 1.0  # nothing is averaged, or activation checkpointing calls it inside another one
         source = self._training_source()
+        if source is None and self._uncut is not None and self._models.in_training:
+            source = self._begin_late(self._uncut)
+            if source is None:
+                self._say("an epoch began in evaluation mode: its batches stay equal on all ranks")
+                return 1.0
         if source is None:
             if self._current is None:
-                return 1.0
-            if self._uncut:
-                self._say("an epoch began in evaluation mode: its batches stay equal on all ranks")
                 return 1.0
             self._note("a batch has several backward passes")
             return self._weight_of(self._current, loss_form(losses[0]))
@@ -233,6 +238,20 @@ class Takeover:
         self._decided, self._clock = False, None
         self._models.forget()
         self._windows.forget(None, other_speeds=True)
+
+    def _begin_late(self, epoch: CutEpoch) -> CutLoader | None:
+        """The loader of an epoch that began in evaluation mode, if it is the one that trains. Collective if it is cut.
+
+        Transformers' Trainer is back in training mode only when it has the first batch after an evaluation.
+        """
+        source = epoch.source
+        if self._source is not None and source is not self._source:
+            return None
+        shares, self._uncut, self._latest = source.shares, None, source
+        source.begin_late(epoch)
+        if len(set(shares)) > 1:
+            self._change(source, shares)
+        return self._training_source()
 
     def _training_source(self) -> CutLoader | None:
         """The loader that the batch of a backward pass comes from; None if that batch had one already."""
