@@ -20,12 +20,13 @@ from trimtab.codec import Block
 from trimtab.codec.packing import DTYPES, RAW
 from trimtab.collectives import Hierarchy, Piece, Reduction, finish, reduction_for
 from trimtab.collectives.duplex import all_gather, is_gloo
-from trimtab.collectives.groups import backend_kind, destroy_groups, private_groups
+from trimtab.collectives.groups import destroy_groups
 from trimtab.collectives.layout import fingerprint
 from trimtab.collectives.reduction import Works
 from trimtab.doors.agreement import check_state_version, require_agreement
 from trimtab.doors.backend_plain import ForwardingGroup
 from trimtab.doors.changing_bits import ChangingBits
+from trimtab.doors.fsdp_communicators import gather_groups
 from trimtab.doors.fsdp_prefetch import ForwardPrefetch
 from trimtab.doors.fsdp_shards import (
     ScatterFeedback,
@@ -84,9 +85,10 @@ class FsdpCompression(ChangingBits):
         self.codec: Block = codec
         self.seed, self.weight_bits = seed, weight_bits
         self.gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        """On GPUs: by the group that shards, one of its own in which compressed weights are gathered."""
-        if weight_bits is not None and self.device.type == "cuda" and "shard" not in self.hosts:
-            self._gather_apart(model)
+        """By the group that shards, the one in which compressed weights are gathered, if that is another."""
+        if weight_bits is not None and "shard" not in self.hosts:
+            groups = [group for module in sharded_modules(model) for group in param_groups(module)]
+            self.gathers = gather_groups(groups, self.device)
         names = {id(module): name for name, module in model.named_modules()}
         self.groups = [
             ShardedGroup(self, module, group, names)
@@ -99,17 +101,6 @@ class FsdpCompression(ChangingBits):
         over_gloo = [group.attach(shard=shard, replicate=replicate) for group in self.groups]
         if all(over_gloo):
             ForwardPrefetch(sharded_modules(model))
-
-    def _gather_apart(self, model: nn.Module) -> None:
-        """A communicator of NCCL does one thing at a time: gradients would wait for weights that nobody needs yet."""
-        for module in sharded_modules(model):
-            for sharded in param_groups(module):
-                group = getattr(sharded.mesh_info, "shard_process_group", None)
-                if group is None or group in self.gathers or backend_kind(group, self.device) != "nccl":
-                    continue
-                ranks = dist.get_process_group_ranks(group)
-                if ranks == sorted(ranks):  # a private group numbers its ranks so
-                    self.gathers[group] = private_groups(group, self.device, 1)[0]
 
     @property
     def carries_error(self) -> bool:
