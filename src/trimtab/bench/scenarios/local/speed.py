@@ -33,8 +33,8 @@ SPEED = ("ddp", "ddp" + AA, "trimtab", "local", "local2bit", "ideal")
 ALWAYS = ("local", "ideal")
 """What is timed whatever is asked for."""
 
-UNEVEN, BATCH, FEW = (1.0, 0.4), 14, 1
-"""Speeds of unequal hosts, their global batch, and how many steps of plain DDP are enough."""
+UNEVEN, BATCH, ROUND, FEW = (1.0, 0.4), 14, 16, 1
+"""Speeds of unequal hosts, their global batch and round, and how many steps of plain DDP are enough."""
 
 LOCAL_BY_SPEED: dict[str, tuple[str, dict[str, Any]]] = {
     "batches": ("local", {}),
@@ -42,8 +42,8 @@ LOCAL_BY_SPEED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The method and its loader's options, by what follows the hosts' speeds."""
 
-SETTLING, FEW_ROUNDS = 3, 16
-"""Rounds before times count, while shares settle; and steps of a block where there are no rounds."""
+SETTLING = 2
+"""Rounds before times count, while shares settle."""
 
 LONG_S = 15.0
 """A method whose step takes longer has one step in all: at 10 Mbit/s one of plain DDP takes a minute and a half."""
@@ -237,19 +237,18 @@ def uneven_on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, 
         ddp = DistributedDataParallel(task.model, init_sync=False)
         if name != method:
             return LoaderTrainer(ddp, task, lr=3e-4, samples=own, adjust=None)
-        trimtab.local_steps(ddp)
+        trimtab.local_steps(ddp, every=ROUND)
         return LoaderTrainer(ddp, task, lr=3e-4, shares=UNEVEN, **options)
 
     names = ("ddp", method, "ideal") if spec["uneven"] == "batches" else (method, "ideal")
     trainers = {name: trainer(name) for name in names}
-    every = settle_uneven(trainers[method])
     timings = take_turns(
         trainers,
         ("ideal",),
         ("ddp", "ideal"),
         warmup=SETTLING,
         repeats=spec["repeats"],
-        steps=every,
+        steps=ROUND,
         report=report,
         few={"ddp": FEW},
     )
@@ -260,20 +259,8 @@ def uneven_on_rank(spec: Mapping[str, Any], report: Progress) -> list[dict[str, 
             "over_ddp": 1 / timing.ratio(timings["ddp"]) if "ddp" in timings else None,
             "fraction_of_ideal": 1 / timing.ratio(timings["ideal"]),
             "wire_mb_per_step": trainers[name].wire_mb,
-            "every": every if name == method else None,
+            "every": ROUND if name == method else None,
             "shares": None if name == "ideal" else "/".join(map(str, trainers[name].data.shares)),
         }
         for name, timing in timings.items()
     ]
-
-
-def settle_uneven(trainer: LoaderTrainer) -> int:
-    """Train until local steps have chosen their rounds; returns the steps of one."""
-    own = local_steps_of(trainer.model)
-    assert own is not None
-    while own.worker is None and own.choice is None:
-        trainer.block(1)
-    if own.worker is None:  # exchanging every step is fast enough on this link
-        return FEW_ROUNDS
-    own.keep_rounds()
-    return own.worker.settings.every
