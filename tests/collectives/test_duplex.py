@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab._compat import all_gather_single
-from trimtab.collectives.duplex import Ahead, all_gather, all_to_all
+from trimtab.collectives.duplex import Ahead, _Starter, all_gather, all_to_all
+from trimtab.collectives.reduction import Works
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -82,3 +84,15 @@ def test_what_fails_in_the_other_thread_is_raised_where_it_is_waited_for() -> No
     work = Ahead(start)
     with pytest.raises(RuntimeError, match="no connection"):
         work.wait()
+
+
+def test_the_other_thread_leaves_after_what_was_submitted_and_comes_back() -> None:
+    starter = _Starter()
+    for _ in range(2):
+        started: Future[dist.Work] = Future()
+        starter.submit(lambda: Works(torch.device("cpu")), started)
+        thread = starter._thread
+        assert thread is not None
+        starter.close(5)
+        assert started.done()
+        assert not thread.is_alive()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from trimtab._compat import all_gather_single
 from trimtab.collectives.groups import backend_kind
 from trimtab.collectives.reduction import Works, started
+from trimtab.shutdown import close_at_exit
 
 AHEAD_TAG = 0x7A
 """Of messages that another thread than the caller's starts: they must not be taken for the caller's own, which may
@@ -125,12 +126,13 @@ class Ahead(dist.Work):
 
 
 class _Starter:
-    """Runs calls one after another in a thread."""
+    """Runs calls one after another in a thread, which leaves before the interpreter does."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], dist.Work], Future[dist.Work]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], dist.Work], Future[dist.Work]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        close_at_exit(self)
 
     def submit(self, call: Callable[[], dist.Work], result: Future[dist.Work]) -> None:
         self._calls.put((call, result))
@@ -139,14 +141,22 @@ class _Starter:
                 self._thread = threading.Thread(target=self._serve, name="trimtab-ahead", daemon=True)
                 self._thread.start()
 
+    def close(self, timeout: float | None = None) -> None:
+        """Stop the thread once it has started what was submitted; another call begins a new one."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._calls.put(None)
+            thread.join(timeout)
+
     def _serve(self) -> None:
-        while True:
-            call, result = self._calls.get()
+        while (item := self._calls.get()) is not None:
+            call, result = item
             try:
                 result.set_result(call())
             except BaseException as error:  # raised where it is waited for
                 result.set_exception(error)
-            del call, result  # not to keep their tensors until the next call
+            del item, call, result  # not to keep their tensors until the next call
 
 
 _STARTER = _Starter()
