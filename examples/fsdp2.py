@@ -1,4 +1,4 @@
-"""An FSDP2 loop as torchtitan writes it: every block its own unit, gradients in 4 bits, gathered weights in 8.
+"""An FSDP2 loop as torchtitan writes it: every block its own unit, gradients and gathered weights in fewer bits.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py
 """
@@ -25,7 +25,7 @@ model = Gpt(width=128, layers=2, heads=4, context=64).to(kind)
 for block in model.blocks:
     fully_shard(block, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
-# Without a codec, trimtab.compress(model) decides by itself whether it pays.
+# Without a codec, trimtab.compress(model) decides by itself whether it pays; under `trimtab run` it is not needed.
 trimtab.compress(model, Block(bits=4), weight_bits=8)  # type: ignore[arg-type]  # DDP or sharded
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

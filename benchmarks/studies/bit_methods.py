@@ -19,7 +19,6 @@ from benchmarks.studies.simulated_wire import (
     uniform4,
 )
 
-from trimtab.doors.fsdp import WEIGHT_BLOCK
 from trimtab.planning.compression.family import (
     ADAMW,
     BITS,
@@ -29,7 +28,7 @@ from trimtab.planning.compression.family import (
     FAMILIES,
     SGD,
 )
-from trimtab.wire_format import encoded_bytes
+from trimtab.wire_format import WEIGHT_BLOCK, encoded_bytes
 
 WORKERS = 4
 WARM_UP = 0.1

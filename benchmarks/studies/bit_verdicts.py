@@ -42,8 +42,8 @@ from torch import Tensor
 
 from trimtab.bench.harness import Result
 from trimtab.bench.losses import DIVERGED, SIGMAS
-from trimtab.doors.fsdp import WEIGHT_BLOCK
 from trimtab.planning.compression.family import ADAMW, SGD
+from trimtab.wire_format import WEIGHT_BLOCK
 
 SEEDS = range(100, 105)
 """Of the verdicts; learning rates are chosen with another."""

@@ -15,6 +15,10 @@ MOST_GATHERED_BYTES = 8 * TINY_BYTES
 """But only while all ranks' payloads together have at most this size: everyone receives and decodes all of them."""
 
 
+WEIGHT_BITS, WEIGHT_BLOCK = 8, 256
+"""Bits and block of FSDP2's weights where they are gathered in fewer bits: rounding to the nearest is more accurate in
+small blocks, and 8 bits of it have left every loss where it was."""
+
 ADAPTIVE_BITS, ADAPTIVE_BLOCK = 3, 128
 """What a job in adaptive bits is expected to send, roughly: the mean bits and the block that suit any optimizer."""
 

@@ -58,6 +58,7 @@ def trained(changes: dict[str, Any]) -> dict[str, Any]:
         "sizes": sizes,
         "lowered": {name: str(p) for name, p in precisions_of(model).items()},
         "bits": None if compression is None else {bits for _, bits, _ in compression.pieces.values()},
+        "weight_bits": None if compression is None else compression.weight_bits,
         "error": float((got - want).norm() / (want - start).norm()),
         "explained": trimtab.explain(model),
     }
@@ -75,7 +76,12 @@ def test_shares_and_bits_of_a_plan_for_fsdp(ranks: Pool) -> None:
     for one in packed:
         assert one["bits"] == {0, 8}
         assert 1e-6 < one["error"] < 0.05
+        assert one["weight_bits"] is None
         assert "gradients in 8 bits" in one["explained"]
+    for one in ranks(2, trained, {"roles": roles, "bits": 8, "weight_bits": 8}, allow_groups=True):
+        assert one["weight_bits"] == 8
+        assert 1e-6 < one["error"] < 0.1
+        assert "gradients in 8 bits, weights in 8" in one["explained"]
 
 
 def test_precisions_of_a_sharded_model(ranks: Pool) -> None:

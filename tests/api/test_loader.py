@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -309,6 +310,29 @@ def test_waiting_inside_a_watched_module_is_not_counted(ranks: Pool) -> None:
     fast, slow = ranks(2, meeting_seconds, True)
     assert fast < 0.25 * slow
     fast, slow = ranks(2, meeting_seconds, False)
+    assert not fast < 0.5 * slow, "without it the wait counts as work"
+
+
+def sharded_seconds(watched: bool) -> float:
+    """FSDP2 waits for the slow rank in each of three modules."""
+    data = loader(Numbers(48), 8, adjust=Adjust(window=1000))
+    paced = Paced()
+    paced.seconds = 0.001 if dist.get_rank() == 0 else 0.02
+    model: Any = nn.Sequential(paced, nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 4))
+    for layer in (model[1], model[3], model):
+        fully_shard(layer)
+    if watched:
+        data.watch(model)
+    for batch in data:
+        data.weigh(Late.apply(model(batch)).square().mean()).backward()  # type: ignore[no-untyped-call]
+    assert data._clock is not None
+    return data._clock.read()
+
+
+def test_waiting_under_fsdp_is_not_counted_if_watched(ranks: Pool) -> None:
+    fast, slow = ranks(2, sharded_seconds, True, allow_groups=True)
+    assert fast < 0.3 * slow
+    fast, slow = ranks(2, sharded_seconds, False, allow_groups=True)
     assert not fast < 0.5 * slow, "without it the wait counts as work"
 
 

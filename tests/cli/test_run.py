@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import agent, bootstrap
+from trimtab.cli import agent, bootstrap, take_overs
 from trimtab.cli.run import BOOTSTRAP, torchrun_command
 from trimtab.errors import TrimtabError
 from trimtab.run_settings import RunSettings
@@ -125,11 +125,12 @@ def test_a_script_without_ddp_is_told_that_nothing_was_adjusted(
     monkeypatch.setenv("RANK", "0")
     bootstrap._say_if_unused(RunSettings())
     assert (
-        "the script made no DistributedDataParallel, so `trimtab run` has adjusted" in capsys.readouterr().err
+        "trained no DistributedDataParallel or FSDP2 module, so `trimtab run` has adjusted"
+        in capsys.readouterr().err
     )
     bootstrap._say_if_unused(RunSettings(adjust="none"))
     bootstrap._say_if_unused(RunSettings(batch_sizes="24,11"))  # the take-over of the batches names them
-    monkeypatch.setattr(bootstrap._Script, "has_ddp", True)
+    monkeypatch.setattr(take_overs.Script, "is_wrapped", True)
     bootstrap._say_if_unused(RunSettings())
     assert capsys.readouterr().err == ""
 

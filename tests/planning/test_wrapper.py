@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import ValidationError
 from tests.planning.planning import FAST, SLOW, damages, planned, uneven
 from tests.predict.profiles import workload
 
@@ -19,6 +20,7 @@ from trimtab.planning.roles import setting_of
 from trimtab.planning.what_if import planned as job_of
 from trimtab.planning.what_if import simulate
 from trimtab.predict.fsdp_units import Sharding
+from trimtab.wire_format import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from trimtab.planning.plan import Plan
@@ -135,7 +137,49 @@ def test_bits_where_they_gain() -> None:
     }
     slow = replace(cluster, profile=replace(cluster.profile, links={"lan": slow_link}))
     assert planned(slow, 8).bits == 4
-    assert planned(slow, 8, bits=None).bits is None
+    exact = planned(slow, 8, bits=None)
+    assert (exact.bits, exact.weight_bits) == (None, None)
+
+
+def test_weights_in_fewer_bits_where_they_gain(tmp_path: object) -> None:
+    """Beside gradients in fewer bits, in the plan's file, its hash and its reasons, and as simulated."""
+    cluster = four(SMALL)
+    assert cluster.profile is not None
+    devices = {
+        name: replace(device, codec={**device.codec, "8": device.codec["4"]})
+        for name, device in cluster.profile.devices.items()
+    }
+    slow_link = {
+        name: replace(t, per_byte_s=100 * t.per_byte_s) for name, t in cluster.profile.links["lan"].items()
+    }
+    profiles = {
+        link: replace(cluster.profile, devices=devices, links={"lan": link_})
+        for link, link_ in (("fast", cluster.profile.links["lan"]), ("slow", slow_link))
+    }
+    slow = replace(cluster, profile=profiles["slow"])
+    plan = planned(slow, 8, bits=4, layout="data")
+    assert (plan.wrapper, plan.bits, plan.weight_bits) == ("fsdp", 4, WEIGHT_BITS)
+    assert setting_of(plan).sharding == Sharding(weight_bits=WEIGHT_BITS)
+    assert plan.predicted.without["weight_bits"] > plan.predicted.step_s
+    assert any("weights are gathered in 8 bits" in reason for reason in plan.reasons)
+    save_plan(plan, f"{tmp_path}/plan.json")
+    assert load_plan(f"{tmp_path}/plan.json") == plan
+    assert replace(plan, weight_bits=None).hash != plan.hash
+    outcome = simulate(*_job(plan, slow))
+    assert outcome.timeline.step_s == pytest.approx(plan.predicted.step_s)
+    for name, memory in outcome.memory.items():
+        assert memory.peak == plan.roles[name].peak_bytes
+        assert memory.codec > 0
+    unmeasured = planned(
+        replace(cluster, profile=replace(cluster.profile, links={"lan": slow_link})), 8, bits=4
+    )
+    assert (unmeasured.bits, unmeasured.weight_bits) == (4, None)
+
+
+def test_bits_of_weights_belong_to_fsdp_with_bits() -> None:
+    plan = planned(four(1.0), 8)
+    with pytest.raises(ValidationError, match="weights are gathered in fewer bits only under FSDP2"):
+        replace(plan, weight_bits=8)
 
 
 def test_what_does_not_even_fit_sharded_says_so() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ def compress(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool | None = None,
     seed: int = 0,
-    weight_bits: int | None = None,
+    weight_bits: int | Literal["auto"] | None = "auto",
     route: str | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
@@ -49,7 +49,8 @@ def compress(
         min_numel: parameters with fewer values, or with one axis, are sent uncompressed.
         error_feedback: add the error of one step to the next; by default only for biased codecs.
         seed: seed of the stochastic rounding.
-        weight_bits: with FSDP2, also gather the weights in this many bits, rounded to nearest.
+        weight_bits: with FSDP2, also gather the weights in this many bits, rounded to nearest; None gathers them
+            exactly. By default, where no codec is given, they are gathered in 8 bits if that pays as well.
         route: how ranks reduce: ``"flat"`` or ``"two-level"`` (exact inside each host first), a method (``"ring"``,
             ``"tree"``, ``"halving"``, ``"scatter-reduce"``, ``"all-gather"``), or both (``"two-level ring"``). By
             default links are measured and the fastest route is taken; ranks that are all on one host (Gloo) use

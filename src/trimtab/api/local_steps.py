@@ -16,6 +16,7 @@ from trimtab.control.local_steps import LocalSteps
 from trimtab.control.local_workers import WhoWorks
 from trimtab.control.rank_values import rank_and_world_size
 from trimtab.control.running_local_steps import local_steps_of
+from trimtab.control.sharded_waits import is_sharded
 from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state
 from trimtab.planning.local_steps import MAX_PENALTY, default_delay, require_penalty
@@ -77,6 +78,11 @@ def local_steps(
         raise TrimtabError(f"local_steps: expected an nn.Module, got {type(model).__name__}")
     if local_steps_of(model) is not None:
         raise TrimtabError("local_steps: this model has local steps already; call it once")
+    if is_sharded(model):
+        raise TrimtabError(
+            "local_steps: the ranks share one copy of this model (FSDP2), so none can train by itself; use a plain or "
+            "DDP module, or trimtab.compress(model)"
+        )
     if every != "auto" and (not isinstance(every, int) or every < 1):
         raise TrimtabError(f"local_steps: every={every!r}: use a number of steps of at least 1, or 'auto'")
     require_penalty("local_steps", max_penalty)

@@ -39,31 +39,47 @@ def observe_waits(model: nn.Module, observer: WaitObserver) -> None:
     _wrap(model, lambda method, name: _timed(method, name, alive))
 
 
-def leave_out_waits(model: nn.Module, clock: LocalClock) -> None:
-    """Do not count, as long as the clock lives, what a rank waits in a model's `fully_shard` modules."""
-    alive = weakref.ref(clock)
-    _wrap(model, lambda method, _name: _left_out(method, alive))
+def leave_out_waits(model: nn.Module, clock: Callable[[], LocalClock | None]) -> None:
+    """Do not count, as long as there is a clock, what a rank waits in a model's `fully_shard` modules."""
+    _wrap(model, lambda method, _name: _left_out(method, clock))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model or its modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes a while
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer of a model of `fully_shard` modules has, also while the model has them whole."""
+    return [param.sharded_param for group in _param_groups(model) for param in group.fsdp_params]
+
+
+def _param_groups(model: nn.Module) -> list[Any]:
+    """Of all `fully_shard` modules; none where a module is sharded over several meshes."""
+    if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
+        return []
+    from trimtab.doors.fsdp import param_groups, sharded_modules
+
+    with suppress(TrimtabError):
+        return [group for module in sharded_modules(model) for group in param_groups(module)]
+    return []
 
 
 def _wrap(model: nn.Module, wrapped: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
     """Wrap every method in which a rank waits; it is called with the collective's name."""
-    if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
-        return
-    from trimtab.doors.fsdp import param_groups, sharded_modules
-
-    with suppress(TrimtabError):  # a module that is sharded over several meshes: its waits count as compute
-        for group in [group for module in sharded_modules(model) for group in param_groups(module)]:
-            for method, name in WAITS.items():
-                setattr(group, method, wrapped(getattr(group, method), name))
+    for group in _param_groups(model):
+        for method, name in WAITS.items():
+            setattr(group, method, wrapped(getattr(group, method), name))
 
 
-def _left_out(method: Callable[..., Any], alive: weakref.ref[LocalClock]) -> Callable[..., Any]:
+def _left_out(method: Callable[..., Any], clock: Callable[[], LocalClock | None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def left_out(*args: Any, **kwargs: Any) -> Any:
-        clock = alive()
-        if clock is None:
+        running = clock()
+        if running is None:
             return method(*args, **kwargs)
-        with clock.waiting():
+        with running.waiting():
             return method(*args, **kwargs)
 
     return left_out

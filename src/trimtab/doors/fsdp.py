@@ -42,10 +42,9 @@ from trimtab.doors.loss_scale import observe_loss_scales
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
 from trimtab.random_bits import absorb
+from trimtab.wire_format import WEIGHT_BLOCK
 
 STATE_VERSION = 1
-WEIGHT_BLOCK = 256
-"""Block of gathered weights: rounding to the nearest is more accurate in small blocks."""
 
 
 class FsdpCompression(ChangingBits):
@@ -379,6 +378,17 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_values(model: nn.Module) -> tuple[torch.dtype, int]:
+    """The type in which most weights are gathered, and how many values all weights have, padding included."""
+    numel: dict[torch.dtype, int] = {}
+    for group in (group for module in sharded_modules(model) for group in param_groups(module)):
+        for param in group.fsdp_params:
+            dtype = group.mp_policy.param_dtype or param.sharded_param.dtype
+            whole = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size
+            numel[dtype] = numel.get(dtype, 0) + whole
+    return max(numel, key=lambda dtype: (numel[dtype], str(dtype))), sum(numel.values())
 
 
 def process_groups(model: nn.Module) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

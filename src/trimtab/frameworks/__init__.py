@@ -19,7 +19,7 @@ def enable(**options: Any) -> None:
         options: those of `trimtab run`: ``plan="plan.json"``, ``local_steps="auto"``, ...
     """
     from trimtab import backend
-    from trimtab.cli.bootstrap import take_over_process
+    from trimtab.cli.take_overs import take_over_process
     from trimtab.errors import TrimtabError
     from trimtab.run_settings import RunSettings
 

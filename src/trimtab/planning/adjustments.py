@@ -14,7 +14,6 @@ from trimtab.planning.precision.options import Chosen, lowered
 from trimtab.planning.reasons import Adjustment
 from trimtab.planning.roles import RoleLayout
 from trimtab.predict.collectives import Route
-from trimtab.predict.fsdp_units import ALL_RANKS
 
 SKIPPED = (
     f"with more than {FEW_CLASSES} device classes neither time against damage nor the step without some ranks is "
@@ -126,7 +125,8 @@ def without(search: PlanSearch, plain: JobCandidate, chosen: JobCandidate) -> di
     if any(map(lowered, chosen.chosen.values())):
         jobs["precision"] = _candidate(search, chosen.job, {role: {} for role in chosen.job.devices}, chosen)
     if chosen.bits is not None:
-        setting = replace(chosen.setting, bits=None, layer_bits={}, route=None)
+        sharding = search.uncompressed.sharding
+        setting = replace(chosen.setting, bits=None, layer_bits={}, route=None, sharding=sharding)
         jobs["bits"] = search.with_setting(chosen, setting)
     return jobs
 
@@ -202,8 +202,13 @@ def _setting_adjustments(search: PlanSearch, plain: JobCandidate, chosen: JobCan
         add("accumulate", words)
     if setting.route is not None and setting.route != Route():
         add("route", f"compressed gradients are reduced by the route {setting.route.name}", route=Route())
+    if setting.sharding is not None and setting.sharding.weight_bits is not None:
+        words = f"weights are gathered in {setting.sharding.weight_bits} bits"
+        add("weight_bits", words, sharding=replace(setting.sharding, weight_bits=None))
     if setting.sharding is not None and setting.sharding.hybrid:
-        over_all = search.with_setting(chosen, replace(setting, sharding=ALL_RANKS))
+        over_all = search.with_setting(
+            chosen, replace(setting, sharding=replace(setting.sharding, hybrid=False))
+        )
         made.append(
             Adjustment(
                 name="hsdp",

@@ -169,6 +169,7 @@ def _data_parallel(
         budget=budget if batch == "free" else 0.0,
         wrapper="ddp" if sharding is None else "fsdp",
         shard_ranks=None if sharding is None or not sharding.hybrid else sharding.ways(Placement.on(cluster)),
+        weight_bits=None if sharding is None else sharding.weight_bits,
         accumulate=search.accumulate,
         layer_bits=dict(chosen.setting.layer_bits),
         route=chosen.setting.route,

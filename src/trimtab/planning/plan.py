@@ -153,6 +153,9 @@ class Plan:
     shard_ranks: Count | None = None
     """With FSDP2: how many ranks in a row share a copy of the model (HSDP); None for all."""
 
+    weight_bits: Bits | None = None
+    """With FSDP2: bits in which weights are gathered; None gathers them exactly."""
+
     tensor_groups: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)] = ()
     """Ranks that hold one copy of the model together, by tensor parallelism, in ascending order, as torch's groups
     are; empty if every rank holds a copy."""
@@ -183,6 +186,10 @@ class Plan:
         if self.shard_ranks is not None and (self.wrapper != "fsdp" or self.world_size % self.shard_ranks):
             raise ValueError(
                 f"shard_ranks: {self.shard_ranks} ranks share a copy under FSDP2, and divide {self.world_size} ranks"
+            )
+        if self.weight_bits is not None and (self.wrapper != "fsdp" or self.bits is None):
+            raise ValueError(
+                "weight_bits: weights are gathered in fewer bits only under FSDP2, where gradients are"
             )
         spared = () if self.route is None else self.route.spared
         if not set(spared) < set(range(self.world_size)):
@@ -243,6 +250,7 @@ class Plan:
             "route": self.route,
             "wrapper": self.wrapper,
             "shard_ranks": self.shard_ranks,
+            "weight_bits": self.weight_bits,
             "tensor_groups": self.tensor_groups,
             "accumulate": self.accumulate,
             "bucket_cap_mb": self.bucket_cap_mb,

@@ -12,7 +12,7 @@ from trimtab.planning.job_candidate import JobCandidate
 from trimtab.planning.job_search import FEW_CLASSES, GAIN, JobSearch
 from trimtab.planning.precision.damage_curve import CLOSE
 from trimtab.predict.step_setting import StepSetting
-from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
+from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK, WEIGHT_BITS
 from trimtab.workload.buckets import MIB
 
 BUDGET = 0.01
@@ -79,9 +79,18 @@ class PlanSearch(JobSearch):
         return self.routed(replace(self.uncompressed, bits=bits))
 
     def routed(self, compressed: StepSetting) -> StepSetting:
-        """The setting on the route that is fastest with even shares; FSDP2 has its own."""
-        if compressed.bits is None or compressed.sharding is not None:
+        """The setting on the route that is fastest with even shares.
+
+        FSDP2 has a route of its own: there weights are gathered in fewer bits as well, where that gains.
+        """
+        if compressed.bits is None:
             return compressed
+        if compressed.sharding is not None:
+            if WEIGHT_BITS not in self.bits_measured():
+                return compressed
+            weights = replace(compressed, sharding=replace(compressed.sharding, weight_bits=WEIGHT_BITS))
+            exact = replace(compressed, sharding=replace(compressed.sharding, weight_bits=None))
+            return weights if self.even(exact).step_s >= GAIN * self.even(weights).step_s else exact
         routes = routes_to_try(self.cluster, self.profile, self.workload, compressed)
         settings = [replace(compressed, route=route) for route in routes]
         if len(settings) == 1:

@@ -111,7 +111,9 @@ def setting_of(plan: Plan) -> StepSetting:
         route=plan.route,
         bucket_cap_mb=plan.bucket_cap_mb,
         accumulate=plan.accumulate,
-        sharding=Sharding(hybrid=plan.shard_ranks is not None) if plan.wrapper == "fsdp" else None,
+        sharding=Sharding(hybrid=plan.shard_ranks is not None, weight_bits=plan.weight_bits)
+        if plan.wrapper == "fsdp"
+        else None,
     )
 
 

@@ -66,6 +66,7 @@ from trimtab.predict.precision_patterns import matched
 from trimtab.predict.replay.inputs import BucketTransfers, ComputeSegment, RoleWork, Transfer
 from trimtab.predict.replay.replay import replay
 from trimtab.predict.step import build_step, codec_time, job_links
+from trimtab.wire_format import WEIGHT_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,9 +79,6 @@ if TYPE_CHECKING:
     from trimtab.predict.replay.timeline import Timeline
     from trimtab.predict.step import JobSetting
     from trimtab.workload import Workload
-
-WEIGHT_BLOCK = 256
-"""Quantization block of gathered weights, as in `doors.fsdp`."""
 
 LATE = 1.5
 """Time of an all-gather between two Gloo ranks that come at different times, over both directions at once."""
@@ -114,6 +112,7 @@ def predict_sharded_memory(measured: Measured, cluster: Cluster, setting: JobSet
             kind=cluster.devices[name].kind,
             keep=sharding.keep,
             bits=setting.bits,
+            weight_bits=sharding.weight_bits,
             results=measured.results(name),
         )
         for name, own in setting.ranks.items()

@@ -135,6 +135,7 @@ def needed_bytes(
             kind=kind,
             keep=setting.sharding.keep,
             bits=setting.bits,
+            weight_bits=setting.sharding.weight_bits,
             results=results,
         )
     else:

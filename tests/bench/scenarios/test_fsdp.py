@@ -39,4 +39,4 @@ def test_fsdp() -> None:
     assert 0.5 < gradients["of_plain_bytes"] < 0.62
     assert 0.1 < both["of_plain_bytes"] < 0.25
     assert rows["plain" + KEPT]["wire_mb_per_step"] < 0.8 * plain["wire_mb_per_step"]
-    assert {"both_over_plain", "canaries_flagged", "both_worse"} <= result["summary"].keys()
+    assert {"trimtab_over_plain", "trimtab_worse", "canaries_flagged"} <= result["summary"].keys()

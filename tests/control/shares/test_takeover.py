@@ -80,6 +80,7 @@ def train(
     ahead: bool = False,
     loss: Loss = F.cross_entropy,
     model: nn.Module | None = None,
+    keep: bool = False,
 ) -> tuple[torch.Tensor, list[int], list[float]]:
     """A training loop as users write it. Returns the parameters, this rank's batch sizes and its losses."""
     data = samples(size)
@@ -98,7 +99,7 @@ def train(
     ddp: Any = net() if model is None else model
     if sharded:
         for layer in (ddp[0], ddp):
-            fully_shard(layer)
+            fully_shard(layer, reshard_after_forward=not keep)
             if takeover is not None:
                 takeover.watch(layer)
     else:
@@ -405,3 +406,20 @@ def on_rank_speed() -> None:
 
 def test_shares_follow_speeds(ranks: Pool) -> None:
     ranks(2, on_rank_speed)
+
+
+def on_rank_speed_sharded(keep: bool) -> None:
+    """A rank waits for the slow one in every module, which must not count as its own work."""
+    plain, *_ = train(None, epochs=3, sharded=True, keep=keep)
+    with taken_over(None, Adjust(window=3)) as takeover:
+        own, sizes, _ = train(takeover, epochs=3, model=net(Slow()), sharded=True, keep=keep)
+    assert (own - plain).abs().max() < 1e-10
+    assert sizes[0] == 8
+    shares = takeover.shares
+    assert shares is not None
+    assert shares[0] > 2 * shares[1]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_shares_follow_speeds_under_fsdp(ranks: Pool, keep: bool) -> None:
+    ranks(2, on_rank_speed_sharded, keep, allow_groups=True)

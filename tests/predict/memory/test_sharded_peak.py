@@ -51,6 +51,8 @@ def test_kept_weights_and_bits_need_more() -> None:
         sharded_memory(workload(), ways=4, bits=4).peak
         == plain.peak + sharded_memory(workload(), ways=4, bits=4).codec
     )
+    both, gradients = (sharded_memory(workload(), ways=4, bits=4, weight_bits=bits) for bits in (8, None))
+    assert both.peak - gradients.peak == both.codec - gradients.codec > 0
     assert sharded_memory(workload().at_batch(4), ways=4).peak > plain.peak
 
 

@@ -4,7 +4,7 @@ FSDP2 all-gathers the weights before forward and, unless they were kept, again b
 the gradients. A perfect reduce-scatter moves as much as one all-gather. Gloo's moves twice that, because it is an
 all-reduce of which each rank keeps a part; NCCL's does not. So with Gloo half of the bytes are gradients (two thirds
 where the weights are kept), with NCCL a third (half), and fewer bits for the gradients alone can save no more: the
-rows show both, and what the weights in 8 bits add.
+rows show both, what the weights in 8 bits add, and what trimtab chooses by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from trimtab.bench.ranks import run_on_cluster, slices, two_hosts, wire_bytes
 from trimtab.bench.scenarios.loss import sgd_trainer, small_gpt
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
+from trimtab.control.compression.ddp import adaptive_of
 from trimtab.models import tasks
+from trimtab.wire_format import WEIGHT_BITS
 
-BOTH = "gradients 4, weights 8"
+DEFAULT, BOTH = "trimtab", "gradients 4, weights 8"
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "plain" + AA: None,
+    DEFAULT: {},
     "gradients 4": {"codec": Block(bits=4)},
     BOTH: {"codec": Block(bits=4), "weight_bits": 8},
 }
@@ -38,6 +41,9 @@ CANARIES: dict[str, dict[str, Any]] = {
     GRADIENT_CANARY: {"codec": Block(bits=1)},
     WEIGHT_CANARY: {"codec": Block(bits=4), "weight_bits": 2},
 }
+CHOSEN: dict[str, Any] = {"codec": trimtab.Adaptive(), "weight_bits": WEIGHT_BITS}
+"""What the default comes to on a slow link: losses are compared where there is none."""
+
 KEPT = ", weights kept"
 """Suffix of the methods whose weights stay gathered between forward and backward."""
 
@@ -54,6 +60,7 @@ def fsdp(
     spec = {"layers": layers, "device": device, "repeats": repeats, "steps": steps, "seeds": seeds}
     rows = run_on_cluster(timed, time_methods, spec, part(progress, 0, 2))
     losses = run_on_cluster(two_hosts(), train_methods, {**spec, "device": "cpu"}, part(progress, 1, 2))
+    explained = [row.pop("explain") for row in rows]
     ms = {row["method"]: row["step_ms"] for row in rows}
     by_method = judged(losses)
     for row in rows:
@@ -62,14 +69,18 @@ def fsdp(
     summary: dict[str, Any] = {
         "link": link if device == "cpu" else "nccl sockets",
         "model": f"GPT of {layers} layers" if device == "cpu" else "gpt2",
+        "trimtab_over_plain": ms["plain"] / ms[DEFAULT],
+        "trimtab_over_plain_weights_kept": ms["plain" + KEPT] / ms[DEFAULT + KEPT],
         "gradients4_over_plain": ms["plain"] / ms["gradients 4"],
         "both_over_plain": ms["plain"] / ms[BOTH],
         "gradients4_over_plain_weights_kept": ms["plain" + KEPT] / ms["gradients 4" + KEPT],
         "both_over_plain_weights_kept": ms["plain" + KEPT] / ms[BOTH + KEPT],
         "aa_ratio": ms["plain" + AA] / ms["plain"],
+        "trimtab_worse": by_method[DEFAULT]["worse"],
         "gradients4_worse": by_method["gradients 4"]["worse"],
         "both_worse": by_method[BOTH]["worse"],
         "canaries_flagged": all(by_method[method]["worse"] for method in CANARIES),
+        "explain": explained[list(ms).index(DEFAULT)],
     }
     return Result(bench="fsdp", summary=summary, rows=rows)
 
@@ -79,6 +90,8 @@ def time_methods(spec: Mapping[str, Any], report: Progress) -> list[dict[str, An
     device = torch.device(spec["device"])
     kept = [method + KEPT for method in METHODS if not method.endswith(AA)]
     trainers = {method: Method(method, spec["layers"], device) for method in (*METHODS, *kept)}
+    for trainer in trainers.values():
+        trainer.settle()
     cases = {method: trainer.step for method, trainer in trainers.items()}
     timings = interleave(cases, warmup=2, repeats=spec["repeats"], progress=report)
     rows = []
@@ -93,6 +106,7 @@ def time_methods(spec: Mapping[str, Any], report: Progress) -> list[dict[str, An
                 "of_plain_bytes": trainer.wire_mb / base.wire_mb,
                 "weights_mb": trainer.weights_mb,
                 "gradients_mb": trainer.wire_mb - trainer.weights_mb,
+                "explain": trimtab.explain(trainer.model),
             }
         )
     return rows
@@ -115,6 +129,12 @@ class Method(Trainer):
         super().__init__(model, optimizer, lambda step: task.batch(step=step, rank=dist.get_rank()), device)
         self._forward_mb = 0.0
 
+    def settle(self) -> None:
+        """Train until the bits of every layer are planned, where they adapt."""
+        controller = adaptive_of(self.model)
+        while controller is not None and controller.planned_at is None:
+            self.step()
+
     def forward(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         loss = super().forward(batch)
         self._forward_mb = (wire_bytes() - self.sent_before) / 1e6
@@ -128,7 +148,7 @@ class Method(Trainer):
 
 def train_methods(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]:
     """The loss on held-out text after the last step, by method and seed, of a small GPT."""
-    methods = {**METHODS, **CANARIES}
+    methods = {**METHODS, DEFAULT: CHOSEN, **CANARIES}
 
     def train(method: str, seed: int, data_seed: int) -> float:
         task = small_gpt(seed)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def compress_ddp(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool | None = None,
     seed: int = 0,
-    weight_bits: int | None = None,
+    weight_bits: int | Literal["auto"] | None = None,
     log: str | Path | None = None,
     log_every: int = 100,
     route: str | None = None,
@@ -196,9 +196,9 @@ def adaptive_of(model: torch.nn.Module) -> Controller | None:
     return controller
 
 
-def require_compressible(model: DistributedDataParallel, weight_bits: int | None) -> None:
+def require_compressible(model: DistributedDataParallel, weight_bits: int | Literal["auto"] | None) -> None:
     """Refuse what `compress_ddp` would refuse on this rank."""
-    if weight_bits is not None:
+    if weight_bits not in (None, "auto"):
         raise TrimtabError("compress: weight_bits is for FSDP2; DDP sends no weights")
     if not isinstance(model, DistributedDataParallel):
         raise TrimtabError(

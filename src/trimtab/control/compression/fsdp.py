@@ -6,7 +6,8 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from trimtab.errors import TrimtabError
 from trimtab.model_state import attach_state, state_of
 from trimtab.planning.compression.bit_planner import PlannerSettings
 from trimtab.planning.compression.family import ADAMW, BITS, FAMILIES, passed_families
+from trimtab.wire_format import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from trimtab.planning.compression.payoff import Decision
@@ -40,6 +42,14 @@ def is_fsdp(model: torch.nn.Module) -> bool:
     return any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
+def spans_all_ranks(model: torch.nn.Module) -> bool:
+    """Whether the ranks that share a copy of the model, times its copies, are all ranks of the job."""
+    from trimtab.doors.fsdp import process_groups
+
+    sizes = [group.size() for group in process_groups(model) if group is not None]
+    return prod(sizes) == dist.get_world_size()
+
+
 def fsdp_compression_of(model: torch.nn.Module) -> FsdpCompression | None:
     """The compression of a model of `fully_shard` modules, if there is one."""
     compression: FsdpCompression | None = state_of(model).fsdp_compression
@@ -54,13 +64,14 @@ def compress_fsdp(
     min_numel: int,
     error_feedback: bool | None,
     seed: int,
-    weight_bits: int | None,
+    weight_bits: int | Literal["auto"] | None,
     route: str | None = None,
 ) -> str:
     """As `trimtab.compress`, for FSDP2; returns what was decided, and why. Collective.
 
     Without a codec, each axis of the mesh is measured separately: with HSDP the shards are often inside a
-    host and the replicas across the slow link. An axis inside a host is exact, through shared memory (Gloo).
+    host and the replicas across the slow link. An axis inside a host is exact, through shared memory (Gloo). Weights
+    are gathered in fewer bits, unless said otherwise, where gradients are sent so and measured gathers gain as well.
     """
     from trimtab.doors.fsdp import process_groups
     from trimtab.doors.parameters import choose_bits
@@ -79,9 +90,9 @@ def compress_fsdp(
         raise TrimtabError(
             "compress: with fully_shard, error_feedback=True needs a codec such as Block(bits=2)"
         )
-    if weight_bits is not None and not 1 <= weight_bits <= 8:
+    if not (weight_bits in (None, "auto") or (isinstance(weight_bits, int) and 1 <= weight_bits <= 8)):
         raise TrimtabError(
-            f"compress: weight_bits must be 1 to 8, or None for exact weights; got {weight_bits}"
+            f"compress: weight_bits must be 1 to 8, None for exact weights, or 'auto'; got {weight_bits!r}"
         )
     sizes = {name: (p.numel(), p.dim()) for name, p in model.named_parameters(remove_duplicate=False)}
     axes = dict(zip(("shard", "replicate"), process_groups(model), strict=True))
@@ -116,9 +127,18 @@ def compress_fsdp(
             for pattern, each in (overrides or {}).items()
         }
     explanation = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
-    if weight_bits is not None and "shard" in groups:
+    if weight_bits == "auto":
+        weight_bits = None
+        pays = chosen.get("shard", False) and "shard" not in hosts
+        if codec is None or isinstance(codec, Adaptive):  # else only what was asked for
+            if pays:
+                weights = _judge_weights(groups["shard"], model)
+                pays, explanation = weights.compress, f"{explanation}; {weights.reason}"
+            if _anywhere(groups, pays):
+                weight_bits = WEIGHT_BITS
+    elif weight_bits is not None and "shard" in groups:
         explanation += f"; weights are gathered in {weight_bits} bits"
-    elif not active:
+    if weight_bits is None and not active:
         return explanation
     pieces, fixed = choose_bits(sizes, own, overrides or {}, min_numel)
     compression = FsdpCompression(
@@ -170,6 +190,18 @@ def _through_shared_memory(group: dist.ProcessGroup, model: torch.nn.Module) -> 
         host.close()
         return None, decision.reason
     return host, decision.reason
+
+
+def _judge_weights(group: dist.ProcessGroup, model: torch.nn.Module) -> Decision:
+    """Whether gathering the weights in fewer bits pays over these ranks, as measured. Collective."""
+    from trimtab.doors.fsdp import gathered_values
+    from trimtab.measure.exchange import measure_gather
+    from trimtab.planning.compression.payoff import decide_weights
+
+    dtype, numel = gathered_values(model)
+    device = local_device(next(model.parameters()))
+    exchange = measure_gather(group, device, dtype, numel, bits=WEIGHT_BITS)
+    return decide_weights(exchange, numel * dtype.itemsize)
 
 
 def _judge(

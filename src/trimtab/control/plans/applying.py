@@ -61,17 +61,19 @@ def apply_plan(
     )
 
 
-def apply_launch_plan(ddp: DistributedDataParallel) -> bool:
-    """Apply the plan of `trimtab run --plan`, which loaders may follow already. Collective.
+def apply_launch_plan(model: nn.Module) -> bool:
+    """Apply the plan of `trimtab run --plan`, which loaders may follow already, to a DDP or FSDP2 module. Collective.
 
     False if there is none, or none for the ranks that are there.
     """
     if LaunchPlan.path is None:
         return False
     try:
-        LaunchPlan.active = _agree_and_apply(ddp, LaunchPlan.read, LaunchPlan.active, seed=0, follow=Follow())
+        LaunchPlan.active = _agree_and_apply(
+            model, LaunchPlan.read, LaunchPlan.active, seed=0, follow=Follow()
+        )
     except NoPlanForRanksError as error:
-        LaunchPlan.give_up(error, ddp.process_group.rank())
+        LaunchPlan.give_up(error, rank_and_world_size(group_of(model), "apply")[0])
         return False
     return True
 

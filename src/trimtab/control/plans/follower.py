@@ -68,7 +68,7 @@ class Follower:
         self._group = world if ddp is None or active.plan.tensor_groups else ddp.process_group
         self._rank = dist.get_rank(self._group)
         self._clock = LocalClock(next(model.parameters()).device)
-        leave_out_waits(model, self._clock)
+        leave_out_waits(model, weakref.ref(self._clock))
         active.clocks.add(self._clock)
         self._background = Background(self._group)
         self._failed = False

@@ -68,10 +68,11 @@ def compress_sharded(model: nn.Module, plan: Plan, seed: int) -> str:
         min_numel=MIN_NUMEL,
         error_feedback=None,
         seed=seed,
-        weight_bits=None,
+        weight_bits=plan.weight_bits,
     )
     record_explanation(model, explanation)
-    return f"gradients in {plan.bits} bits"
+    weights = "" if plan.weight_bits is None else f", weights in {plan.weight_bits}"
+    return f"gradients in {plan.bits} bits{weights}"
 
 
 def _way(plan: Plan) -> str:

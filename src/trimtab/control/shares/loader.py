@@ -27,6 +27,7 @@ from trimtab.control.rank_values import (
     require_equal_settings,
 )
 from trimtab.control.running_local_steps import running_local_steps
+from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.sampler import Cut, ShareSampler
 from trimtab.control.shares.windows import ShareWindows
@@ -184,7 +185,8 @@ class Loader:
     def watch(
         self, model: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.SyncBatchNorm,)
     ) -> None:
-        """Do not time modules of `model` in which ranks wait for each other; all would seem equally slow."""
+        """Do not time modules in which ranks wait for each other (FSDP2's too): all would seem equally slow."""
+        leave_out_waits(model, lambda: self._clock)
         for module in model.modules():
             if isinstance(module, kinds):
                 leave_out(module, lambda: self._clock)

@@ -6,20 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 
-def problem_of_model(model: nn.Module, *, follows_speeds: bool) -> str | None:
-    """Why batches of a DDP or FSDP2 module must be equal on all ranks; None if they need not.
-
-    Args:
-        follows_speeds: shares are to follow the ranks' measured speeds.
-    """
+def problem_of_model(model: nn.Module) -> str | None:
+    """Why batches of a DDP or FSDP2 module must be equal on all ranks; None if they need not."""
     for name, module in model.named_modules():
         normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
         if normalizes and not isinstance(module, nn.SyncBatchNorm):
             return f"{type(module).__name__} {name} normalizes by each rank's own samples"
-    if follows_speeds and not isinstance(model, nn.parallel.DistributedDataParallel):
-        return (
-            "FSDP2 waits for other ranks in every layer, which hides their speeds; use --batch-sizes 24,11,11"
-        )
     if getattr(getattr(model, "_join_config", None), "enable", False):
         return "ranks may run out of data one by one (DDP's join)"
     group = getattr(model, "process_group", None)

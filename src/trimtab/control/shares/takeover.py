@@ -24,6 +24,7 @@ from torch import nn
 
 from trimtab.control.rank_values import gather_numbers
 from trimtab.control.running_local_steps import averaging_ranks, running_local_steps
+from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.shares import cutting
 from trimtab.control.shares.agreed_problem import agreed_problem
 from trimtab.control.shares.between_samples import compares_samples, problem_of_gradient
@@ -320,7 +321,7 @@ class Takeover:
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
         others = sum(len(other.waiting) for other in cutting.waiting_beside(source, self._sources.values()))
-        self._note(self._models.problem(follows_speeds=self.sizes is None))
+        self._note(self._models.problem())
         self._note(compares_samples(loss, batch.own))
         if self._observed > 0 and others > self._others:
             self._note(cutting.several_loaders(source, self._sources.values()))
@@ -357,6 +358,8 @@ class Takeover:
         if (local := running_local_steps()) is not None:
             local.timer = self
         self._models.follow(lambda: self._clock)
+        if self._models.followed is not None:
+            leave_out_waits(self._models.followed, weakref.ref(self._clock))
         if self.sizes is not None:
             self._change(source, self.sizes)
             self._say(f"batches of {listed_by_rank(self.sizes)} samples on the ranks, as requested")

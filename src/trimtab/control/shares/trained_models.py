@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from trimtab.control.sharded_waits import sharded_parameters
 from trimtab.control.shares.between_samples import has_standardized_columns
 from trimtab.control.shares.model_form import problem_of_model
 from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
@@ -93,11 +94,11 @@ class TrainedModels:
             if self.observing and any(has_standardized_columns(x, self.rows) for x in tensors):
                 self._standardized = True
 
-    def problem(self, *, follows_speeds: bool) -> str | None:
+    def problem(self) -> str | None:
         """Why batches must be equal on all ranks, of the first module that has a reason."""
         if self._standardized:
             return "the model's inputs are standardized by those of their batch"
-        problems = (problem_of_model(model, follows_speeds=follows_speeds) for model in self._trained)
+        problems = (problem_of_model(model) for model in self._trained)
         return next((problem for problem in problems if problem is not None), None)
 
     def state(self) -> dict[tuple[int, str], tuple[float, float]]:
@@ -117,9 +118,9 @@ class TrainedModels:
         self._followed = weakref.ref(model)
         if model in self._steps:
             return
-        self._steps[model] = TrainingSteps(
-            model, {id(p) for p in model.parameters()}, self._listener, skipped=True
-        )
+        parameters = {id(p) for p in (*model.parameters(), *sharded_parameters(model))}
+        sharded = not isinstance(model, nn.parallel.DistributedDataParallel)
+        self._steps[model] = TrainingSteps(model, parameters, self._listener, skipped=True, first=sharded)
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 leave_out(module, clock)

@@ -78,6 +78,23 @@ def decide_shared_memory(exchange: Exchange, gradient_bytes: int) -> Decision:
     return Decision(compress=shared, gain=exchange.plain_s / exchange.compressed_s, reason=reason)
 
 
+def decide_weights(exchange: Exchange, weight_bytes: int) -> Decision:
+    """FSDP2: whether gathering the weights in fewer bits makes that clearly shorter, as `decide` has it."""
+    job = exchange.of(weight_bytes)
+    saved_s = job.plain_s - job.compressed_s
+    pays = exchange.compressed_s <= MAX_TIME_RATIO * exchange.plain_s and saved_s >= MIN_SAVED_S
+    times_in_words = (
+        f"{weight_bytes / 1e6:.0f} MB take {job.plain_s * 1e3:.0f} ms exactly and {job.compressed_s * 1e3:.0f} ms in "
+        f"{exchange.bits} bits"
+    )
+    how = f"in {exchange.bits} bits" if pays else "exactly"
+    return Decision(
+        compress=pays,
+        gain=exchange.plain_s / exchange.compressed_s,
+        reason=f"weights are gathered {how} ({times_in_words})",
+    )
+
+
 def decide_family(
     exchanges: Mapping[str, Exchange], gradient_bytes: int, before: bool | None = None
 ) -> tuple[str, Decision]:

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from trimtab.predict.fsdp_units import FsdpUnit, fsdp_units, shard_numel
+from trimtab.predict.fsdp_units import FsdpUnit, fsdp_units, shard_bytes, shard_numel
 from trimtab.predict.memory.allocations import StepMemory
 from trimtab.predict.memory.step_peak import CUBLAS_WORKSPACE, STATES, Memory, OptimizerName
 from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.operators.precision_graph import Results
-from trimtab.wire_format import encoded_bytes
+from trimtab.wire_format import WEIGHT_BLOCK, encoded_bytes
 from trimtab.workload import Operator, Parameter, Workload
 from trimtab.workload.tensor import BYTES
 
@@ -37,6 +37,7 @@ def sharded_memory(
     optimizer: OptimizerName = "adam",
     keep: bool = False,
     bits: int | None = None,
+    weight_bits: int | None = None,
     workspace: int | None = None,
     results: Results | None = None,
 ) -> Memory:
@@ -45,6 +46,7 @@ def sharded_memory(
     Args:
         keep: gathered weights stay from forward to backward.
         bits: of compressed gradients.
+        weight_bits: of compressed weights.
     """
     step = _ShardedStep(workload, precisions or {}, kind, results, ways=ways, keep=keep)
     step.run()
@@ -59,6 +61,13 @@ def sharded_memory(
             sum(encoded_bytes(shard_numel(p, ways), bits) for p in unit.trainable) for unit in step.units
         ]
         codec = 2 * (ways - 1) * max(payloads)
+    if weight_bits is not None:
+        # A unit's own shard and those of all ranks, encoded; the root's, which is first, are gone by then.
+        gathered = [
+            shard_bytes(unit.parameters, ways, weight_bits, WEIGHT_BLOCK)
+            for unit in step.units[1:] or step.units
+        ]
+        codec += (ways + 1) * max(gathered)
     temporary = {"adam": sum(shards) if kind == "cuda" else 2 * max(shards, default=0)}.get(optimizer, 0)
     batch = sum(step.round(t.numel * BYTES[t.dtype]) for t in workload.batch)
     moments: list[tuple[int, Literal["forward", "backward", "optimizer"], str]] = [

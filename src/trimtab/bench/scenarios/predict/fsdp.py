@@ -29,11 +29,12 @@ from trimtab.measure.kernels import codec_times
 from trimtab.measure.links import LinkProbe, link_times
 from trimtab.measure.sharded import ShardedProbe
 from trimtab.predict.collectives import Collective
-from trimtab.predict.fsdp import WEIGHT_BLOCK, predict_fsdp
+from trimtab.predict.fsdp import predict_fsdp
 from trimtab.predict.fsdp_units import Sharding, fsdp_units, shard_bytes
 from trimtab.predict.memory.sharded_peak import sharded_memory
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.replay.timeline import bottleneck
+from trimtab.wire_format import WEIGHT_BLOCK
 
 MODEL = "gpt"
 LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
@@ -148,6 +149,7 @@ class FsdpJob(Job):
             kind="cuda",
             keep=plan.keep,
             bits=plan.bits,
+            weight_bits=plan.weight_bits,
             workspace=0,  # the first steps have allocated the library's
         )
         both: list[Any] = [None, None]
