@@ -57,6 +57,7 @@ class FsdpCompression(ChangingBits):
         pieces: Mapping[str, tuple[int, int, int]],
         *,
         weight_bits: int | None = None,
+        weights_measured: bool = False,
         seed: int = 0,
         shard: bool = True,
         replicate: bool = True,
@@ -66,6 +67,7 @@ class FsdpCompression(ChangingBits):
     ) -> None:
         """`pieces` gives for every parameter name its numel, bits (0: exact) and block.
 
+        `weights_measured` says that `weight_bits` was chosen by measuring: a resumed run keeps what it had before.
         `shard` and `replicate` say on which axes of the mesh gradients travel compressed. `hosts` has the shared
         memory of axes whose ranks are on one host: there gradients are exact, and weights too without `weight_bits`.
         `fixed` are the parameters whose bits never change. With `error_feedback` what a reduce-scatter rounds away is
@@ -83,11 +85,9 @@ class FsdpCompression(ChangingBits):
         self.hosts = dict(hosts or {})
         self.codec: Block = codec
         self.seed, self.weight_bits = seed, weight_bits
+        self._weights_measured = weights_measured
         self.gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         """By the group that shards, the one in which compressed weights are gathered, if that is another."""
-        if weight_bits is not None and "shard" not in self.hosts:
-            groups = [group for module in sharded_modules(model) for group in param_groups(module)]
-            self.gathers = gather_groups(groups, self.device)
         names = {id(module): name for name, module in model.named_modules()}
         self.groups = [
             ShardedGroup(self, module, group, names)
@@ -97,6 +97,7 @@ class FsdpCompression(ChangingBits):
         # A tied weight is sent under one of its names, and what no `fully_shard` manages is not sent here.
         sent = {name for group in self.groups for name in group.names}
         self.pieces = {name: piece for name, piece in pieces.items() if name in sent}
+        self._gather_apart()
         over_gloo = [group.attach(shard=shard, replicate=replicate) for group in self.groups]
         if all(over_gloo):
             ForwardPrefetch(sharded_modules(model))
@@ -128,10 +129,21 @@ class FsdpCompression(ChangingBits):
         for group in self.groups:
             group.forget()
 
+    def _gather_apart(self) -> None:
+        """Make the groups in which compressed weights are gathered. Collective."""
+        if self.weight_bits is not None and "shard" not in self.hosts and not self.gathers:
+            self.gathers = gather_groups([group.param_group for group in self.groups], self.device)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the same bits; but for error feedback, the same on every rank."""
         steps = {name: group.steps for group in self.groups for name in group.names}
-        state = {"version": STATE_VERSION, "seed": self.seed, "steps": steps, **self._saved_bits()}
+        state = {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "steps": steps,
+            "weight_bits": self.weight_bits,
+            **self._saved_bits(),
+        }
         if self.residuals is not None:
             state |= {"residuals": self.residuals.state_dict(), "rank": dist.get_rank()}
         return state
@@ -143,6 +155,11 @@ class FsdpCompression(ChangingBits):
             other = sorted(own ^ state["steps"].keys())
             raise TrimtabError(f"the compression state belongs to another model: see {', '.join(other[:3])}")
         self.seed = state["seed"]
+        if self._weights_measured and "weight_bits" in state:
+            self.weight_bits = state["weight_bits"]
+            self._gather_apart()
+            for group in self.groups:
+                group.attach_gather()
         self._load_bits(state.get("bits", {}), state.get("changes", {}))
         for group in self.groups:
             scattered, reduced = state["steps"][group.names[0]]
@@ -170,7 +187,7 @@ class ShardedGroup:
     ) -> None:
         self.steps = 0, 0
         """Reduce-scatters and all-reduces of gradients so far: what keys the random numbers."""
-        self._owner, self._module, self._param_group = owner, module, param_group
+        self._owner, self._module, self.param_group = owner, module, param_group
         self._params = {parameter_name(p, names): p for p in param_group.fsdp_params}
         self._layouts: dict[Any, ShardLayout | None] = {}
         self._reductions: dict[Any, Reduction] = {}
@@ -188,19 +205,26 @@ class ShardedGroup:
         """Replace FSDP2's collectives; returns whether weights travel over Gloo."""
         if shard:
             self._module.set_custom_reduce_scatter(_Collective(self.reduce_scatter))
-        info = self._param_group.mesh_info
+        info = self.param_group.mesh_info
         group = getattr(info, "shard_process_group", None)
         over_gloo = group is not None and is_gloo(self._owner.device, group)
-        if self._owner.weight_bits is not None or "shard" in self._owner.hosts or over_gloo:
+        if "shard" in self._owner.hosts or over_gloo:
             self._module.set_custom_all_gather(_Collective(self.all_gather))
+        else:
+            self.attach_gather()
         if over_gloo:
             # On a CPU no stream overlaps anything: FSDP2 waits for the weights that it prefetches in backward.
-            self._param_group.unshard_async_op = True
+            self.param_group.unshard_async_op = True
         if replicate and getattr(info, "replicate_process_group", None) is not None:
             info = copy.copy(info)  # the parameters keep theirs: only this group's all-reduce changes
             info.replicate_process_group = _ReplicaGroup(self, info.replicate_process_group)
-            self._param_group.mesh_info = info
+            self.param_group.mesh_info = info
         return over_gloo
+
+    def attach_gather(self) -> None:
+        """Replace FSDP2's gather where weights are compressed."""
+        if self._owner.weight_bits is not None:
+            self._module.set_custom_all_gather(_Collective(self.all_gather))
 
     def forget(self) -> None:
         """Drop what was planned with the old seed."""
@@ -279,7 +303,7 @@ class ShardedGroup:
         return True
 
     def _plan_replicas(self, shards: list[Piece], flat: torch.Tensor, group: dist.ProcessGroup) -> Reduction:
-        shard_rank = getattr(self._param_group.mesh_info, "shard_mesh_rank", 0)
+        shard_rank = getattr(self.param_group.mesh_info, "shard_mesh_rank", 0)
         # Each shard draws its own random numbers: the ranks in the replicas' groups are the same for all shards.
         pieces = [replace(shard, name=f"{shard.name}[{shard_rank}]") for shard in shards]
         self._compare(fingerprint(pieces, str(flat.dtype), self._owner.codec, self._owner.seed), flat, group)
@@ -332,7 +356,7 @@ class ShardedGroup:
         if op == dist.ReduceOp.AVG:
             return 1.0 / world
         # NCCL's sum of scaled values, whose factor cannot be read back: FSDP2 makes it from this one.
-        factor = self._param_group.gradient_divide_factor
+        factor = self.param_group.gradient_divide_factor
         assert factor is not None, f"FSDP2 reduces by SUM, AVG, or SUM with a factor, not by {op}"
         return 1.0 / float(factor)
 

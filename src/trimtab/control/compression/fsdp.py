@@ -127,10 +127,11 @@ def compress_fsdp(
             for pattern, each in (overrides or {}).items()
         }
     explanation = "; ".join(f"{axis} axis: {reason}" for axis, reason in reasons.items())
+    weights_measured = weight_bits == "auto" and not isinstance(codec, Block)  # else only what was asked for
     if weight_bits == "auto":
         weight_bits = None
         pays = chosen.get("shard", False) and "shard" not in hosts
-        if codec is None or isinstance(codec, Adaptive):  # else only what was asked for
+        if weights_measured:
             if pays:
                 weights = _judge_weights(groups["shard"], model)
                 pays, explanation = weights.compress, f"{explanation}; {weights.reason}"
@@ -146,6 +147,7 @@ def compress_fsdp(
         own,
         pieces,
         weight_bits=weight_bits,
+        weights_measured=weights_measured,
         seed=seed,
         shard=chosen.get("shard", False),
         replicate=chosen.get("replicate", False),
