@@ -141,6 +141,40 @@ def test_replicas_gather_alike(ranks: Pool) -> None:
     assert ranks(4, on_rank_1_only, allow_groups=True) == [[WEIGHT_BITS]] * 4
 
 
+def resumed() -> tuple[list[int | None], bool]:
+    """Jobs that measured otherwise, after they loaded the state of one in 8 bits and of one with exact weights."""
+    from trimtab.planning.compression import payoff
+
+    def measured_at(compressed_s: float) -> Any:
+        net = make(None)
+        exchange.measure_gather = lambda *_args, **_named: measured(compressed_s)
+        trimtab.compress(net, trimtab.Adaptive())
+        return net
+
+    real, least = exchange.measure_gather, payoff.MIN_SAVED_S
+    payoff.MIN_SAVED_S = 0.0
+    try:
+        before, exact = measured_at(0.02), measured_at(0.2)
+        into_exact, into_bits = measured_at(0.2), measured_at(0.02)
+    finally:
+        exchange.measure_gather, payoff.MIN_SAVED_S = real, least
+    trimtab.load_state_dict(into_exact, trimtab.state_dict(before))
+    trimtab.load_state_dict(into_bits, trimtab.state_dict(exact))
+    nets = [before, into_exact, exact, into_bits]
+    for net in nets:
+        loss_of(net, 0).backward()
+    gradients = [torch.cat([g.flatten() for g in full(net).values()]) for net in nets]
+    bits = [compression.weight_bits for net in nets if (compression := fsdp_compression_of(net))]
+    same = torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[2], gradients[3])
+    return bits, same and not torch.equal(gradients[0], gradients[2])
+
+
+def test_a_resumed_run_keeps_what_was_measured_before(ranks: Pool) -> None:
+    for bits, continued in ranks(2, resumed, allow_groups=True):
+        assert bits == [WEIGHT_BITS, WEIGHT_BITS, None, None]
+        assert continued
+
+
 def refused() -> list[str]:
     words = []
     for bits in (0, 9, "some", 2.5):
