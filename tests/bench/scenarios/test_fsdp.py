@@ -11,7 +11,7 @@ import pytest
 from tests.support.requirements import requires
 
 from trimtab.bench.harness import AA
-from trimtab.bench.scenarios.fsdp import BOTH, CANARIES, KEPT, METHODS
+from trimtab.bench.scenarios.fsdp import BOTH, CANARIES, IDEAL, KEPT, METHODS
 
 
 @pytest.mark.soak
@@ -31,7 +31,7 @@ def test_fsdp() -> None:
     result = json.loads(done.stdout)
     rows = {row["method"]: row for row in result["rows"]}
     kept = {method + KEPT for method in METHODS if not method.endswith(AA)}
-    assert rows.keys() == {*METHODS, *kept, *CANARIES}
+    assert rows.keys() == {*METHODS, *kept, IDEAL, *CANARIES}
     plain, gradients, both = (rows[method] for method in ("plain", "gradients 4", BOTH))
     # In fp32 Gloo sends the weights twice and the gradients, half a buffer too often, as much again. Then come
     # 4 bits of 32 without the excess, and 8 of 32; small parameters stay as they are.
@@ -39,4 +39,7 @@ def test_fsdp() -> None:
     assert 0.5 < gradients["of_plain_bytes"] < 0.62
     assert 0.1 < both["of_plain_bytes"] < 0.25
     assert rows["plain" + KEPT]["wire_mb_per_step"] < 0.8 * plain["wire_mb_per_step"]
-    assert {"trimtab_over_plain", "trimtab_worse", "canaries_flagged"} <= result["summary"].keys()
+    assert rows[IDEAL]["wire_mb_per_step"] < 0.01 * plain["wire_mb_per_step"]
+    assert {"trimtab_over_plain", "trimtab_of_ideal", "trimtab_worse", "canaries_flagged"} <= result[
+        "summary"
+    ].keys()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import trimtab
 from trimtab.bench.harness import AA, Progress, Result, interleave, part
@@ -29,6 +30,9 @@ from trimtab.models import tasks
 from trimtab.wire_format import WEIGHT_BITS
 
 DEFAULT, BOTH = "trimtab", "gradients 4, weights 8"
+IDEAL = "ideal"
+"""Every rank has the whole model and exchanges nothing: it updates all parameters, not only its shard."""
+
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "plain" + AA: None,
@@ -51,21 +55,22 @@ KEPT = ", weights kept"
 def fsdp(
     link: str, device: str, layers: int, repeats: int, steps: int, seeds: int, progress: Progress
 ) -> Result:
-    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); then their losses.
+    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); on the CPU also their losses.
 
     On the CPU the model is the GPT of the other benches with the given number of layers (8: 25 million parameters), on
-    a GPU it is GPT-2 small.
+    a GPU it is GPT-2 small, which computes and gathers its weights in bf16 and reduces its gradients in fp32.
     """
     timed = slices(2) if device == "cuda" else two_hosts(link)
     spec = {"layers": layers, "device": device, "repeats": repeats, "steps": steps, "seeds": seeds}
     rows = run_on_cluster(timed, time_methods, spec, part(progress, 0, 2))
-    losses = run_on_cluster(two_hosts(), train_methods, {**spec, "device": "cpu"}, part(progress, 1, 2))
     explained = [row.pop("explain") for row in rows]
     ms = {row["method"]: row["step_ms"] for row in rows}
-    by_method = judged(losses)
+    by_method: dict[str, dict[str, Any]] = {}
+    if device == "cpu":
+        by_method = judged(run_on_cluster(two_hosts(), train_methods, spec, part(progress, 1, 2)))
     for row in rows:
         row.update(_loss_columns(by_method.get(row["method"].removesuffix(KEPT))))
-    rows += [{"method": method, **_loss_columns(by_method[method])} for method in CANARIES]
+    rows += [{"method": method, **_loss_columns(by_method[method])} for method in CANARIES if by_method]
     summary: dict[str, Any] = {
         "link": link if device == "cpu" else "nccl sockets",
         "model": f"GPT of {layers} layers" if device == "cpu" else "gpt2",
@@ -75,13 +80,18 @@ def fsdp(
         "both_over_plain": ms["plain"] / ms[BOTH],
         "gradients4_over_plain_weights_kept": ms["plain" + KEPT] / ms["gradients 4" + KEPT],
         "both_over_plain_weights_kept": ms["plain" + KEPT] / ms[BOTH + KEPT],
+        "plain_of_ideal": ms[IDEAL] / ms["plain"],
+        "trimtab_of_ideal": ms[IDEAL] / ms[DEFAULT],
         "aa_ratio": ms["plain" + AA] / ms["plain"],
-        "trimtab_worse": by_method[DEFAULT]["worse"],
-        "gradients4_worse": by_method["gradients 4"]["worse"],
-        "both_worse": by_method[BOTH]["worse"],
-        "canaries_flagged": all(by_method[method]["worse"] for method in CANARIES),
         "explain": explained[list(ms).index(DEFAULT)],
     }
+    if by_method:
+        summary |= {
+            "trimtab_worse": by_method[DEFAULT]["worse"],
+            "gradients4_worse": by_method["gradients 4"]["worse"],
+            "both_worse": by_method[BOTH]["worse"],
+            "canaries_flagged": all(by_method[method]["worse"] for method in CANARIES),
+        }
     return Result(bench="fsdp", summary=summary, rows=rows)
 
 
@@ -89,7 +99,7 @@ def time_methods(spec: Mapping[str, Any], report: Progress) -> list[dict[str, An
     """One copy of the model for each method, all from the same start and on the same data."""
     device = torch.device(spec["device"])
     kept = [method + KEPT for method in METHODS if not method.endswith(AA)]
-    trainers = {method: Method(method, spec["layers"], device) for method in (*METHODS, *kept)}
+    trainers = {method: Method(method, spec["layers"], device) for method in (*METHODS, *kept, IDEAL)}
     for trainer in trainers.values():
         trainer.settle()
     cases = {method: trainer.step for method, trainer in trainers.items()}
@@ -121,8 +131,10 @@ class Method(Trainer):
         else:
             task = tasks.gpt(width=512, layers=layers, heads=8, context=128, samples=1)
         self._reshard = not method.endswith(KEPT)
-        model = shard(task.model, reshard=self._reshard)
-        settings = METHODS[method.removesuffix(KEPT)]
+        mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
+        alone = mesh["alone"] if method == IDEAL else None
+        model = shard(task.model, reshard=self._reshard, mesh=alone, half=device.type == "cuda")
+        settings = METHODS.get(method.removesuffix(KEPT))
         if settings is not None:
             trimtab.compress(model, **settings)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -160,13 +172,25 @@ def train_methods(spec: Mapping[str, Any], report: Progress) -> dict[str, list[f
     return final_losses(methods, range(spec["seeds"]), train, report)
 
 
-def shard(model: nn.Module, *, reshard: bool = True) -> nn.Module:
-    """Apply `fully_shard` to each repeated layer, then to the rest; in place."""
+def shard(
+    model: nn.Module, *, reshard: bool = True, mesh: DeviceMesh | None = None, half: bool = False
+) -> nn.Module:
+    """Apply `fully_shard` to each repeated layer, then to the rest; in place.
+
+    Args:
+        half: compute in bf16, and reduce gradients in fp32.
+    """
+    types = (torch.bfloat16, torch.float32) if half else (None, None)
+    options: dict[str, Any] = {
+        "reshard_after_forward": reshard,
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(*types),
+    }
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList):
             for layer in module:
-                fully_shard(layer, reshard_after_forward=reshard)
-    return fully_shard(model, reshard_after_forward=reshard)  # type: ignore[return-value]
+                fully_shard(layer, **options)
+    return fully_shard(model, **options)  # type: ignore[return-value]
 
 
 def _loss_columns(row: Mapping[str, Any] | None) -> dict[str, Any]:
