@@ -55,7 +55,7 @@ KEPT = ", weights kept"
 def fsdp(
     link: str, device: str, layers: int, repeats: int, steps: int, seeds: int, progress: Progress
 ) -> Result:
-    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); on the CPU also their losses.
+    """Step times of every method, interleaved, on two emulated hosts (or slices of a GPU); on the CPU losses as well.
 
     On the CPU the model is the GPT of the other benches with the given number of layers (8: 25 million parameters), on
     a GPU it is GPT-2 small, which computes and gathers its weights in bf16 and reduces its gradients in fp32.
