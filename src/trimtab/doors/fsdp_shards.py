@@ -36,6 +36,9 @@ class ShardLayout:
     others: Packing
     """Every chunk but this rank's, in the whole buffer: in rank order, so one run of bytes for each rank."""
 
+    everyone: Packing
+    """Every chunk in the whole buffer, likewise: what a gather brings is decoded in one go."""
+
 
 def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: int) -> ShardLayout:
     """The layout of a buffer of `world` chunks, as `rank` sends it; `shards` are the parameters' parts of a chunk."""
@@ -45,11 +48,14 @@ def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: i
         # Blocks are numbered through the whole parameter, so that no two chunks draw the same numbers.
         return [replace(s, offset=base + s.offset, first_block=owner * s.blocks) for s in shards]
 
-    others = [s for owner in range(world) if owner != rank for s in segments(owner, owner * chunk)]
+    def packed(*owners: int) -> Packing:
+        return Packing(segments=tuple(s for r in owners for s in segments(r, r * chunk)), dtype=dtype)
+
     return ShardLayout(
         chunk=chunk,
         mine=Packing(segments=tuple(segments(rank, 0)), dtype=dtype),
-        others=Packing(segments=tuple(others), dtype=dtype),
+        others=packed(*(owner for owner in range(world) if owner != rank)),
+        everyone=packed(*range(world)),
     )
 
 
@@ -199,10 +205,7 @@ class WeightGather(dist.Work):
         if not self._decoded:
             self._work.wait()
             kernels = kernels_for(self._output.device)
-            chunks = self._output.view(-1, self._layout.chunk).unbind()
-            rows = self._gathered.view(-1, self._layout.mine.nbytes).unbind()
-            for chunk, row in zip(chunks, rows, strict=True):
-                kernels.decode(row, self._layout.mine, chunk)
+            kernels.decode(self._gathered, self._layout.everyone, self._output.view(-1))
             self._decoded = True
         return True
 
