@@ -1,8 +1,8 @@
 """The codec on CUDA tensors, in Triton: the same bits as the reference, at memory speed.
 
 After the first use of a packing nothing here waits for the device or allocates; launches go to the
-current stream. The exception is `reduce_encode` of payloads at irregular distances: they are first
-copied into one buffer.
+current stream, and what they repeat is put together once (`trimtab.triton_launch`). The exception is
+`reduce_encode` of payloads at irregular distances: they are first copied into one buffer.
 
 Segments with the same bits and block form a group, and a group is one launch. A program of that launch
 finds its segment through two tables: `owners`, the segment of each tile, and `table`, 8 numbers for
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from trimtab.codec import triton_device, triton_raw
 from trimtab.codec.contract import Kernels, Rounding
 from trimtab.codec.packing import RAW, Packing, Segment
+from trimtab.triton_launch import Launch
 
 TILE = 1024
 """Elements a warp holds in registers: 32 a thread."""
@@ -56,25 +58,23 @@ class TritonKernels(Kernels):
                 first, regular = torch.stack(list(payloads)), (packing.nbytes, len(payloads))
             stride, gap = regular
         wide = (out.data_ptr() | first.data_ptr() | stride) % 8 == 0
-        with torch.cuda.device_of(flat):
-            for group in _groups(packing, flat.device):
-                common = (flat, first, out, group.owners, group.table)
-                options = {"COUNT": len(payloads or ()), **group.options(flat.dtype, wide)}
-                if group.bits == RAW:
-                    triton_raw.encode_raw[(group.tiles,)](*common, rounding.scale, stride, gap, **options)
-                else:
-                    stream, scale, stochastic = rounding
-                    triton_device.encode[(group.tiles,)](
-                        *common, stream, scale, stride, gap, STOCHASTIC=stochastic, **options
-                    )
+        stream, scale, stochastic = rounding
+        for group in _groups(packing, flat.device):
+            tensors = flat, first, out, group.owners, group.table
+            if group.bits == RAW:
+                launch = group.launch(triton_raw.encode_raw, flat.dtype, wide, COUNT=len(payloads or ()))
+                launch(tensors, scale, stride, gap)
+            else:
+                own = {"STOCHASTIC": stochastic, "COUNT": len(payloads or ())}
+                launch = group.launch(triton_device.encode, flat.dtype, wide, **own)
+                launch(tensors, stream, scale, stride, gap)
 
     def _decode(self, payload: Tensor, packing: Packing, flat: Tensor, add: bool) -> None:
         wide = payload.data_ptr() % 8 == 0
-        with torch.cuda.device_of(flat):
-            for group in _groups(packing, flat.device):
-                kernel = triton_raw.decode_raw if group.bits == RAW else triton_device.decode
-                options = group.options(flat.dtype, wide)
-                kernel[(group.tiles,)](flat, payload, group.owners, group.table, ADD=add, **options)
+        for group in _groups(packing, flat.device):
+            kernel = triton_raw.decode_raw if group.bits == RAW else triton_device.decode
+            launch = group.launch(kernel, flat.dtype, wide, ADD=add)
+            launch((flat, payload, group.owners, group.table))
 
 
 def spacing(addresses: Sequence[int]) -> tuple[int, int] | None:
@@ -118,6 +118,8 @@ class Group:
     CHUNK of them are processed at a time; ROWS: blocks per tile; UNIT: a power of two that divides every segment's
     offset (`table` holds offsets over it)."""
 
+    launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict, compare=False, repr=False)
+
     def constants(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
         """All compile-time constants of this group; `wide`: payloads are aligned to 8 bytes."""
         if self.bits == RAW:
@@ -125,9 +127,15 @@ class Group:
         codes = self._codes_per_word(dtype, wide)
         return {"BITS": self.bits, "BLOCK": self.block, **self.shape, "GROUP": codes, "WIDE": wide}
 
-    def options(self, dtype: torch.dtype, wide: bool) -> dict[str, int | bool]:
-        """The constants, and how to launch."""
-        return {**self.constants(dtype, wide), "num_warps": self.warps, "enable_fp_fusion": False}
+    def launch(self, kernel: Any, dtype: torch.dtype, wide: bool, **own: int | bool) -> Launch:
+        """The launch of this kernel on these segments, with `own` as its last constants; made once."""
+        key = kernel, dtype, wide, *own.values()
+        launch = self.launches.get(key)
+        if launch is None:
+            constants = {**self.constants(dtype, wide), **own}
+            options = {"num_warps": self.warps, "enable_fp_fusion": False}
+            launch = self.launches[key] = Launch(kernel, (self.tiles, 1, 1), (), constants, **options)
+        return launch
 
     def _codes_per_word(self, dtype: torch.dtype, wide: bool) -> int:
         """Codes stored as one word: those a thread holds after a 16-byte load; 0 where codes straddle bytes."""

@@ -39,6 +39,9 @@ class ShardLayout:
     everyone: Packing
     """Every chunk in the whole buffer, likewise: what a gather brings is decoded in one go."""
 
+    residuals: Packing
+    """How what a scatter rounds away is kept: of the chunks and parameters that it encodes."""
+
 
 def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: int) -> ShardLayout:
     """The layout of a buffer of `world` chunks, as `rank` sends it; `shards` are the parameters' parts of a chunk."""
@@ -51,11 +54,13 @@ def plan_shards(shards: Sequence[Piece], dtype: torch.dtype, world: int, rank: i
     def packed(*owners: int) -> Packing:
         return Packing(segments=tuple(s for r in owners for s in segments(r, r * chunk)), dtype=dtype)
 
+    others = packed(*(owner for owner in range(world) if owner != rank))
     return ShardLayout(
         chunk=chunk,
         mine=Packing(segments=tuple(segments(rank, 0)), dtype=dtype),
-        others=packed(*(owner for owner in range(world) if owner != rank)),
+        others=others,
         everyone=packed(*range(world)),
+        residuals=_in_eight_bits(others),
     )
 
 
@@ -111,7 +116,7 @@ class ScatterFeedback:
 
     def restore(self, key: str, values: torch.Tensor, layout: ShardLayout) -> None:
         """Add, in place, what the last reduce-scatter of this buffer left out."""
-        packing = _in_eight_bits(layout, values.dtype)
+        packing = layout.residuals
         payload, before = self._residuals.get(key, (None, None))
         if payload is None or payload.numel() != packing.nbytes:
             return
@@ -123,7 +128,7 @@ class ScatterFeedback:
 
     def keep(self, key: str, values: torch.Tensor, sent: torch.Tensor, layout: ShardLayout) -> None:
         """Keep what `sent` lacks of `values`."""
-        kernels, packing = kernels_for(values.device), _in_eight_bits(layout, values.dtype)
+        kernels, packing = kernels_for(values.device), layout.residuals
         arrives = torch.zeros_like(values)
         kernels.decode(sent, layout.others, arrives)
         missing = torch.sub(values, arrives, out=arrives)
@@ -145,11 +150,11 @@ class ScatterFeedback:
         }
 
 
-def _in_eight_bits(layout: ShardLayout, dtype: torch.dtype) -> Packing:
-    """How the residuals of a buffer are kept: those of the chunks and parameters that are encoded."""
-    coded = [s for s in layout.others.segments if s.bits != RAW]
+def _in_eight_bits(packing: Packing) -> Packing:
+    """The encoded segments of a packing, in 8 bits."""
+    coded = [s for s in packing.segments if s.bits != RAW]
     segments = tuple(Segment(offset=s.offset, numel=s.numel, bits=8, block=RESIDUAL_BLOCK) for s in coded)
-    return Packing(segments=segments, dtype=dtype)
+    return Packing(segments=segments, dtype=packing.dtype)
 
 
 def reduce_scatter_inside(

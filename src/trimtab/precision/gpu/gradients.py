@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
-from trimtab.precision.gpu.launch import Launch, Room, take, zeros
 from trimtab.precision.gpu.products import Given, multiply_launch, tiles_of, transpose_launch
 from trimtab.precision.gpu.quantize import (
     LAUNCHES,
@@ -24,6 +23,7 @@ from trimtab.precision.gpu.quantize import (
 )
 from trimtab.precision.int8 import LONGEST_SUM
 from trimtab.precision.products import ColumnTotals, Sizes
+from trimtab.triton_launch import Launch, Room, take, zeros
 
 _BY_ROW: Given = (True, False, False, False)
 _BY_COLUMN: Given = (False, True, False, False)

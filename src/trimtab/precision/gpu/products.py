@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trimtab.precision.gpu import product_kernels as kernels
-from trimtab.precision.gpu.launch import Launch, ceil_div
 from trimtab.precision.gpu.quantize import LAUNCHES, PAD, processors
 from trimtab.precision.int8 import LONGEST_SUM
+from trimtab.triton_launch import Launch, ceil_div
 
 
 class Tile(NamedTuple):

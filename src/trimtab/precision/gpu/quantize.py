@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trimtab.precision.draw import Draw, Operand
 from trimtab.precision.gpu import quantize_kernels as kernels
-from trimtab.precision.gpu.launch import Launch, ceil_div, power_of_2, zeros
 from trimtab.precision.products import ColumnTotals
+from trimtab.triton_launch import Launch, ceil_div, power_of_2, zeros
 
 PAD = 16
 """Tensor-core products need every axis to be a multiple of this."""

@@ -53,7 +53,7 @@ class Launch:
         self._run: Any = None
         self._before: tuple[Any, ...] = ()
 
-    def __call__(self, tensors: Sequence[Tensor] | Sequence[int], *varying: int) -> None:
+    def __call__(self, tensors: Sequence[Tensor] | Sequence[int], *varying: float) -> None:
         """Run on the current stream.
 
         Args:
@@ -72,8 +72,8 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._run(*self._grid, stream, *self._before, *addresses, *varying, *self._after)
 
-    def _slowly(self, tensors: Sequence[Tensor], varying: tuple[int, ...]) -> None:
-        """As Triton does it; what it compiles for aligned tensors is kept."""
+    def _slowly(self, tensors: Sequence[Tensor], varying: tuple[float, ...]) -> None:
+        """As Triton does it; what it compiles is kept, by which tensors are aligned."""
         first = tensors[0]
         if first.device.type != "cuda":  # interpreted
             self._kernel[self._grid](*tensors, *varying, *self._numbers, **self._constants, **self._options)
@@ -81,17 +81,17 @@ class Launch:
         with torch.cuda.device(first.device):
             kinds = tuple(tensor.dtype for tensor in tensors)
             sizes = tuple((n % _ALIGNED == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in self._numbers)
-            key = (self._kernel, first.get_device(), kinds, sizes, *self._constants.values())
-            aligned = all(tensor.data_ptr() % _ALIGNED == 0 for tensor in tensors)
-            compiled = _compiled.get(key) if aligned else None
+            aligned = tuple(tensor.data_ptr() % _ALIGNED == 0 for tensor in tensors)
+            key = (self._kernel, first.get_device(), kinds, aligned, sizes, *self._constants.values())
+            compiled = _compiled.get(key)
             if compiled is None:
                 compiled = self._kernel[self._grid](
                     *tensors, *varying, *self._numbers, **self._constants, **self._options
                 )
             else:
                 compiled[self._grid](*tensors, *varying, *self._after)
-        if aligned:
-            _compiled[key] = compiled
+        _compiled[key] = compiled
+        if all(aligned):
             # No metadata for and no hooks of Triton's own profiler.
             self._before = (compiled.function, compiled.packed_metadata, None, None, None)
             self._run, self._device = compiled.run, first.get_device()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.precision.gpu.launch import Launch, Room, take
+from trimtab.triton_launch import Launch, Room, take
 
 
 def test_addresses_of_a_room_are_those_of_its_tensors() -> None:
