@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from trimtab.bench.harness import Result, Timing, interleave, part
+from trimtab.bench.harness import Result, Timing, environment, interleave, part
 
 
 def test_cases_take_turns_and_warm_up_is_not_counted() -> None:
@@ -61,3 +62,11 @@ def test_a_result_is_one_json_object() -> None:
     assert tree["summary"] == {"ratio": 1.2346}
     assert tree["rows"] == [{"method": "a", "ms": None}]
     assert {"date", "command", "cpu", "cores", "torch", "trimtab"} <= tree["environment"].keys()
+
+
+def test_the_command_names_the_work_queues_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/trimtab", "bench", "fsdp"])
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert environment()["command"] == "trimtab bench fsdp"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert environment()["command"] == "CUDA_DEVICE_MAX_CONNECTIONS=8 trimtab bench fsdp"

@@ -119,7 +119,11 @@ def environment() -> dict[str, Any]:
 def _command() -> str:
     program = Path(sys.argv[0])
     study = program.parent.name == "studies"
-    return " ".join([f"python benchmarks/studies/{program.name}" if study else "trimtab", *sys.argv[1:]])
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # which changes what overlaps on a GPU
+    given = [f"CUDA_DEVICE_MAX_CONNECTIONS={queues}"] if queues else []
+    return " ".join(
+        [*given, f"python benchmarks/studies/{program.name}" if study else "trimtab", *sys.argv[1:]]
+    )
 
 
 def _rounded(value: Any) -> Any:
