@@ -268,13 +268,17 @@ class Controller:
         if self._statistics is None:
             return self._background.fetch(key)
         current = {name: self._compression.pieces[name][1] for name in self.first}
-        snapshot = self._statistics.snapshot(self._compression.feedback, current)
         losses, self._losses = self._losses, []
+        tensors = [loss.double().reshape(()) for loss in losses if isinstance(loss, torch.Tensor)]
+        stacked = torch.stack([loss.to(tensors[0].device) for loss in tensors]) if tensors else None
+        snapshot = self._statistics.snapshot(self._compression.feedback, current)
         warm = step >= self._config.warmup
         optimizer = self._optimizer_kind.kind if self._optimizer_kind is not None else None
 
         def decide() -> dict[str, Any]:
-            values = [float(loss) for loss in losses]
+            values = [float(loss) for loss in losses if not isinstance(loss, torch.Tensor)]
+            if stacked is not None:  # one wait that sleeps, not one for each loss that spins
+                values += snapshot.on_host(stacked)
             return self.planner.decide(
                 step,
                 snapshot.layers(),

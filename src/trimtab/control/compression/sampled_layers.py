@@ -131,7 +131,7 @@ class SampledLayers:
         table: dict[str, float] = self._tables[key]
         return table
 
-    def on_host(self, values: torch.Tensor) -> npt.NDArray[np.float32]:
+    def on_host(self, values: torch.Tensor) -> npt.NDArray[Any]:
         """Their numbers; the thread sleeps until a device has them."""
         if self._stream is None:
             return np.asarray(values)

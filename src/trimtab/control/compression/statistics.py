@@ -225,9 +225,13 @@ class Snapshot:
     def __init__(self, numels: Mapping[str, int], numbers: torch.Tensor, values: SampledLayers) -> None:
         self._numels, self._numbers, self._values = numels, numbers, values
 
+    def on_host(self, numbers: torch.Tensor) -> list[Any]:
+        """Numbers that were there before this copy, from the device; sleeps until they have arrived."""
+        return list(self._values.on_host(numbers).tolist())
+
     def layers(self) -> list[Layer]:
         """The statistics of all layers; waits for the numbers from a device."""
-        squares, latest, owed = self._values.on_host(self._numbers).tolist()
+        squares, latest, owed = self.on_host(self._numbers)
         return [
             Layer(
                 name=name,
