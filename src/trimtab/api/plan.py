@@ -28,7 +28,7 @@ from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
-from trimtab.planning.tensor.plan_layout import LayoutOption
+from trimtab.planning.tensor.plan_layout import LayoutOption, require_layout
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import PRECISIONS
 from trimtab.predict.damage import Damage
@@ -106,6 +106,7 @@ def plan(
             f"plan: a batch of {batch_size} is smaller than the {target.world_size} ranks of the cluster, and each "
             f"needs at least one sample; use a batch size of {target.world_size} or more"
         )
+    require_layout(layout, target.world_size)
     require_penalty("plan", max_penalty)
     if not (isfinite(damage) and damage >= 0):
         raise TrimtabError(f"plan: a damage of {damage} is not possible; use a finite number of at least 0")
