@@ -121,6 +121,12 @@ def test_refusals_without_a_group() -> None:
         loader(Numbers(8), 4.0)  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="Endless has no __len__"):
         loader(Endless(), 4)
+    with pytest.raises(TrimtabError, match=r"pass the dataset, not a DataLoader"):
+        loader(DataLoader(Numbers(8)), 4)  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="set has no __getitem__"):
+        loader({1, 2, 3, 4}, 4)  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="adjust='auto': use None for fixed shares"):
+        loader(Numbers(8), 4, adjust="auto")  # type: ignore[arg-type]
     data = loader(Numbers(8), 4)
     with pytest.raises(TrimtabError, match="got NoneType"):
         data.load_state_dict(None)  # type: ignore[arg-type]

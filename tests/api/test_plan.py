@@ -86,7 +86,11 @@ def test_plan_is_an_ordinary_function() -> None:
     ("keywords", "words"),
     [
         ({"batch_size": 1}, "a batch of 1 is smaller than the 2 ranks"),
+        ({"batch_size": "8"}, "batch_size='8': give a whole number"),
         ({"batches": None}, "pass batches="),
+        ({"batches": torch.zeros(4, 8)}, "expected a list of batches, got one Tensor"),
+        ({"batch": "auto"}, "batch is free or fixed; got 'auto'"),
+        ({"cluster": 3}, "expected a Cluster or the path of its file, got int"),
         ({"precisions": ["fp8"]}, "'fp8' was not probed on any device class .*fast: fp32, int8"),
         ({"indicator": "tarot"}, "no indicator 'tarot'"),
         ({"indicator": "depth"}, "'depth' ranks operators but does not tell how much"),

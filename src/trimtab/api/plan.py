@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
@@ -90,6 +90,7 @@ def plan(
     Raises:
         TrimtabError: something is missing or does not fit; the message says what to do.
     """
+    _require_arguments(model, cluster, batch_size, batch, batches)
     allowed = selected(adjust)
     for name, value, usual in (("bits", bits, ("auto", None)), ("precision", precisions, (None, ()))):
         if name not in allowed and value not in usual:
@@ -171,6 +172,30 @@ def plan(
     if workload.caveat is not None:
         made = replace(made, reasons=(*made.reasons, workload.caveat))
     return made
+
+
+def _require_arguments(
+    model: object, cluster: object, batch_size: object, batch: object, batches: object
+) -> None:
+    """Refuse what is of another kind than is documented."""
+    expected = {
+        f"model: expected an nn.Module or a name, got {type(model).__name__}": isinstance(
+            model, nn.Module | str
+        ),
+        f"cluster: expected a Cluster or the path of its file, got {type(cluster).__name__}": isinstance(
+            cluster, Cluster | str | Path
+        ),
+        f"batch_size={batch_size!r}: give a whole number of samples, over all ranks": hasattr(
+            batch_size, "__index__"
+        ),
+        f"batch is free or fixed; got {batch!r}": batch in ("free", "fixed"),
+        f"batches: expected a list of batches, got one {type(batches).__name__}": not isinstance(
+            batches, torch.Tensor | Mapping
+        ),
+    }
+    for message, holds in expected.items():
+        if not holds:
+            raise TrimtabError(f"plan: {message}")
 
 
 class _Job(NamedTuple):
