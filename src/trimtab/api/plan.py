@@ -174,30 +174,6 @@ def plan(
     return made
 
 
-def _require_arguments(
-    model: object, cluster: object, batch_size: object, batch: object, batches: object
-) -> None:
-    """Refuse what is of another kind than is documented."""
-    expected = {
-        f"model: expected an nn.Module or a name, got {type(model).__name__}": isinstance(
-            model, nn.Module | str
-        ),
-        f"cluster: expected a Cluster or the path of its file, got {type(cluster).__name__}": isinstance(
-            cluster, Cluster | str | Path
-        ),
-        f"batch_size={batch_size!r}: give a whole number of samples, over all ranks": hasattr(
-            batch_size, "__index__"
-        ),
-        f"batch is free or fixed; got {batch!r}": batch in ("free", "fixed"),
-        f"batches: expected a list of batches, got one {type(batches).__name__}": not isinstance(
-            batches, torch.Tensor | Mapping
-        ),
-    }
-    for message, holds in expected.items():
-        if not holds:
-            raise TrimtabError(f"plan: {message}")
-
-
 class _Job(NamedTuple):
     """A model that can be run here."""
 
@@ -251,6 +227,30 @@ def _measured_damages(job: _Job, workload: Workload, precisions: Sequence[str], 
     with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
         damages = damage_of(job.model, job.batches, job.loss, precisions=precisions, indicator=indicator)
     return {name: by for name, by in damages.items() if name in workload.settings}
+
+
+def _require_arguments(
+    model: object, cluster: object, batch_size: object, batch: object, batches: object
+) -> None:
+    """Refuse what is of another kind than is documented."""
+    expected = {
+        f"model: expected an nn.Module or a name, got {type(model).__name__}": isinstance(
+            model, nn.Module | str
+        ),
+        f"cluster: expected a Cluster or the path of its file, got {type(cluster).__name__}": isinstance(
+            cluster, Cluster | str | Path
+        ),
+        f"batch_size={batch_size!r}: give a whole number of samples, over all ranks": hasattr(
+            batch_size, "__index__"
+        ),
+        f"batch is free or fixed; got {batch!r}": batch in ("free", "fixed"),
+        f"batches: expected a list of batches, got one {type(batches).__name__}": not isinstance(
+            batches, torch.Tensor | Mapping
+        ),
+    }
+    for message, holds in expected.items():
+        if not holds:
+            raise TrimtabError(f"plan: {message}")
 
 
 def _profile(cluster: Cluster) -> Profile:
