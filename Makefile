@@ -26,8 +26,8 @@ demo: $(STAMP)  ## an uneven cluster on this machine, in about two minutes
 	$(BIN)/trimtab demo
 
 # Tests that look at times have the machine to themselves.
-ALONE := tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py tests/emulate/test_links.py tests/emulate/test_speed.py \
-         tests/faults tests/test_import.py
+ALONE := tests/api/test_loader_speeds.py tests/api/test_loader_throttled.py tests/bench/scenarios/test_chaos.py \
+         tests/emulate/test_links.py tests/emulate/test_speed.py tests/faults tests/test_import.py
 
 # What failed runs once more, one test at a time: a busy machine can make a test of real processes late, a bug fails again.
 again = { echo "Once more, one at a time:"; $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(1); }

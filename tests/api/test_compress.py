@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -155,6 +155,26 @@ def test_routes_that_do_not_exist_are_refused(ranks: Pool) -> None:
     for unknown, other_codec in ranks(2, refused_routes, allow_groups=True):
         assert "route='star': there is no such route" in unknown
         assert "PowerSGD(rank=1) has its own way" in other_codec
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_numel": "a"}, "min_numel='a': give a number of values"),
+        ({"seed": "a"}, "seed='a': give a whole number"),
+        ({"log_every": 0}, "log_every=0: give a number of steps"),
+    ],
+)
+def test_what_is_no_number_is_refused_before_ranks_meet(
+    ranks: Pool, settings: dict[str, Any], words: str
+) -> None:
+    assert words in ranks(1, refused_numbers, settings)[0]
+
+
+def refused_numbers(settings: dict[str, Any]) -> str:
+    with pytest.raises(TrimtabError) as refusal:
+        trimtab.compress(Ddp(nn.Linear(8, 8)), Block(), **settings)
+    return str(refusal.value)
 
 
 def measured() -> tuple[float, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import trimtab
 from trimtab.api.explain import Explanation
+from trimtab.errors import TrimtabError
 
 
 def test_a_module_that_was_not_adjusted() -> None:
@@ -13,6 +15,11 @@ def test_a_module_that_was_not_adjusted() -> None:
     assert explanation == "trimtab was not asked to adjust this module"
     assert isinstance(explanation, Explanation)
     assert explanation._repr_html_() == f"<b>trimtab</b><ul><li>{explanation}</li></ul>"
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"expected an nn\.Module, got int"):
+        trimtab.explain(3)  # type: ignore[arg-type]
 
 
 def test_lowered_operators_are_counted() -> None:

@@ -22,7 +22,7 @@ def test_ranks_get_the_other_options(own: list[str], monkeypatch: pytest.MonkeyP
     assert command[3:6] == ["--standalone", "--nproc-per-node", "2"]
 
 
-def test_one_size_is_refused_before_ranks_are_started(
+def test_what_every_rank_would_refuse_is_refused_before_they_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
@@ -30,6 +30,8 @@ def test_one_size_is_refused_before_ranks_are_started(
     for batch in ("4", "4,4"):
         with pytest.raises(TrimtabError, match="at least two sizes are needed"):
             probe(out=tmp_path / "cluster.json", batch=batch, nproc_per_node=2)
+    with pytest.raises(TrimtabError, match=r"probe: bits \[4, 9\]: .* 1 to 8 bits"):
+        probe(out=tmp_path / "cluster.json", bits="4,9", nproc_per_node=2)
     assert not started
 
 

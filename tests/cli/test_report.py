@@ -11,7 +11,7 @@ from tests.report.page.test_document import data_of
 
 from trimtab.bench.harness import Result
 from trimtab.cli import main
-from trimtab.cli.bench import write_bench_page
+from trimtab.cli.bench_command import write_bench_page
 from trimtab.report.page.document import to_html
 from trimtab.report.page.predicted import plan_document, simulation_document
 

@@ -40,20 +40,23 @@ dist.destroy_process_group()
 """
 
 
-def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def run(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """`trimtab run` on two ranks, which has to succeed."""
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2", "--local-steps", "4"),
-            *("--batch-sizes", "6,2", str(tmp_path / "train.py")),
-        ],
+        [*(sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2"), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_an_unchanged_script_takes_local_steps(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run("--local-steps", "4", "--batch-sizes", "6,2", tmp_path / "train.py")
     apart, sizes = json.loads(done.stdout)
     assert apart[0] is False, "all begin alike"
     assert all(apart[1:]), "each goes its own way in between"
@@ -91,18 +94,7 @@ dist.destroy_process_group()
 
 def test_auto_steps_aside_and_a_script_may_have_its_own_hook(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OTHERS)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trimtab.cli", "run", "--nproc-per-node", "2", "--local-steps", "auto"),
-            str(tmp_path / "train.py"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run("--local-steps", "auto", tmp_path / "train.py")
     assert "weight is complex" in done.stderr
     assert "gradients are exchanged in every step" in done.stderr
 
@@ -165,19 +157,8 @@ dist.destroy_process_group()
 @pytest.mark.soak
 def test_a_lost_worker_comes_back_at_the_last_agreement(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
-    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--local-steps", "4")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trimtab.cli", "run", *options),
-            *(str(tmp_path / "train.py"), str(tmp_path / "checkpoint.pt")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    script, checkpoint = tmp_path / "train.py", tmp_path / "checkpoint.pt"
+    done = run("--max-restarts", "1", "--local-steps", "4", script, checkpoint, timeout=500)
     for rank in range(2):
         assert f"rank {rank} from step 6 at the agreement True" in done.stdout
         assert f"rank {rank} ends with equal weights True" in done.stdout

@@ -112,7 +112,15 @@ def test_an_overflow_passes_through_powersgd() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: Block(bits=0), lambda: Block(block=7), lambda: TopK(0), lambda: PowerSGD(0)]
+    "wrong",
+    [
+        lambda: Block(bits=0),
+        lambda: Block(bits=4.5),  # type: ignore[arg-type]
+        lambda: Block(bits="4"),  # type: ignore[arg-type]
+        lambda: Block(block=7),
+        lambda: TopK(0),
+        lambda: PowerSGD(0),
+    ],
 )
 def test_settings_that_make_no_codec_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -69,3 +70,12 @@ def test_a_process_is_taken_over_once_and_not_if_disabled(disabled: bool) -> Non
 def test_an_option_that_does_not_exist_is_named() -> None:
     with pytest.raises(TrimtabError, match=r"no option 'plans'; there are plan, local_steps"):
         enable(plans="plan.json")
+
+
+@pytest.mark.parametrize("name", ["lightning", "ray", "transformers"])
+def test_a_missing_framework_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in (name, f"pytorch_{name}"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"trimtab.frameworks.{name}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'trimtab\[{name}\]'"):
+        importlib.import_module(f"trimtab.frameworks.{name}")

@@ -86,6 +86,11 @@ def test_a_growing_folder_is_followed(tmp_path: Path) -> None:
     assert seen < 299
 
 
+def test_a_run_that_never_took_a_step_is_not_starting_forever(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "script": "train.py", "started": 0.0}))
+    assert frame_lines(load_run(tmp_path), 100, color=False)[0].startswith("train.py: no step in ")
+
+
 def test_the_summary_says_what_was_saved(tmp_path: Path) -> None:
     folder = two_ranks(tmp_path, COMPRESS, REPLAN)
     lines = summary_lines(load_run(folder))

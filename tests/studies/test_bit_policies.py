@@ -14,12 +14,10 @@ from benchmarks.studies.bit_policies import (
     policy_rows,
     summary,
 )
-from torch import nn
-from torch.utils.data import TensorDataset
+from tests.support.tasks import a_task
 
 from trimtab.bench.scenarios.bit_frontier import MODELS, Gradients
 from trimtab.codec import Block
-from trimtab.models.tasks import Task
 from trimtab.planning.compression.family import BITS, BITS_FEEDBACK, FAMILIES, LEAST_BITS
 from trimtab.planning.compression.policies import POLICIES
 from trimtab.random_bits import stream
@@ -34,22 +32,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class _Squares(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.small(self.large(inputs)).square().mean()
-        return loss
-
-
-def a_task() -> Task:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(512, 64, generator=torch.Generator().manual_seed(0)))
-    return Task(model=_Squares(), train=data, held_out=data, samples=8)
 
 
 def test_tables_hold_the_codec_s_own_errors_of_what_would_be_compressed() -> None:

@@ -64,6 +64,7 @@ def compress(
     sharded, group = is_fsdp(model), compression_group(model)
 
     def check() -> None:
+        _check_numbers(min_numel, seed, log_every)
         refuse_wrong_products(next((p.device for p in model.parameters()), torch.device("cpu")))
         if not sharded:
             require_compressible(model, weight_bits)
@@ -88,3 +89,13 @@ def compress(
         explanation = compress_ddp(model, codec, **options, log=log, log_every=log_every)
     record_explanation(model, explanation)
     return model
+
+
+def _check_numbers(min_numel: object, seed: object, log_every: object) -> None:
+    """Refuse numbers that would end one rank's job later, while the others wait for it."""
+    if not (isinstance(min_numel, float) or hasattr(min_numel, "__index__")):
+        raise TrimtabError(f"compress: min_numel={min_numel!r}: give a number of values")
+    if not hasattr(seed, "__index__"):
+        raise TrimtabError(f"compress: seed={seed!r}: give a whole number")
+    if not isinstance(log_every, int) or log_every < 1:
+        raise TrimtabError(f"compress: log_every={log_every!r}: give a number of steps of at least 1")

@@ -14,6 +14,7 @@ from trimtab.control.plans.applying import explain_plan
 from trimtab.control.running_local_steps import local_steps_of
 from trimtab.control.step_recorder import recorder_of
 from trimtab.doors.backend import TrimtabGroup
+from trimtab.errors import TrimtabError
 from trimtab.model_state import find_state, state_of
 from trimtab.precision.setting import precisions_of
 
@@ -30,6 +31,8 @@ class Explanation(str):
 
 def explain(model: torch.nn.Module) -> str:
     """What trimtab decided for this module and its process group, and why; a notebook shows it as a list."""
+    if not isinstance(model, torch.nn.Module):
+        raise TrimtabError(f"explain: expected an nn.Module, got {type(model).__name__}")
     parts = [explain_plan(model), state_of(model).explanation]
     if active_plan_of(model) is None and (
         lowered := Counter(p.forward for p in precisions_of(model).values())

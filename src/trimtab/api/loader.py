@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from os import PathLike
 from typing import Any, Literal
 
@@ -23,6 +23,11 @@ from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust, share_batch
 
 _OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
+
+_NO_ROUNDS = (
+    'loader: uneven={uneven!r}: use "batches", or "steps" with a batch_size that is a multiple of the {world_size} '
+    "ranks, and without accumulate, batch_sizes and plan"
+)
 
 
 def loader(
@@ -78,22 +83,7 @@ def loader(
             ``mesh.get_group("dp")``, with ``adjust=None``: ranks of a tensor group then get the same samples.
         options: passed to torch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, ...
     """
-    if isinstance(dataset, IterableDataset):
-        raise TrimtabError(
-            "loader: an IterableDataset has its own order of samples, so they cannot be divided among ranks; "
-            "use a dataset with __len__ and __getitem__"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise TrimtabError(
-            f"loader: {type(dataset).__name__} has no __len__, so it cannot be divided among ranks"
-        )
-    if not hasattr(batch_size, "__index__"):
-        raise TrimtabError(
-            f"loader: batch_size={batch_size!r}: give a whole number of samples, over all ranks"
-        )
-    for name in _OWN_OPTIONS:
-        if name in options:
-            raise TrimtabError(f"loader: {name} is chosen by trimtab; use shuffle and seed")
+    size = _checked_size(dataset, batch_size, adjust, options)
     if plan is not None and shares is not None:
         raise TrimtabError("loader: give shares or plan, not both")
     if batch_sizes is not None:
@@ -135,27 +125,21 @@ def loader(
         name = "shares" if batch_sizes is None else "batch_sizes"
         raise TrimtabError(f"loader: {name}={list(speeds)}: give each of {world_size} ranks a number above 0")
     if uneven != "batches":
-        whole = uneven == "steps" and accumulate == 1 and batch_sizes is None and active_plan is None
-        if not whole or batch_size % world_size:
-            raise TrimtabError(
-                f'loader: uneven={uneven!r}: use "batches", or "steps" with a batch_size that is a multiple of the '
-                f"{world_size} ranks, and without accumulate, batch_sizes and plan"
-            )
-        rounds = RoundSampler(
-            len(dataset),
-            batch_size=batch_size,
-            rank=rank,
-            speeds=speeds,
-            every=round_length,
-            shuffle=shuffle,
-            seed=seed,
-        )
-        return RoundLoader(
-            DataLoader(dataset, batch_sampler=rounds, **options),
-            rounds,
+        if accumulate != 1 or batch_sizes is not None or active_plan is not None:
+            raise TrimtabError(_NO_ROUNDS.format(uneven=uneven, world_size=world_size))
+        return _round_loader(
+            dataset,
+            size,
+            batch_size,
+            rank,
+            speeds,
+            uneven=uneven,
             count=count,
             adjust=adjust,
+            shuffle=shuffle,
+            seed=seed,
             group=group,
+            options=options,
         )
     own_limit = float("inf") if max_batch is None else float(max_batch)
     by_rank = [limit for (limit,) in gather_numbers([own_limit], None if tensor_groups else group)]
@@ -163,7 +147,7 @@ def loader(
         by_rank = [min(by_rank[member] for member in members) for members in tensor_groups]
     limits = [None if limit == float("inf") else int(limit) * accumulate for limit in by_rank]
     sampler = ShareSampler(
-        len(dataset),
+        size,
         batch_size=batch_size,
         rank=rank,
         shares=batch_sizes
@@ -193,6 +177,68 @@ def loader(
         group=group,
         limits=limits,
         active_plan=active_plan,
+    )
+
+
+def _checked_size(dataset: object, batch_size: object, adjust: object, options: Mapping[str, object]) -> int:
+    """The samples of the dataset; what cannot be a dataset, a batch size, an adjustment or an option is refused."""
+    if isinstance(dataset, DataLoader):
+        raise TrimtabError(
+            "loader: pass the dataset, not a DataLoader: trimtab.loader(data.dataset, batch_size)"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise TrimtabError(
+            "loader: an IterableDataset has its own order of samples, so they cannot be divided among ranks; "
+            "use a dataset with __len__ and __getitem__"
+        )
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        missing = "__getitem__" if isinstance(dataset, Sized) else "__len__"
+        raise TrimtabError(
+            f"loader: {type(dataset).__name__} has no {missing}, so it cannot be divided among ranks"
+        )
+    if not hasattr(batch_size, "__index__"):
+        raise TrimtabError(
+            f"loader: batch_size={batch_size!r}: give a whole number of samples, over all ranks"
+        )
+    if not (adjust is None or isinstance(adjust, Adjust)):
+        raise TrimtabError(
+            f"loader: adjust={adjust!r}: use None for fixed shares, or a trimtab.planning.Adjust"
+        )
+    for name in _OWN_OPTIONS:
+        if name in options:
+            raise TrimtabError(f"loader: {name} is chosen by trimtab; use shuffle and seed")
+    return len(dataset)
+
+
+def _round_loader(
+    dataset: Dataset[Any],
+    size: int,
+    batch_size: int,
+    rank: int,
+    speeds: Sequence[float],
+    *,
+    uneven: str,
+    count: Callable[[Any], int | torch.Tensor] | None,
+    adjust: Adjust | None,
+    shuffle: bool,
+    seed: int,
+    group: dist.ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> RoundLoader:
+    """Batches of equal size, of which faster ranks take more in a round of local steps."""
+    if uneven != "steps" or batch_size % len(speeds):
+        raise TrimtabError(_NO_ROUNDS.format(uneven=uneven, world_size=len(speeds)))
+    rounds = RoundSampler(
+        size,
+        batch_size=batch_size,
+        rank=rank,
+        speeds=speeds,
+        every=round_length,
+        shuffle=shuffle,
+        seed=seed,
+    )
+    return RoundLoader(
+        DataLoader(dataset, batch_sampler=rounds, **options), rounds, count=count, adjust=adjust, group=group
     )
 
 

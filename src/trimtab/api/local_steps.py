@@ -88,6 +88,10 @@ def local_steps(
     require_penalty("local_steps", max_penalty)
     if workers not in ("auto", "ranks", "hosts"):
         raise TrimtabError(f"local_steps: workers={workers!r}: use 'ranks', 'hosts' or 'auto'")
+    if not (optimizer is None or isinstance(getattr(optimizer, "param_groups", None), list)):
+        raise TrimtabError(
+            f"local_steps: expected the optimizer that steps the model, got {type(optimizer).__name__}"
+        )
     parameters = {id(p) for p in model.parameters()}
     if optimizer is not None and not any(
         id(p) in parameters for own in optimizer.param_groups for p in own["params"]

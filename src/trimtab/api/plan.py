@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
@@ -28,7 +28,7 @@ from trimtab.planning.local_steps import MAX_PENALTY, require_penalty
 from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan
 from trimtab.planning.plan_search import BUDGET
-from trimtab.planning.tensor.plan_layout import LayoutOption
+from trimtab.planning.tensor.plan_layout import LayoutOption, require_layout
 from trimtab.precision.products import DTYPES
 from trimtab.precision_names import PRECISIONS
 from trimtab.predict.damage import Damage
@@ -90,6 +90,7 @@ def plan(
     Raises:
         TrimtabError: something is missing or does not fit; the message says what to do.
     """
+    _require_arguments(model, cluster, batch_size, batch, batches)
     allowed = selected(adjust)
     for name, value, usual in (("bits", bits, ("auto", None)), ("precision", precisions, (None, ()))):
         if name not in allowed and value not in usual:
@@ -106,6 +107,7 @@ def plan(
             f"plan: a batch of {batch_size} is smaller than the {target.world_size} ranks of the cluster, and each "
             f"needs at least one sample; use a batch size of {target.world_size} or more"
         )
+    require_layout(layout, target.world_size)
     require_penalty("plan", max_penalty)
     if not (isfinite(damage) and damage >= 0):
         raise TrimtabError(f"plan: a damage of {damage} is not possible; use a finite number of at least 0")
@@ -225,6 +227,30 @@ def _measured_damages(job: _Job, workload: Workload, precisions: Sequence[str], 
     with torch.autocast(device.type, dtype=half) if half is not None else nullcontext():
         damages = damage_of(job.model, job.batches, job.loss, precisions=precisions, indicator=indicator)
     return {name: by for name, by in damages.items() if name in workload.settings}
+
+
+def _require_arguments(
+    model: object, cluster: object, batch_size: object, batch: object, batches: object
+) -> None:
+    """Refuse what is of another kind than is documented."""
+    expected = {
+        f"model: expected an nn.Module or a name, got {type(model).__name__}": isinstance(
+            model, nn.Module | str
+        ),
+        f"cluster: expected a Cluster or the path of its file, got {type(cluster).__name__}": isinstance(
+            cluster, Cluster | str | Path
+        ),
+        f"batch_size={batch_size!r}: give a whole number of samples, over all ranks": hasattr(
+            batch_size, "__index__"
+        ),
+        f"batch is free or fixed; got {batch!r}": batch in ("free", "fixed"),
+        f"batches: expected a list of batches, got one {type(batches).__name__}": not isinstance(
+            batches, torch.Tensor | Mapping
+        ),
+    }
+    for message, holds in expected.items():
+        if not holds:
+            raise TrimtabError(f"plan: {message}")
 
 
 def _profile(cluster: Cluster) -> Profile:

@@ -1,26 +1,19 @@
-"""`trimtab bench NAME`: the command line of every bench. Nothing heavy is imported until one runs."""
+"""`trimtab bench NAME`: the flags of every bench. Nothing heavy is imported until one runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
-from importlib import import_module
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trimtab.bench.harness import Result
+from trimtab.cli.bench_command import BENCHES, bench, measures
 from trimtab.cli.device_option import Device
 from trimtab.errors import TrimtabError
-from trimtab.strict_files import require_writable
 
-bench = typer.Typer(
-    help="Does it help [bold]here[/bold]? Each bench prints a table, or with --json one object.",
-    no_args_is_help=True,
-)
+__all__ = ["bench"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Link = Annotated[str, typer.Option(help="Link rate: 1gbit, 100mbit, ..., none.")]
@@ -28,63 +21,8 @@ Repeats = Annotated[int, typer.Option(min=2, help="Measured rounds, after the wa
 Steps = Annotated[int, typer.Option(min=4, help="Training steps of each run.")]
 Seeds = Annotated[int, typer.Option(min=2, help="Seeds of the runs that compare losses.")]
 
-Html = Annotated[Path | None, typer.Option(help="Also write a page with the results (.html).")]
 
-_BENCHES: dict[str, Callable[[], None]] = {}
-
-
-def _measures(what: str, module: str = "") -> Callable[[Callable[..., dict[str, Any] | None]], None]:
-    """Make a bench of a function with its flags: the scenario of the same name is called with them.
-
-    Args:
-        what: what the progress bar says.
-        module: of the scenario, if not that of the same name.
-
-    The function returns the flags that the scenario takes in another form, if any.
-    """
-
-    def register(flags: Callable[..., dict[str, Any] | None]) -> None:
-        name = flags.__name__
-
-        @wraps(flags)
-        def command(html: Path | None = None, **given: Any) -> None:
-            from trimtab.cli.terminal import print_table, progress_bar
-
-            if html is not None:
-                require_writable(html)
-            bound = signature(flags).bind(**given)
-            bound.apply_defaults()
-            arguments = {**bound.arguments, **(flags(**given) or {})}
-            as_json = arguments.pop("json")
-            scenario = getattr(import_module(f"trimtab.bench.scenarios.{module or name}"), name)
-            with progress_bar(what) as progress:
-                result: Result = scenario(**arguments, progress=progress)
-            if html is not None:
-                write_bench_page(result, html)
-            if as_json:
-                typer.echo(result.to_json())
-                return
-            print_table(f"trimtab bench {result.bench}", result.rows)
-            print_table("summary", [{"figure": key, "value": value} for key, value in result.summary.items()])
-            if html is not None:
-                print(f"page: {html}")
-
-        with_html = signature(flags, eval_str=True)
-        command.__annotations__ = {name: each.annotation for name, each in with_html.parameters.items()} | {
-            "html": Html
-        }
-        html_flag = Parameter("html", Parameter.KEYWORD_ONLY, default=None, annotation=Html)
-        command.__signature__ = with_html.replace(  # type: ignore[attr-defined]
-            parameters=[*with_html.parameters.values(), html_flag]
-        )
-        title = name.replace("_", "-")
-        bench.command(title)(command)
-        _BENCHES[title] = command
-
-    return register
-
-
-@_measures("all-reduce")
+@measures("all-reduce")
 def allreduce(
     link: Annotated[
         str, typer.Option(help="Link rates to try: 1gbit, 100mbit, ..., none.")
@@ -100,7 +38,7 @@ def allreduce(
     return {"link": link.split(","), "size_mb": sizes}
 
 
-@_measures("codec")
+@measures("codec")
 def codec(
     device: Device = "cpu",
     bits: Annotated[int, typer.Option(min=1, max=8)] = 4,
@@ -111,7 +49,7 @@ def codec(
     """Encoding and decoding 256 MiB of fp32, relative to copying it: one CPU thread, or the GPU."""
 
 
-@_measures("ddp")
+@measures("ddp")
 def ddp(
     link: Link = "1gbit",
     hosts: Annotated[
@@ -130,7 +68,7 @@ def ddp(
     return {"ranks": _numbers(ranks, int) if ranks else []}
 
 
-@_measures("fsdp")
+@measures("fsdp")
 def fsdp(
     link: Link = "1gbit",
     device: Device = "cpu",
@@ -143,7 +81,7 @@ def fsdp(
     """FSDP2 with gradients, and gradients and weights, in fewer bits: step times, bytes and losses."""
 
 
-@_measures("hierarchy")
+@measures("hierarchy")
 def hierarchy(
     link: Link = "1gbit",
     hosts: Annotated[str, typer.Option(help="Ranks of each host: 2+2, 1+3, 2+1+1.")] = "2+2",
@@ -164,7 +102,7 @@ def hierarchy(
     return {"hosts": per_host}
 
 
-@_measures("local steps", "local.rows")
+@measures("local steps", "local.rows")
 def local(
     device: Device = "cpu",
     links: Annotated[str, typer.Option(help="Link rates, comma-separated.")] = "100mbit,10mbit",
@@ -225,7 +163,7 @@ def local(
     }
 
 
-@_measures("scale")
+@measures("scale")
 def scale(
     ranks: Annotated[str, typer.Option(help="World sizes, comma-separated.")] = "1000,10000",
     classes: Annotated[int, typer.Option(min=1, help="Classes of devices.")] = 40,
@@ -237,17 +175,17 @@ def scale(
     return {"ranks": _numbers(ranks, int), "gbits": _numbers(gbits, float)}
 
 
-@_measures("loss")
+@measures("loss")
 def loss(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """What fewer bits do to the loss of a small GPT, compared with fp32 and a setting known to be harmful."""
 
 
-@_measures("adaptive")
+@measures("adaptive")
 def adaptive(steps: Steps = 200, seeds: Seeds = 3, json: Json = False) -> None:
     """Bits chosen per layer, compared with uniform bits and fp32: bytes and losses, with SGD and with AdamW."""
 
 
-@_measures("tensor parallelism", "tp.tp")
+@measures("tensor parallelism", "tp.tp")
 def tp(
     speed: Annotated[str, typer.Option(help="Speeds of the second rank, comma-separated.")] = "0.5,0.25",
     device: Device = "cpu",
@@ -261,17 +199,17 @@ def tp(
     return {"speed": speeds}
 
 
-@_measures("precision")
+@measures("precision")
 def precision(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
     """Operators and whole steps in each precision, relative to fp32 (CPU) or bf16 (GPU)."""
 
 
-@_measures("batch shares")
+@measures("batch shares")
 def shares(device: Device = "cpu", repeats: Repeats = 5, json: Json = False) -> None:
     """Unequal hosts with equal batches and with shares by speed, compared with the sum of their rates."""
 
 
-@_measures("stragglers", "straggler.straggler")
+@measures("stragglers", "straggler.straggler")
 def straggler(
     device: Device = "cpu",
     repeats: Repeats = 8,
@@ -285,7 +223,7 @@ def straggler(
     return {"only": [name for name in only.split(",") if name]}
 
 
-@_measures("predictor", "predict.predict")
+@measures("predictor", "predict.predict")
 def predict(
     device: Device = "cpu",
     rounds: Repeats = 7,
@@ -298,7 +236,7 @@ def predict(
     return {"only": [name for name in only.split(",") if name]}
 
 
-@_measures("hybrid", "hybrid.hybrid")
+@measures("hybrid", "hybrid.hybrid")
 def hybrid(
     device: Device = "cpu",
     repeats: Repeats = 5,
@@ -315,7 +253,7 @@ def hybrid(
     return {"only": [name for name in only.split(",") if name]}
 
 
-@_measures("accuracy", "hybrid_accuracy.rows")
+@measures("accuracy", "hybrid_accuracy.rows")
 def hybrid_accuracy(
     seeds: Seeds = 5,
     repeats: Repeats = 15,
@@ -332,12 +270,12 @@ def hybrid_accuracy(
     return {"only": [name for name in only.split(",") if name]}
 
 
-@_measures("product")
+@measures("product")
 def product(device: Device = "cpu", repeats: Repeats = 3, seeds: Seeds = 3, json: Json = False) -> None:
     """Hosts uneven in links and speeds: plain DDP, each adjustment alone, and the plan that has all of them."""
 
 
-@_measures("autopilot", "autopilot.rows")
+@measures("autopilot", "autopilot.rows")
 def autopilot(
     device: Device = "cpu",
     steps: Annotated[int, typer.Option(min=0, help="Steps of a run; 0: 18, or 90 on a GPU.")] = 0,
@@ -359,7 +297,7 @@ def autopilot(
     return {"only": scripts, "size": numbers, "bootstrap": f"{__package__}.bootstrap"}
 
 
-@_measures("recorder")
+@measures("recorder")
 def recorder(
     steps: Annotated[int, typer.Option(min=200, help="Steps of each case.")] = 2000, json: Json = False
 ) -> dict[str, Any]:
@@ -369,7 +307,7 @@ def recorder(
     return {"refresh_s": REFRESH_S}
 
 
-@_measures("chaos", "chaos.chaos")
+@measures("chaos", "chaos.chaos")
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the sequences.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="At least 200 sequences, however long.")] = False,
@@ -386,24 +324,11 @@ def chaos(
 @bench.command("all")
 def bench_all() -> None:
     """Every bench with its defaults, one after another; one that this machine cannot run says why."""
-    for name, measure in _BENCHES.items():
+    for name, measure in BENCHES.items():
         try:
             measure()
         except TrimtabError as error:
             print(f"trimtab: bench {name}: {error}", file=sys.stderr)
-
-
-def write_bench_page(result: Result, path: Path) -> None:
-    """The page of a bench's result."""
-    from trimtab.report.page.bench import bench_document
-    from trimtab.report.page.document import to_html, write_page
-
-    known = dict(result.environment)
-    command = str(known.pop("command", f"trimtab bench {result.bench}"))
-    document = bench_document(
-        name=result.bench, rows=result.rows, summary=result.summary, settings=known, command=command
-    )
-    write_page(to_html(document), path)
 
 
 def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:

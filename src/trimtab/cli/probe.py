@@ -67,7 +67,7 @@ def probe(
         require_writable(out)
     batches, listed_bits = _whole_numbers(batch, "batch"), _whole_numbers(bits, "bits")
     if not merge:
-        measure.require_sizes(batches)  # before ranks are started that would all refuse them
+        measure.require_sizes(batches, listed_bits)  # before ranks are started that would all refuse them
     if nproc_per_node is not None:
         _check_ranks(nproc_per_node, device, merge)
         raise typer.Exit(subprocess.run(_ranks_command(nproc_per_node), check=False).returncode)

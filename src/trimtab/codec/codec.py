@@ -45,6 +45,9 @@ class Block:
     """Round up or down at random, without bias; otherwise to the nearest."""
 
     def __post_init__(self) -> None:
+        for name, value in (("bits", self.bits), ("block", self.block)):
+            if not hasattr(value, "__index__"):
+                raise ValueError(f"Block: {name} must be a whole number, got {value!r}")
         if not 1 <= self.bits <= 8:
             raise ValueError(f"Block: bits must be 1 to 8, got {self.bits}")
         if not MIN_BLOCK <= self.block <= MAX_BLOCK:

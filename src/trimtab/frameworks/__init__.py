@@ -6,8 +6,22 @@ they need nothing; under another launcher one line of theirs calls `enable`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Imports of a framework that may be missing: the error then says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"trimtab.frameworks.{name}: {error.name} is not installed; pip install 'trimtab[{name}]'",
+            name=error.name,
+        ) from None
 
 
 def enable(**options: Any) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from trimtab.frameworks import enable
+from trimtab.frameworks import enable, needs_extra
 
 NAME = "trimtab"
 _DESCRIPTION = "DDP with gradients in fewer bits and batch shares by speed, where that pays"
@@ -53,7 +53,8 @@ def _in_use() -> list[str]:
     return imported or installed[:1] or ["lightning"]  # whose import then says that it is missing
 
 
-_strategies = [_registered(package) for package in _in_use()]
+with needs_extra("lightning"):
+    _strategies = [_registered(package) for package in _in_use()]
 TrimtabStrategy, FabricTrimtabStrategy = _strategies[0]
 """``Trainer(strategy="trimtab")``, or ``Trainer(strategy=TrimtabStrategy(trimtab={"plan": "plan.json"}))``; so with
 ``Fabric``."""

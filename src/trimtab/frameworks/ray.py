@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
+from trimtab.frameworks import enable, needs_extra
 
-from trimtab.frameworks import enable
+with needs_extra("ray"):
+    import ray
+    from ray.train.torch import TorchConfig
+    from ray.train.torch.config import _TorchBackend
 
 
 class _TrimtabBackend(_TorchBackend):  # type: ignore[misc]  # not typed here

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
+from trimtab.frameworks import enable, needs_extra
 
-from trimtab.frameworks import enable
+with needs_extra("transformers"):
+    from transformers import TrainerCallback
 
 
 class TrimtabCallback(TrainerCallback):

@@ -54,12 +54,14 @@ INDICATOR = "variance"
 SPEED_SIDE = {"cpu": 384, "cuda": 4096}
 
 
-def require_sizes(batches: Sequence[int]) -> None:
-    """Refuse batches that do not show how times grow."""
+def require_sizes(batches: Sequence[int], bits: Sequence[int]) -> None:
+    """Refuse batches that do not show how times grow, and bits that the codec does not have."""
     if len(set(batches)) < 2:
         raise TrimtabError(
             f"probe: batches {list(batches)}: at least two sizes are needed, to see how times grow"
         )
+    if not all(1 <= each <= 8 for each in bits):
+        raise TrimtabError(f"probe: bits {list(bits)}: gradients are sent in 1 to 8 bits a value")
 
 
 def probe(
@@ -94,7 +96,7 @@ def probe(
             neither the model's code nor its data is.
     """
     on = torch.device(device)
-    require_sizes(batches)
+    require_sizes(batches, bits)
     cache_of(on).require_writable()
     inside = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if inside:

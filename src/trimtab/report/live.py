@@ -192,6 +192,8 @@ def _state(run: Run, now: float) -> str:
         return f"failed on rank {failed[0]}" if failed else "ended"
     times = [float(_last(rank).get("time", 0)) for rank in run.ranks.values()]
     if not times or not max(times):
-        return "starting"
+        started: Any = run.info.get("started")
+        waited = now - started if is_number(started) else 0.0
+        return "starting" if waited < 60 else f"no step in {duration(waited)}"
     silent = now - max(times)
     return "running" if silent < 30 else f"no step for {duration(silent)}"

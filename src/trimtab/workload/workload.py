@@ -54,13 +54,6 @@ class RepeatedBlock:
     modules: tuple[str, ...]
     """The module of each run: ``blocks.0``, ``blocks.1``..."""
 
-    def twins(self, index: int) -> tuple[int, ...]:
-        """The operators in the same place of every run; empty if the operator is in none."""
-        for start in self.starts:
-            if start <= index < start + self.length:
-                return tuple(other + index - start for other in self.starts)
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class UnitSpan:

@@ -6,28 +6,10 @@ import json
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from tests.support.tasks import a_task
 
 from trimtab.bench.scenarios import bit_frontier
 from trimtab.bench.scenarios.bit_frontier import BLOCKS, MODELS, Gradients, frontier, frontier_rows, rounded
-from trimtab.models.tasks import Task
-
-
-class _Squares(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.small(self.large(inputs)).square().mean()
-        return loss
-
-
-def a_task() -> Task:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(512, 64, generator=torch.Generator().manual_seed(0)))
-    return Task(model=_Squares(), train=data, held_out=data, samples=8)
 
 
 def test_more_ways_to_send_a_layer_never_take_more_bytes() -> None:

@@ -96,6 +96,10 @@ def _check_codecs(codec: object, overrides: Mapping[str, Codec | None]) -> None:
             f"compress: {codec!r} is not a codec; give trimtab.codec.Block(bits=4), PowerSGD(rank=4), "
             "TopK(0.01) or trimtab.Adaptive(), or nothing to let trimtab choose"
         )
+    if not isinstance(overrides, Mapping):
+        raise TrimtabError(
+            f"compress: overrides: expected codecs by pattern of parameter names, got {type(overrides).__name__}"
+        )
     for pattern, choice in overrides.items():
         if choice is not None and not isinstance(choice, (Block, PowerSGD, TopK, Uncompressed)):
             raise TrimtabError(

@@ -48,10 +48,6 @@ class Frontier:
         self.seconds, self.cost = seconds, cost
         """Increasing, and decreasing."""
 
-    @property
-    def fastest_s(self) -> float:
-        return float(self.seconds[0])
-
     def place(self, seconds: float) -> int | None:
         """Index of the least damaging point within a time limit; None if even the fastest is too slow."""
         place = int(np.searchsorted(self.seconds, seconds * (1 + 1e-12), side="right")) - 1

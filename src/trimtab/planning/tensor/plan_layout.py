@@ -13,7 +13,7 @@ from trimtab.planning.plan_search import GAIN, PlanSearch
 from trimtab.planning.precision.damage_curve import pareto
 from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.reasons import Adjustment
-from trimtab.planning.tensor.layout import MANY_RANKS, Layout, LayoutSearch, even_samples
+from trimtab.planning.tensor.layout import LARGEST, MANY_RANKS, Layout, LayoutSearch, even_samples
 from trimtab.planning.tensor.lowering import FEW_KINDS, Lowering
 from trimtab.predict.tensor import TensorJob
 
@@ -23,6 +23,19 @@ LayoutOption = Literal["auto", "data"] | int
 NO_CURVE = (
     f"beyond {MANY_RANKS} ranks or {FEW_KINDS} kinds of tensor groups time against damage is not computed"
 )
+
+
+def require_layout(layout: LayoutOption, world: int) -> None:
+    """Refuse groups that so many ranks cannot be divided into; it needs no model, so it comes before any long work."""
+    if isinstance(layout, str):
+        if layout not in ("auto", "data"):
+            raise TrimtabError(f"plan: layout {layout!r}: use auto, data, or a number of ranks from 2")
+    elif layout < 2 or world % layout:
+        sizes = [size for size in range(2, min(world, LARGEST) + 1) if world % size == 0]
+        raise TrimtabError(
+            f"plan: layout {layout}: tensor groups of {layout} ranks are impossible with {world} ranks; "
+            f"possible sizes: {', '.join(map(str, sizes)) or 'none'}"
+        )
 
 
 def with_layout(
@@ -46,6 +59,7 @@ def with_layout(
         TrimtabError: as `data_parallel`, or if no layout fits or the one that was asked for is impossible.
     """
     world = len(search.devices)
+    require_layout(layout, world)
     if layout == "data" or world == 1:
         return data_parallel()
     if not search.workload.units:
