@@ -75,6 +75,9 @@ def test_an_option_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize("name", ["lightning", "ray", "transformers"])
 def test_a_missing_framework_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in (name, f"pytorch_{name}"):
+        # What another test of this process has imported would be found without asking for its package.
+        for loaded in [module for module in sys.modules if module.startswith(f"{missing}.")]:
+            monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, f"trimtab.frameworks.{name}", raising=False)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'trimtab\[{name}\]'"):
