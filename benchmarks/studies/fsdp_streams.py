@@ -40,7 +40,7 @@ from trimtab.bench.ranks import run_on_cluster
 from trimtab.bench.scenarios.predict.ranks import make_task, two_hosts
 from trimtab.bench.trainer import Trainer
 from trimtab.codec import Block
-from trimtab.doors import fsdp, fsdp_shards
+from trimtab.doors import fsdp_group, fsdp_shards
 from trimtab.measure.timing import meet, repeated_seconds
 
 WARMUP, STEPS = 3, 6
@@ -56,7 +56,7 @@ JOBS: tuple[tuple[int | None, int | None, str], ...] = (
 """Bits of gradients and weights, and the streams."""
 
 Interval = tuple[float, float]
-doors: Any = fsdp
+doors: Any = fsdp_group
 shards: Any = fsdp_shards
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.pool import Pool
 
 WIDTH = 33
-door: Any = import_module("trimtab.doors.fsdp")
+door: Any = import_module("trimtab.doors.fsdp_group")
 
 
 class Layers(nn.Module):
