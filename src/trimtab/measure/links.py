@@ -35,7 +35,8 @@ AWAITED_BYTES = (1 << 17, 1 << 20)
 """Of single transfers that start after computing."""
 
 AWAITED, COMPUTED_S = 4, 0.006
-"""Trials of transfers after computing in a round, and by how many seconds the times of computing differ at most."""
+"""Trials of transfers after computing in a round, unless told otherwise, and by how many seconds the times of computing
+differ at most."""
 
 SMALL_ROW = (1 << 14,) * 8
 """Small transfers, which show the cost of a message."""
@@ -102,17 +103,20 @@ class LinkProbe:
         rows: Rows | Mapping[Collective, Rows] = ROWS,
         collectives: Sequence[Collective] = COLLECTIVES,
         awaited: Sequence[int] | Mapping[Collective, Sequence[int]] = AWAITED_BYTES,
+        trials: int = AWAITED,
         slowness: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
             rows: the bytes of each trial's transfers; predictions are best for the job's own.
             awaited: bytes of single transfers that start after computing (CPU).
+            trials: of each of them in a round. A pause of a CPU quota takes as long as a small transfer, so a step with
+                many of them needs the mean of many.
             slowness: by link class, how many times slower it is than the one whose rates are measured; 1 by default.
         """
         self._placement, self._device, self._group = placement, device, group
         self._slowness = [(slowness or {}).get(one.link, 1.0) for one in placement.classes]
-        self._world_size = dist.get_world_size(group)
+        self._world_size, self._awaited_count = dist.get_world_size(group), trials
         self._collectives = tuple(collectives)
         self._rows: dict[Collective, list[tuple[int, ...]]] = {
             c: sorted(map(tuple, rows[c] if isinstance(rows, Mapping) else rows), key=sum)
@@ -146,7 +150,7 @@ class LinkProbe:
                 self._busy[collective].append(max(taken))
         for (collective, size), run in self._awaited_trials.items():
             self._awaited.setdefault((collective, size), []).extend(
-                self._after_compute(run, part / AWAITED) for part in range(AWAITED)
+                self._after_compute(run, part / self._awaited_count) for part in range(self._awaited_count)
             )
 
     def fits(self) -> dict[Collective, tuple[Fit, ...]]:

@@ -41,6 +41,9 @@ LINKS = {"cpu": ("300mbit", "1gbit"), "cuda": ("none",)}
 SMALL = 1 << 14
 """Bytes of a transfer that shows the cost of a message."""
 
+TRIALS = 12
+"""Of each transfer after computing, in a round: a step has fourteen, each with its pause."""
+
 
 class HeldOutSharding(NamedTuple):
     """What the two ranks do; weights are gathered exactly where `weight_bits` is None."""
@@ -179,7 +182,12 @@ class FsdpJob(Job):
                 name: [row[0] for row in several if row != (SMALL,)] for name, several in distinct.items()
             }
             self._link = LinkProbe(
-                self.placement, self.device, rows=distinct, collectives=list(distinct), awaited=awaited
+                self.placement,
+                self.device,
+                rows=distinct,
+                collectives=list(distinct),
+                awaited=awaited,
+                trials=TRIALS,
             )
             for _ in range(3):  # the first transfers are slow, and all rounds count
                 self._link.round()
