@@ -35,9 +35,9 @@ from trimtab.predict.precision_patterns import matched
 from trimtab.workload import Workload
 
 BITS = (4, 8)
-SIZES = {"cpu": (256, 2, 32, 64), "cuda": (1536, 6, 512, 32)}
+SIZES = {"cpu": (256, 2, 32, 128), "cuda": (1536, 6, 512, 32)}
 """Width, layers, bytes of a sample, and samples of a rank when all have the same. On CPUs communication takes cores
-from computing; many samples for few parameters keep that small."""
+from computing; many samples for few parameters keep that small: 0.2 s a step where products in bf16 are native."""
 
 TRAINED = 12
 """Steps before damage is computed: a model that has learned nothing yet is hardly sensitive to rounding."""
