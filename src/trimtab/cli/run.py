@@ -283,11 +283,25 @@ def _without_own(flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if own_value:
             own_value = False
-        elif flag in OPTIONS:
-            own_value = OPTIONS[flag].get("action") != "store_true"
-        elif flag.partition("=")[0] not in OPTIONS:
+            continue
+        name, equals, _ = flag.partition("=")
+        own = _own_option(name)
+        if own is None:
             kept.append(flag)
+        elif not equals:
+            own_value = OPTIONS[own].get("action") != "store_true"
     return kept
+
+
+def _own_option(name: str) -> str | None:
+    """Which of our options this is, perhaps abbreviated; the parser has refused what could be several."""
+    from torch.distributed.run import get_args_parser
+
+    if name in OPTIONS:
+        return name
+    if not name.startswith("--") or name == "--" or name in get_args_parser()._option_string_actions:
+        return None
+    return next((option for option in OPTIONS if option.startswith(name)), None)
 
 
 def _refuse(message: str) -> NoReturn:
