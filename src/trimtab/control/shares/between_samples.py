@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from trimtab.control.shares.loss_form import LEAF, SCALARS, is_weight, loss_form, nodes_of
+from trimtab.control.shares.loss_form import (
+    LEAF,
+    SCALARS,
+    UNREADABLE,
+    is_weight,
+    loss_form,
+    nodes_of,
+)
 
 _COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
@@ -43,8 +50,16 @@ _MOST_STANDARDIZED = 1 << 16
 
 def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
     """What makes the samples of a batch depend on each other, as in contrastive losses, if something is seen."""
+    try:
+        return _problem_of_graph(loss, samples)
+    except RuntimeError:  # torch's, for shapes of nested tensors
+        return UNREADABLE
+
+
+def _problem_of_graph(loss: torch.Tensor, samples: int) -> str | None:
     reductions = _reductions_to(loss.grad_fn)
     near = _up_to_weights(reductions)
+    picked: dict[Any, set[int]] = {}
     for node in nodes_of(loss.grad_fn):
         name = node.name()
         product = name in ("MmBackward0", "AddmmBackward0")
@@ -60,6 +75,10 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
         kind = name.partition("Backward")[0]
         if _pairs_samples(node, kind, samples):
             return _NEGATIVES
+        if (places := _places_of(node, kind, samples)) and not _of_weights(node):
+            picked.setdefault(node.next_functions[0], set()).update(places)
+        if kind.startswith("BinaryCrossEntropy") and _are_normalized(node._saved_weight, samples, near=True):
+            return _NORMALIZED
         if kind in ("Mean", "Sum") and _weights_are_normalized(node.next_functions[0][0], samples, near=True):
             return _NORMALIZED
         if node in near and _weights_are_normalized(node, samples, near=False):
@@ -72,6 +91,11 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
             and not _of_weights(node)
         ):
             return f"samples of a batch depend on each other ({name} along the batch)"
+    if any(len(places) < samples for places in picked.values()):
+        return "the loss uses one of the samples of a batch by itself"
+    form = loss_form(loss)
+    if picked and len(form.means) + len(form.divisors) >= samples:
+        return "the loss has a term for each sample of a batch"
     return None
 
 
@@ -171,6 +195,23 @@ def _shape_before(node: Any) -> tuple[int, ...]:
     return () if before is None else _shape(before, place)
 
 
+def _places_of(node: Any, kind: str, samples: int) -> set[int]:
+    """Which samples of a batch an operation takes out of it, one by one."""
+    if kind not in ("Select", "Unbind"):
+        return set()
+    shape = _shape_before(node)
+    if (
+        not _has_samples_first(shape, samples)
+        or shape[0] != samples
+        or not _along_first_axis(node, len(shape))
+    ):
+        return set()
+    if kind == "Unbind":
+        return set(range(samples))
+    index = node._saved_index  # unsigned, as axes are
+    return {(index - (1 << 64) if index >> 63 else index) % samples}
+
+
 def _of_weights(node: Any) -> bool:
     return all(is_weight(before) for before, _ in node.next_functions if before is not None)
 
@@ -209,24 +250,28 @@ def _weights_are_normalized(product: Any, samples: int, *, near: bool) -> bool:
     if product is None or not product.name().startswith("MulBackward"):
         return False
     for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
-        if is_standardized(weights, samples):  # as advantages are
-            return True
-        if (rows := _rows_of(weights, samples)) is None:
-            continue
-        values = rows.flatten()
-        kept = values[values != 0]
-        if not len(kept) or bool((values == values[0]).all()) or bool((kept == 1).all()):
-            continue  # constants and masks
-        if not near and bool((kept == kept[0]).all()):
-            continue
-        # What is normalized in each sample by itself is so in all of them.
-        by_row = rows.shape[1] > 1 and bool((rows.mean(1) - 1).abs().max() < _ALIKE)
-        total = float(values.sum())
-        if not by_row and min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
-            return True
-        if near and len(values) == samples and float(values.max()) == 1:
+        if _are_normalized(weights, samples, near=near):
             return True
     return False
+
+
+def _are_normalized(weights: Any, samples: int, *, near: bool) -> bool:
+    if is_standardized(weights, samples):  # as advantages are
+        return True
+    if (rows := _rows_of(weights, samples)) is None:
+        return False
+    values = rows.flatten()
+    kept = values[values != 0]
+    if not len(kept) or bool((values == values[0]).all()) or bool((kept == 1).all()):
+        return False  # constants and masks
+    if not near and bool((kept == kept[0]).all()):
+        return False
+    # What is normalized in each sample by itself is so in all of them.
+    by_row = rows.shape[1] > 1 and bool((rows.mean(1) - 1).abs().max() < _ALIKE)
+    total = float(values.sum())
+    if not by_row and min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
+        return True
+    return near and len(values) == samples and float(values.max()) == 1
 
 
 def is_standardized(values: Any, samples: int) -> bool:
@@ -255,8 +300,8 @@ def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
     """Constants as a matrix with a row for each sample; None if they are none, or too many to be looked at."""
     if not isinstance(values, torch.Tensor) or values.requires_grad or not values.is_floating_point():
         return None
-    if values.numel() > _LOOKED_AT:
-        return None
+    if values.layout != torch.strided or values.is_nested or values.numel() > _LOOKED_AT:
+        return None  # sparse matrices and lists of tensors of unlike lengths have no rows of equal size
     if not values.dim() or not len(values) or len(values) % samples:
         return None
     return values.detach().reshape(len(values), -1).double()
