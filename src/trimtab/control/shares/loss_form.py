@@ -17,7 +17,7 @@ import torch
 
 DIVISOR_VARIES = "the loss is a sum over the batch, divided by a number that varies, as means over tokens are"
 OTHER_DIVISOR = "the loss is a sum over the batch that is divided by something else than its samples"
-UNREADABLE = "the loss is computed from tensors whose shapes cannot be read, such as nested ones"
+UNREADABLE = "the graph of the loss has shapes that cannot be read (nested tensors)"
 
 _MEAN, _SUM = 1, 2
 """Reductions as ATen numbers them."""
