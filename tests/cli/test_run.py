@@ -257,6 +257,12 @@ def test_a_signal_without_a_name_is_said_by_its_number(tmp_path: Path) -> None:
         (["--nnodes", "some", "--batch-sizes", "1,2"], "--nnodes some: give"),
         (["--batch-sizes", "²,1"], "--batch-sizes ²,1: give auto, equal"),
         (["--local-steps", "²"], "--local-steps ²: give a number"),
+        (
+            ["--batchsizes", "1,2"],
+            "unrecognized arguments: --batchsizes (did you mean --batch-sizes?); write",
+        ),
+        (["--batch_sizes=1,2"], "(did you mean --batch-sizes?)"),
+        (["--frobnicate", "1"], "unrecognized arguments: --frobnicate; write"),
         (["--max-penalty", "0.1"], "--max-penalty says how --local-steps auto chooses"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import subprocess
@@ -304,9 +305,21 @@ def _own_option(name: str) -> str | None:
     return next((option for option in OPTIONS if option.startswith(name)), None)
 
 
+def _suggestion(typed: str) -> str:
+    """The option that an unknown one may stand for; ours are written with hyphens only, as in the docs."""
+    from torch.distributed.run import get_args_parser
+
+    name = typed.partition("=")[0]
+    known = [*OPTIONS, *get_args_parser()._option_string_actions]
+    close = difflib.get_close_matches(name.replace("_", "-"), known, 1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _refuse(message: str) -> NoReturn:
     if "training_script" in message:
         message = "no script"
+    if message.startswith("unrecognized arguments: "):
+        message += _suggestion(message.partition(": ")[2].split()[0])
     raise TrimtabError(
         f"run: {message}; write: trimtab run --nproc-per-node 4 SCRIPT ARGS (see trimtab run --help)"
     )
