@@ -89,6 +89,11 @@ def heads(out: torch.Tensor) -> torch.Tensor:
             ),
             "normalized by those of their batch",
         ),
+        (
+            lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
+            "may be divided by their number",
+        ),
+        (lambda out: (out * (out.detach().sigmoid() / SAMPLES)).sum(), "may be divided by their number"),
         (lambda out: (out - out[0]).square().mean(), "one of the samples of a batch by itself"),
         (lambda out: each(out).mean() + out[-1].square().sum(), "one of the samples of a batch by itself"),
         (lambda out: sum(row.square().mean() for row in out), "a term for each sample"),
@@ -117,7 +122,9 @@ def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
         lambda out: (out + TABLE[ORDER]).square().mean(),
         lambda out: (out * out[:, :1]).square().mean(),
         lambda out: (each(out) * (WEIGHTS > 2)).mean(),
-        lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
+        lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).mean(),
+        lambda out: (out * torch.full((SAMPLES, 4), 0.1)).sum(1).mean(),
+        lambda out: -(each(out) * WEIGHTS).sum(),
         lambda out: (out - out.mean(1, True)).abs().sum(),
         lambda out: (out * BY_SAMPLE).mean() + F.mse_loss(out, BY_SAMPLE),  # as teachers' normalized features
         lambda out: (out * (1 + BY_SAMPLE)).mean(),
@@ -163,6 +170,11 @@ def test_gradients_of_means_have_the_batch_size_in_them() -> None:
         assert "gradients of a mean" in (problem_of_gradient([mean]) or "")
     for each_by_itself in (scores, scores.sum(), scores[:, 0].sum(), LAYER.weight.square().sum()):
         assert problem_of_gradient([each_by_itself]) is None
+
+
+def test_classes_of_few_samples_count_up_by_chance() -> None:
+    for few in (2, 3):
+        assert compares_samples(F.cross_entropy(LAYER(INPUTS[:few]), TARGETS[:few]), few) is None
 
 
 def test_a_batch_of_one_sample_shows_nothing() -> None:

@@ -35,6 +35,7 @@ _ALONG_AN_AXIS = {
 
 _NEGATIVES = "the loss compares samples of a batch with each other (in-batch negatives)"
 _NORMALIZED = "the weights of samples are normalized by those of their batch"
+_DIVIDED = "the weights of samples may be divided by their number"
 _ALIKE = 1e-4
 """Weights whose sum or mean is so close to 1 were divided by it."""
 
@@ -43,6 +44,9 @@ _CENTERED = 1e-5
 
 _LOOKED_AT = 1 << 22
 """Constants of more values are no weights of samples, and copies of them would take memory."""
+
+_FEW = 4
+"""The classes of fewer samples may count up by chance."""
 
 _MOST_STANDARDIZED = 1 << 16
 """The mean of more values may be as close to 0 by chance."""
@@ -81,6 +85,8 @@ def _problem_of_graph(loss: torch.Tensor, samples: int) -> str | None:
             return _NORMALIZED
         if kind in ("Mean", "Sum") and _weights_are_normalized(node.next_functions[0][0], samples, near=True):
             return _NORMALIZED
+        if node in reductions and kind == "Sum" and _are_divided(node.next_functions[0][0], samples):
+            return _DIVIDED
         if node in near and _weights_are_normalized(node, samples, near=False):
             return _NORMALIZED
         if is_standardized(getattr(node, "_saved_target", None), samples):
@@ -255,6 +261,17 @@ def _weights_are_normalized(product: Any, samples: int, *, near: bool) -> bool:
     return False
 
 
+def _are_divided(product: Any, samples: int) -> bool:
+    """Whether something was multiplied by weights of at most one over the samples: its sum may be a mean."""
+    if product is None or not product.name().startswith("MulBackward"):
+        return False
+    for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
+        rows = _rows_of(weights, samples)
+        if rows is not None and 0 < float(rows.abs().max()) <= (1 + _ALIKE) / samples:
+            return True
+    return False
+
+
 def _are_normalized(weights: Any, samples: int, *, near: bool) -> bool:
     if is_standardized(weights, samples):  # as advantages are
         return True
@@ -309,6 +326,6 @@ def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
 
 def _counts_up(scores: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether the targets of n samples with n classes are 0, 1, 2, ...: each sample against all others."""
-    if targets.dim() != 1 or len(targets) < 2 or scores.shape[-1] < len(targets):
+    if targets.dim() != 1 or len(targets) < _FEW or scores.shape[-1] < len(targets):
         return False
     return bool((targets[1:] - targets[:-1] == 1).all())
