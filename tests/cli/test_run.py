@@ -215,6 +215,18 @@ def test_the_script_starts_where_torchrun_says_its_flags_end(
     ]
 
 
+def test_options_of_ours_may_be_abbreviated_as_those_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    ours = ["--batch-size", "3,5", "--adj=shares", "--quie"]
+    command = torchrun_command(["--nproc-per", "2", *ours, "--standalone", "train.py", "--batch-size", "8"])
+    assert command[1:6] == ["-m", "trimtab.cli.agent", "--nproc-per", "2", "--standalone"]
+    assert command[-3:] == ["train.py", "--batch-size", "8"]
+    assert '"batch_sizes": "3,5"' in " ".join(command)
+
+
 def test_no_script_is_a_mistake_in_words() -> None:
     with pytest.raises(TrimtabError, match="no script"):
         torchrun_command([])
@@ -245,6 +257,12 @@ def test_a_signal_without_a_name_is_said_by_its_number(tmp_path: Path) -> None:
         (["--nnodes", "some", "--batch-sizes", "1,2"], "--nnodes some: give"),
         (["--batch-sizes", "²,1"], "--batch-sizes ²,1: give auto, equal"),
         (["--local-steps", "²"], "--local-steps ²: give a number"),
+        (
+            ["--batchsizes", "1,2"],
+            "unrecognized arguments: --batchsizes (did you mean --batch-sizes?); write",
+        ),
+        (["--batch_sizes=1,2"], "(did you mean --batch-sizes?)"),
+        (["--frobnicate", "1"], "unrecognized arguments: --frobnicate; write"),
         (["--max-penalty", "0.1"], "--max-penalty says how --local-steps auto chooses"),
     ],
 )

@@ -106,6 +106,19 @@ def test_a_script_that_needs_equal_batches_fails_with_a_hint(tmp_path: Path) -> 
     assert "if the script needs 8 in every batch, use --batch-sizes equal" in done.stderr
 
 
+def test_batches_of_nested_tensors_end_no_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lists = "torch.nested.nested_tensor([row[None].expand(1 + int(n), 8) for row, n in zip(inputs, targets)])"
+    padded = f"torch.nested.to_padded_tensor(model({lists}), 0.0).sum(1)"
+    layer = "torch.nn.Linear(8, 4).double()"
+    changed = SCRIPT.replace("model(inputs)", padded).replace("DistributedDataParallel(net())", "wrapped")
+    changed = changed.replace("ddp = wrapped", f"ddp = DistributedDataParallel({layer})")
+    script.write_text(changed.split("every = ")[0] + "print(sizes)\ndist.destroy_process_group()\n")
+    done = run(script, "--batch-sizes", "11,5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8, 8, 8, ") >= 1
+
+
 def test_a_script_that_fails_early_has_its_own_error_only(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data here')\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import subprocess
@@ -283,16 +284,42 @@ def _without_own(flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if own_value:
             own_value = False
-        elif flag in OPTIONS:
-            own_value = OPTIONS[flag].get("action") != "store_true"
-        elif flag.partition("=")[0] not in OPTIONS:
+            continue
+        name, equals, _ = flag.partition("=")
+        own = _own_option(name)
+        if own is None:
             kept.append(flag)
+        elif not equals:
+            own_value = OPTIONS[own].get("action") != "store_true"
     return kept
+
+
+def _own_option(name: str) -> str | None:
+    """Which of our options this is, perhaps abbreviated; the parser has refused what could be several."""
+    from torch.distributed.run import get_args_parser
+
+    if name in OPTIONS:
+        return name
+    if not name.startswith("--") or name == "--" or name in get_args_parser()._option_string_actions:
+        return None
+    return next((option for option in OPTIONS if option.startswith(name)), None)
+
+
+def _suggestion(typed: str) -> str:
+    """The option that an unknown one may stand for; ours are written with hyphens only, as in the docs."""
+    from torch.distributed.run import get_args_parser
+
+    name = typed.partition("=")[0]
+    known = [*OPTIONS, *get_args_parser()._option_string_actions]
+    close = difflib.get_close_matches(name.replace("_", "-"), known, 1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _refuse(message: str) -> NoReturn:
     if "training_script" in message:
         message = "no script"
+    if message.startswith("unrecognized arguments: "):
+        message += _suggestion(message.partition(": ")[2].split()[0])
     raise TrimtabError(
         f"run: {message}; write: trimtab run --nproc-per-node 4 SCRIPT ARGS (see trimtab run --help)"
     )

@@ -114,7 +114,7 @@ class StepRecorder(JobBound):
             # Most models take a tensor first; flattening all arguments takes longer than the rest of this hook.
             leaves = args if args and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
             tensors = (x for x in leaves if isinstance(x, torch.Tensor) and x.dim())
-            self._times.samples += next((x.shape[0] for x in tensors), 0)
+            self._times.samples += next((x.size(0) for x in tensors), 0)  # nested tensors have no shape
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._open and module.training and torch.is_grad_enabled():

@@ -14,6 +14,7 @@ from trimtab.control.shares.between_samples import (
     has_standardized_columns,
     problem_of_gradient,
 )
+from trimtab.control.shares.loss_form import UNREADABLE, loss_form
 
 SAMPLES = 6
 LAYER = nn.Linear(5, 4)
@@ -82,6 +83,21 @@ def heads(out: torch.Tensor) -> torch.Tensor:
             "normalized by those of their batch",
         ),
         (lambda out: F.mse_loss(out[:, 0], ADVANTAGES), "targets of samples are standardized"),
+        (
+            lambda out: F.binary_cross_entropy_with_logits(
+                out[:, 0], (SIGNS > 0).float(), WEIGHTS / WEIGHTS.mean()
+            ),
+            "normalized by those of their batch",
+        ),
+        (
+            lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
+            "may be divided by their number",
+        ),
+        (lambda out: (out * (out.detach().sigmoid() / SAMPLES)).sum(), "may be divided by their number"),
+        (lambda out: (out - out[0]).square().mean(), "one of the samples of a batch by itself"),
+        (lambda out: each(out).mean() + out[-1].square().sum(), "one of the samples of a batch by itself"),
+        (lambda out: sum(row.square().mean() for row in out), "a term for each sample"),
+        (lambda out: sum(out[k].square().mean() for k in range(SAMPLES)) / SAMPLES, "a term for each sample"),
     ],
 )
 def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
@@ -106,12 +122,17 @@ def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
         lambda out: (out + TABLE[ORDER]).square().mean(),
         lambda out: (out * out[:, :1]).square().mean(),
         lambda out: (each(out) * (WEIGHTS > 2)).mean(),
-        lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
+        lambda out: (each(out) * torch.full((SAMPLES,), 1 / SAMPLES)).mean(),
+        lambda out: (out * torch.full((SAMPLES, 4), 0.1)).sum(1).mean(),
+        lambda out: -(each(out) * WEIGHTS).sum(),
         lambda out: (out - out.mean(1, True)).abs().sum(),
         lambda out: (out * BY_SAMPLE).mean() + F.mse_loss(out, BY_SAMPLE),  # as teachers' normalized features
         lambda out: (out * (1 + BY_SAMPLE)).mean(),
         lambda out: F.relu(1 - out[:, 0] * SIGNS).mean(),
         lambda out: F.softplus(2 * out * (TARGETS > 0)[:, None] / 0.5).mean(),
+        lambda out: F.binary_cross_entropy_with_logits(out[:, 0], (SIGNS > 0).float(), WEIGHTS),
+        lambda out: torch.stack([row.softmax(0) for row in out]).square().mean(),  # samples of unlike lengths
+        lambda out: out.square().mean() + TABLE[0].square().mean(),
         lambda out: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))(out).square().mean(),
         heads,
     ],
@@ -128,12 +149,32 @@ def test_inputs_that_were_standardized_in_their_batch_are_seen() -> None:
     assert not has_standardized_columns(INPUTS - INPUTS.mean(0), SAMPLES + 1), "these rows are no samples"
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_tensors_without_rows_of_equal_size_end_no_job(layout: torch.layout) -> None:
+    whole = INPUTS.square()
+    for inputs in (whole.to_sparse(), whole.to_sparse_csr()):
+        assert not has_standardized_columns(inputs, SAMPLES)
+        loss = torch.sparse.mm(inputs, LAYER.weight.t()).square().mean()
+        assert compares_samples(loss, SAMPLES) is None
+        assert loss_form(loss).means == (4 * SAMPLES,)
+    lists = torch.nested.nested_tensor([whole[: 1 + row] for row in range(SAMPLES)], layout=layout)
+    assert not has_standardized_columns(lists, SAMPLES)
+    loss = torch.nested.to_padded_tensor(LAYER(lists), 0.0).square().mean()
+    assert loss_form(loss).means == (4 * SAMPLES**2,)
+    assert compares_samples(loss, SAMPLES) in (None, UNREADABLE)
+
+
 def test_gradients_of_means_have_the_batch_size_in_them() -> None:
     scores = LAYER(INPUTS)
     for mean in (scores.mean(), F.cross_entropy(scores, TARGETS), scores.sum() / SAMPLES):
         assert "gradients of a mean" in (problem_of_gradient([mean]) or "")
     for each_by_itself in (scores, scores.sum(), scores[:, 0].sum(), LAYER.weight.square().sum()):
         assert problem_of_gradient([each_by_itself]) is None
+
+
+def test_classes_of_few_samples_count_up_by_chance() -> None:
+    for few in (2, 3):
+        assert compares_samples(F.cross_entropy(LAYER(INPUTS[:few]), TARGETS[:few]), few) is None
 
 
 def test_a_batch_of_one_sample_shows_nothing() -> None:
@@ -160,6 +201,9 @@ def test_what_is_reduced_over_the_batch_in_two_places_is_named(loss: Loss) -> No
 def test_attention_does_not_compare_samples() -> None:
     attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     assert compares_samples(attention(torch.randn(SAMPLES, 3, 8)).square().mean(), SAMPLES) is None
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+    seen = decoder(torch.randn(SAMPLES, 2, 8), attention(torch.randn(SAMPLES, 3, 8)))
+    assert compares_samples(seen.square().mean(), SAMPLES) is None, "its projections are parts of one matrix"
 
 
 def test_experts_may_order_tokens() -> None:

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from trimtab.control.shares.cutting import CutLoader, _accelerate_steps, _distributed_steps
+from trimtab.control.shares.cutting import (
+    BESIDE,
+    CutLoader,
+    StepLoaders,
+    _accelerate_steps,
+    _distributed_steps,
+)
 
 DATA = range(1000)
 
@@ -93,3 +99,22 @@ def test_evaluation_is_not_cut() -> None:
     with torch.no_grad():
         assert {len(batch) for batch in loader} == {4}
     assert {len(batch) for batch in loader} == {7}
+
+
+def test_a_loader_beside_is_one_that_every_step_takes_from() -> None:
+    loaders = StepLoaders()
+    for _ in range(5):  # an evaluation before the first step, and now and then
+        loaders.deliver_beside()
+        assert loaders.begin_step() is None
+        assert loaders.begin_step() is None
+    loaders.deliver_beside()
+    assert loaders.begin_step() is None
+    loaders.deliver_beside()
+    assert loaders.begin_step() == BESIDE
+
+
+def test_turns_are_changes_before_a_loader_is_known() -> None:
+    loaders = StepLoaders()
+    assert not any(loaders.go_to_another(known=True) for _ in range(5)), "a new loader in every epoch"
+    assert [loaders.go_to_another(known=False) for _ in range(4)] == [False, False, True, True]
+    assert loaders.go_to_another(known=True), "it stays so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -157,11 +158,22 @@ CASES: dict[str, dict[str, Any]] = {
     "a sum times one over the batch size": {
         "loss": lambda x, y: F.cross_entropy(x, y, reduction="sum") * (1 / len(y))
     },
+    "an annealed sum over the batch size": {"loss": lambda x, y: annealed(x, y)},
     "a mean times the batch size": {"loss": lambda x, y: F.cross_entropy(x, y) * len(y)},
     "smoothed labels": {"loss": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1)},
     "no target for the last token of each sample": {"loss": lambda x, y: causal(x, y)},
     "sharded by FSDP2": {"sharded": True, "epochs": 1},
 }
+
+
+STEPS = itertools.count()
+
+
+def annealed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A second term that begins at zero and whose weight grows from batch to batch of the 18 of a job."""
+    weight = 0.01 * (next(STEPS) % 18)
+    other = logits.square().sum() / len(targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / len(targets) + weight * other
 
 
 def causal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -320,15 +332,27 @@ def by_neighbors(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
     return (logits - logits.roll(1, 0)).square().mean()
 
 
+def balanced(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    weights = (targets + 1).double()
+    return F.binary_cross_entropy_with_logits(logits[:, 0], (targets > 1).double(), weights / weights.mean())
+
+
+def hidden(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum") * torch.tensor(1 / len(targets))
+
+
 TRAPS: dict[str, dict[str, Any]] = {
     "targets are ignored": {"loss": smoothed},
     "differs from rank to rank": {"loss": scaled_by_rank},
     "normalized by those of their batch": {"loss": normalized},
+    "weights of samples": {"loss": balanced},
+    "may hold its number of samples": {"loss": hidden},
+    "a term for each sample": {"loss": lambda x, _: sum(row.square().sum() for row in x)},
     "with each other": {"loss": ranked},
     "(RollBackward0": {"loss": lambda x, y: F.triplet_margin_loss(x, x.roll(1, 0), -x.detach())},
     "RollBackward0 along the batch": {"loss": by_neighbors},
     "is a mean over, or multiplied": {"loss": padded},
-    "multiplied or divided by, differs": {"loss": over_tokens_by_a_factor},
+    "times a number that varies": {"loss": over_tokens_by_a_factor},
     "ignored": {"loss": masked},
     "varies": {"loss": over_tokens},
     "in-batch negatives": {"loss": matched, "model": Contrastive},

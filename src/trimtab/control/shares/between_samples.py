@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from trimtab.control.shares.loss_form import LEAF, SCALARS, is_weight, loss_form, nodes_of
+from trimtab.control.shares.loss_form import (
+    LEAF,
+    SCALARS,
+    UNREADABLE,
+    is_weight,
+    loss_form,
+    nodes_of,
+)
 
 _COMPARING = {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
@@ -28,6 +35,7 @@ _ALONG_AN_AXIS = {
 
 _NEGATIVES = "the loss compares samples of a batch with each other (in-batch negatives)"
 _NORMALIZED = "the weights of samples are normalized by those of their batch"
+_DIVIDED = "the weights of samples may be divided by their number"
 _ALIKE = 1e-4
 """Weights whose sum or mean is so close to 1 were divided by it."""
 
@@ -37,14 +45,25 @@ _CENTERED = 1e-5
 _LOOKED_AT = 1 << 22
 """Constants of more values are no weights of samples, and copies of them would take memory."""
 
+_FEW = 4
+"""The classes of fewer samples may count up by chance."""
+
 _MOST_STANDARDIZED = 1 << 16
 """The mean of more values may be as close to 0 by chance."""
 
 
 def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
     """What makes the samples of a batch depend on each other, as in contrastive losses, if something is seen."""
+    try:
+        return _problem_of_graph(loss, samples)
+    except RuntimeError:  # torch's, for shapes of nested tensors
+        return UNREADABLE
+
+
+def _problem_of_graph(loss: torch.Tensor, samples: int) -> str | None:
     reductions = _reductions_to(loss.grad_fn)
     near = _up_to_weights(reductions)
+    picked: dict[Any, set[int]] = {}
     for node in nodes_of(loss.grad_fn):
         name = node.name()
         product = name in ("MmBackward0", "AddmmBackward0")
@@ -60,8 +79,14 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
         kind = name.partition("Backward")[0]
         if _pairs_samples(node, kind, samples):
             return _NEGATIVES
+        if (places := _places_of(node, kind, samples)) and not _of_weights(node):
+            picked.setdefault(node.next_functions[0], set()).update(places)
+        if kind.startswith("BinaryCrossEntropy") and _are_normalized(node._saved_weight, samples, near=True):
+            return _NORMALIZED
         if kind in ("Mean", "Sum") and _weights_are_normalized(node.next_functions[0][0], samples, near=True):
             return _NORMALIZED
+        if node in reductions and kind == "Sum" and _are_divided(node.next_functions[0][0], samples):
+            return _DIVIDED
         if node in near and _weights_are_normalized(node, samples, near=False):
             return _NORMALIZED
         if is_standardized(getattr(node, "_saved_target", None), samples):
@@ -72,6 +97,11 @@ def compares_samples(loss: torch.Tensor, samples: int) -> str | None:
             and not _of_weights(node)
         ):
             return f"samples of a batch depend on each other ({name} along the batch)"
+    if any(len(places) < samples for places in picked.values()):
+        return "the loss uses one of the samples of a batch by itself"
+    form = loss_form(loss)
+    if picked and len(form.means) + len(form.divisors) >= samples:
+        return "the loss has a term for each sample of a batch"
     return None
 
 
@@ -171,6 +201,23 @@ def _shape_before(node: Any) -> tuple[int, ...]:
     return () if before is None else _shape(before, place)
 
 
+def _places_of(node: Any, kind: str, samples: int) -> set[int]:
+    """Which samples of a batch an operation takes out of it, one by one."""
+    if kind not in ("Select", "Unbind"):
+        return set()
+    shape = _shape_before(node)
+    if (
+        not _has_samples_first(shape, samples)
+        or shape[0] != samples
+        or not _along_first_axis(node, len(shape))
+    ):
+        return set()
+    if kind == "Unbind":
+        return set(range(samples))
+    index = node._saved_index  # unsigned, as axes are
+    return {(index - (1 << 64) if index >> 63 else index) % samples}
+
+
 def _of_weights(node: Any) -> bool:
     return all(is_weight(before) for before, _ in node.next_functions if before is not None)
 
@@ -209,24 +256,39 @@ def _weights_are_normalized(product: Any, samples: int, *, near: bool) -> bool:
     if product is None or not product.name().startswith("MulBackward"):
         return False
     for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
-        if is_standardized(weights, samples):  # as advantages are
-            return True
-        if (rows := _rows_of(weights, samples)) is None:
-            continue
-        values = rows.flatten()
-        kept = values[values != 0]
-        if not len(kept) or bool((values == values[0]).all()) or bool((kept == 1).all()):
-            continue  # constants and masks
-        if not near and bool((kept == kept[0]).all()):
-            continue
-        # What is normalized in each sample by itself is so in all of them.
-        by_row = rows.shape[1] > 1 and bool((rows.mean(1) - 1).abs().max() < _ALIKE)
-        total = float(values.sum())
-        if not by_row and min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
-            return True
-        if near and len(values) == samples and float(values.max()) == 1:
+        if _are_normalized(weights, samples, near=near):
             return True
     return False
+
+
+def _are_divided(product: Any, samples: int) -> bool:
+    """Whether something was multiplied by weights of at most one over the samples: its sum may be a mean."""
+    if product is None or not product.name().startswith("MulBackward"):
+        return False
+    for weights in (getattr(product, "_saved_other", None), getattr(product, "_saved_self", None)):
+        rows = _rows_of(weights, samples)
+        if rows is not None and 0 < float(rows.abs().max()) <= (1 + _ALIKE) / samples:
+            return True
+    return False
+
+
+def _are_normalized(weights: Any, samples: int, *, near: bool) -> bool:
+    if is_standardized(weights, samples):  # as advantages are
+        return True
+    if (rows := _rows_of(weights, samples)) is None:
+        return False
+    values = rows.flatten()
+    kept = values[values != 0]
+    if not len(kept) or bool((values == values[0]).all()) or bool((kept == 1).all()):
+        return False  # constants and masks
+    if not near and bool((kept == kept[0]).all()):
+        return False
+    # What is normalized in each sample by itself is so in all of them.
+    by_row = rows.shape[1] > 1 and bool((rows.mean(1) - 1).abs().max() < _ALIKE)
+    total = float(values.sum())
+    if not by_row and min(abs(total - 1), abs(total / len(values) - 1)) < _ALIKE:
+        return True
+    return near and len(values) == samples and float(values.max()) == 1
 
 
 def is_standardized(values: Any, samples: int) -> bool:
@@ -255,8 +317,8 @@ def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
     """Constants as a matrix with a row for each sample; None if they are none, or too many to be looked at."""
     if not isinstance(values, torch.Tensor) or values.requires_grad or not values.is_floating_point():
         return None
-    if values.numel() > _LOOKED_AT:
-        return None
+    if values.layout != torch.strided or values.is_nested or values.numel() > _LOOKED_AT:
+        return None  # sparse matrices and lists of tensors of unlike lengths have no rows of equal size
     if not values.dim() or not len(values) or len(values) % samples:
         return None
     return values.detach().reshape(len(values), -1).double()
@@ -264,6 +326,6 @@ def _rows_of(values: Any, samples: int) -> torch.Tensor | None:
 
 def _counts_up(scores: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether the targets of n samples with n classes are 0, 1, 2, ...: each sample against all others."""
-    if targets.dim() != 1 or len(targets) < 2 or scores.shape[-1] < len(targets):
+    if targets.dim() != 1 or len(targets) < _FEW or scores.shape[-1] < len(targets):
         return False
     return bool((targets[1:] - targets[:-1] == 1).all())

@@ -17,6 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+BESIDE = "a step also takes batches of a loader that is not divided among ranks"
+BY_TURNS = "the script takes its steps from several loaders by turns"
+
+_TURNS = 3
+"""Times that a script goes to another loader before the last one is known."""
+
 Steps = Callable[[], Iterator[Sequence[list[int]]]]
 """An epoch from its start: for every step each rank's samples, as the plain job has them."""
 
@@ -250,6 +256,32 @@ def several_loaders(source: CutLoader, loaders: Iterable[CutLoader | LeftAlone])
     """Why batches are not cut where a step takes them from several loaders."""
     sizes = sorted({loader.batch_size for loader in (source, *waiting_beside(source, loaders))})
     return f"a step takes batches from several loaders, of {' and '.join(map(str, sizes))} samples"
+
+
+class StepLoaders:
+    """Counts batches of loaders that are left alone, and how often the loader changes."""
+
+    def __init__(self) -> None:
+        self._beside = 0
+        self._steps = 0
+        """Steps one after another that had a batch of such a loader."""
+        self._turns = 0
+
+    def deliver_beside(self) -> None:
+        """The script gets a batch of a loader that is left alone."""
+        self._beside += 1
+
+    def begin_step(self) -> str | None:
+        """A batch of the loader that may be cut is used; why it must not be. An evaluation in between is none."""
+        self._steps = self._steps + 1 if self._beside else 0
+        self._beside = 0
+        return BESIDE if self._steps > 1 else None
+
+    def go_to_another(self, *, known: bool) -> bool:
+        """Another loader comes, after enough batches of the last one if it is `known`; whether they take turns."""
+        if self._turns < _TURNS:
+            self._turns = 0 if known else self._turns + 1
+        return self._turns >= _TURNS
 
 
 def _distributed_steps(

@@ -17,6 +17,7 @@ import torch
 
 DIVISOR_VARIES = "the loss is a sum over the batch, divided by a number that varies, as means over tokens are"
 OTHER_DIVISOR = "the loss is a sum over the batch that is divided by something else than its samples"
+UNREADABLE = "the graph of the loss has shapes that cannot be read (nested tensors)"
 
 _MEAN, _SUM = 1, 2
 """Reductions as ATen numbers them."""
@@ -32,6 +33,8 @@ SCALARS = {
 _OF_WEIGHTS = {
     *(LEAF, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0", "ViewBackward0"),
     *("ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0", "SliceBackward0", "CatBackward0"),
+    *("SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0", "SelectBackward0", "ExpandBackward0"),
+    *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsafeViewBackward0"),
     *("MulBackward0", "MulBackward1", "AddBackward0", "DivBackward0", "PowBackward0", "AbsBackward0"),
     *("WeightNormInterfaceBackward0", "LinalgVectorNormBackward0", "NormBackward0", "SumBackward0"),
     *(
@@ -48,6 +51,9 @@ _OF_WEIGHTS = {
 
 _SMOOTHING = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
 """From the second term of a smoothed loss to the logarithms of the probabilities."""
+
+_TOP = 16
+"""Operations that tell kinds of losses apart."""
 
 _SEARCHED = 50_000
 """Nodes of a graph that are looked at."""
@@ -69,6 +75,9 @@ class LossForm:
     scales: tuple[torch.Tensor, ...] = ()
     """What scalars on the way to the loss were multiplied with or divided by, as far as torch keeps it."""
 
+    hidden: tuple[torch.Tensor, ...] = ()
+    """What it was multiplied by that is not among the factors: tensors on a GPU, or in single precision."""
+
     counted: tuple[tuple[torch.Tensor, int], ...] = ()
     """For means over targets of which some may be ignored: how many are not, and how many there are."""
 
@@ -84,7 +93,10 @@ def loss_form(loss: torch.Tensor) -> LossForm:
     """Read the form of a loss before its backward pass."""
     if loss.numel() != 1:
         return LossForm(problem=f"the backward pass starts from a tensor of shape {tuple(loss.shape)}")
-    form = _reductions(loss.grad_fn, loss.output_nr)
+    try:
+        form = _reductions(loss.grad_fn, loss.output_nr)
+    except RuntimeError:  # torch's, for shapes of nested tensors
+        return LossForm(problem=UNREADABLE)
     if form.problem is None and bool(form.means) == bool(form.divisors):
         kind = "partly a mean and partly a sum" if form.means else "not reduced from a batch"
         return LossForm(problem=f"the loss is {kind}")
@@ -102,9 +114,11 @@ def grows_with_samples(form: LossForm, equal: LossForm, ratio: float) -> bool | 
         return [factor / divisor for factor, divisor in zip(of.factors, divisors, strict=True)]
 
     now, before = scales(form), scales(equal)
-    if bool(form.divisors) != bool(equal.divisors) or len(now) != len(before) or 0 in before:
+    if bool(form.divisors) != bool(equal.divisors) or len(now) != len(before):
         return None
-    growth = {round(a / b * (ratio if form.divisors else 1.0), 9) for a, b in zip(now, before, strict=True)}
+    # A term that is switched off, as at the beginning of annealing, tells nothing.
+    pairs = [(a, b) for a, b in zip(now, before, strict=True) if a and b]
+    growth = {round(a / b * (ratio if form.divisors else 1.0), 9) for a, b in pairs}
     if growth == {round(ratio, 9)}:
         return True
     # A factor of a mean may change from step to step, as in a warm-up.
@@ -151,6 +165,7 @@ def _reductions(node: Any, place: int = 0) -> LossForm:
         divisors=divisors,
         factors=tuple(by * _factor(node) for term in terms for by in term.factors),
         scales=(*_scales(node), *(scale for term in terms for scale in term.scales)),
+        hidden=(*_hidden(node), *(value for term in terms for value in term.hidden)),
         counted=tuple(pair for term in terms for pair in term.counted),
         problem=problem,
     )
@@ -199,13 +214,20 @@ def _factor(node: Any) -> float:
     if not name.startswith("MulBackward"):
         return 1.0
     for value in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
-        if isinstance(value, int | float):
-            return float(value)
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.dim():
-            continue
-        if value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and _is_number(value)):
             return float(value)
     return 1.0
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    """Whether a tensor is a number that Python had, which can be read without waiting for a GPU."""
+    plain = value.device.type == "cpu" and not value.dim() and not value.requires_grad
+    return plain and value.dtype in (torch.float64, torch.int64)
+
+
+def _hidden(node: Any) -> Iterator[torch.Tensor]:
+    if node.name().startswith("MulBackward"):
+        yield from (value for value in _scales(node) if not _is_number(value))
 
 
 def _scales(node: Any) -> Iterator[torch.Tensor]:
@@ -235,6 +257,11 @@ def nodes_of(root: Any) -> Iterator[Any]:
         new = [before for before, _ in node.next_functions if before is not None and before not in seen]
         seen.update(new)
         todo += new
+
+
+def top_of(loss: torch.Tensor) -> tuple[str, ...]:
+    """The operations next to a loss, by which one kind of loss is told from another."""
+    return tuple(node.name() for node in islice(nodes_of(loss.grad_fn), _TOP))
 
 
 def is_weight(node: Any) -> bool:

@@ -30,17 +30,20 @@ from trimtab.control.shares.agreed_problem import agreed_problem
 from trimtab.control.shares.between_samples import compares_samples, problem_of_gradient
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.counted_targets import CountedTargets
-from trimtab.control.shares.cutting import CutBatch, CutEpoch, CutLoader, LeftAlone, cut_loader
-from trimtab.control.shares.loss_form import (
-    DIVISOR_VARIES,
-    OTHER_DIVISOR,
-    LossForm,
-    grows_with_samples,
-    loss_form,
+from trimtab.control.shares.cutting import (
+    BY_TURNS,
+    CutBatch,
+    CutEpoch,
+    CutLoader,
+    LeftAlone,
+    StepLoaders,
+    cut_loader,
 )
+from trimtab.control.shares.loss_form import LossForm, loss_form
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
 from trimtab.control.shares.sizes import refused
+from trimtab.control.shares.sum_or_mean import SumOrMean
 from trimtab.control.shares.trained_models import TrainedModels
 from trimtab.control.shares.trainer_loss import OF_THIS_RANK, divided_by, watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
@@ -81,10 +84,8 @@ class Takeover:
         self._observed = 0
         self._decided = False
         self._first: LossForm | None = None
-        self._equal: LossForm | None = None
-        """The form of the last loss of as many samples as in the plain job."""
-        self._summed: bool | None = None
-        """Whether the loss is a sum over samples; known with the first batch of another size."""
+        self._kind = SumOrMean()
+        self._loaders = StepLoaders()
         self._forms: list[LossForm] = []
         """Those of the losses that were observed."""
         self._others = 0
@@ -97,6 +98,8 @@ class Takeover:
         self._uncut: CutEpoch | None = None
         """The epoch of the last batch, if it began in evaluation mode, and so has the batches of the plain job."""
         self._problem: str | None = None
+        self._is_proven = False
+        """Whether the first uneven step since the decision was like the equal ones."""
         self._step: list[CutBatch] = []
         self._targets = CountedTargets()
         self._clock: LocalClock | None = None
@@ -149,6 +152,8 @@ class Takeover:
             self._delivered = batch
         if torch.is_grad_enabled():
             self._latest = source
+            if isinstance(source, LeftAlone) and self._models.in_training:
+                self._loaders.deliver_beside()
 
     def weight(self, losses: Sequence[torch.Tensor]) -> float:
         """What a backward pass that begins counts for."""
@@ -168,6 +173,7 @@ class Takeover:
         form = (
             loss_form(losses[0]) if len(losses) == 1 else LossForm(problem="there are several losses at once")
         )
+        self._note(self._loaders.begin_step())
         batch = self._current = self._take(source, form)
         self._step.append(batch)
         self._capacity.record(batch.own)
@@ -176,6 +182,10 @@ class Takeover:
                 self._observe(source, batch, form, losses[0])
         elif self._clock is not None:
             self._note(self._targets.check(form, batch.own))
+            if batch.shares is not None and batch.own > 1 and not self._of_items:
+                self._note(form.problem)
+                if self._kind.is_new(losses[0]):
+                    self._note(compares_samples(losses[0], batch.own))
             self._clock.follow(losses[0])
         return self._weight_of(batch, form)
 
@@ -209,11 +219,26 @@ class Takeover:
         if self._targets.pending >= self._rule.window:
             self._note(self._targets.problem())
         usable = all(batch.shares == source.shares for batch in step)
+        if usable and self._is_refuted(source):
+            self._stay_equal(self._agreed_problem() or "")
+            return
         new = self._windows.end_step(clock, source.shares, usable=usable, alarm=self._problem is not None)
         if self._windows.alarm:
             self._stay_equal(self._agreed_problem() or "")
         elif new is not None:
             self._change(source, new)
+
+    def _is_refuted(self, source: CutLoader) -> bool:
+        """Whether the first uneven step has shown on some rank that batches must be equal. Collective after that step.
+
+        Later ones are asked for window by window.
+        """
+        if self._is_proven or len(set(source.shares)) == 1 or running_local_steps() is not None:
+            return False
+        self._is_proven = True
+        self._note(self._targets.problem())
+        with self.waiting():
+            return any(refuted for (refuted,) in gather_numbers([float(self._problem is not None)], None))
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around what is not part of this rank's work in a step."""
@@ -272,10 +297,14 @@ class Takeover:
                 self.start_from(before.shares, replace=True)
             if before is not None and before.batch_size != latest.batch_size:
                 self._windows.forget(None, other_speeds=True)
-            self._source, self._observed, self._decided, self._clock = latest, 0, False, None
-            self._models.observing = True
+            by_turns = before is not None and self._loaders.go_to_another(known=self._observed >= OBSERVED)
+            self._source, self._observed, self._decided, self._clock = latest, 0, by_turns, None
+            self._models.observing = not by_turns
+            if by_turns:
+                self._say(f"batches stay equal on all ranks: {BY_TURNS}")
             self._rows_are_samples = False
-            self._first = self._problem = self._summed = None
+            self._first = self._problem = None
+            self._kind.forget()
             self._forms = []
             self._targets = CountedTargets()
             if len(set(latest.shares)) > 1:
@@ -308,20 +337,18 @@ class Takeover:
         return {mean / self._source.batch_size for mean in self._first.means}
 
     def _weight_of(self, batch: CutBatch, form: LossForm) -> float:
-        if self._source is not None and batch.own == self._source.batch_size:
-            self._equal = form
-        elif self._summed is None and self._equal is not None and batch.shares is not None:
-            assert self._source is not None
-            self._summed = grows_with_samples(form, self._equal, batch.own / self._source.batch_size)
-            if self._summed is None and not self._of_items:
-                self._note(OTHER_DIVISOR)
-        summed = bool(form.divisors) if self._summed is None else self._summed
+        if self._source is not None and batch.shares is not None:
+            equal = batch.own == self._source.batch_size
+            problem = self._kind.follow(form, batch.own, equal=equal)
+            self._note(None if self._of_items else problem)
+        summed = self._kind.is_sum(form, batch.own)
         return batch.weigh(summed=self._of_items or summed, team=averaging_ranks())
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
         others = sum(len(other.waiting) for other in cutting.waiting_beside(source, self._sources.values()))
         self._note(self._models.problem())
+        self._kind.is_new(loss)
         self._note(compares_samples(loss, batch.own))
         if self._observed > 0 and others > self._others:
             self._note(cutting.several_loaders(source, self._sources.values()))
@@ -335,10 +362,9 @@ class Takeover:
         elif batch.shares is not None:
             if any(mean % batch.own for mean in form.means):
                 self._note(f"the loss is a mean over {form.means[0]} values of {batch.own} samples")
+            self._note(self._kind.observe(form, batch.own))
             if self._first is None:
                 self._first = form
-            elif form.divisors != self._first.divisors:
-                self._note(DIVISOR_VARIES)
             elif form.means != self._first.means:
                 self._first = LossForm()  # lengths vary
             self._note(self._targets.check(form, batch.own, wait=True))
@@ -354,7 +380,7 @@ class Takeover:
         if problem is not None:
             self._stay_equal(problem)
             return
-        self._clock = LocalClock(loss.device)
+        self._clock, self._is_proven = LocalClock(loss.device), False
         if (local := running_local_steps()) is not None:
             local.timer = self
         self._models.follow(lambda: self._clock)

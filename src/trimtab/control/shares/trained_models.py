@@ -90,7 +90,7 @@ class TrainedModels:
             latest = module
         if latest is module:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-            self.rows = next(map(len, tensors), None)
+            self.rows = next((x.size(0) for x in tensors), None)  # nested tensors have no `len`
             if self.observing and any(has_standardized_columns(x, self.rows) for x in tensors):
                 self._standardized = True
 
