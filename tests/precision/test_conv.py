@@ -145,3 +145,21 @@ def test_which_places_those_are() -> None:
     assert not affected(2, 1, 1, 1)
     assert affected(2, 1, 2, 2)
     assert not affected(9, 2, 1, 1)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("one_dimensional", [True, False])
+def test_a_result_may_be_changed_in_place(name: str, batched: bool, one_dimensional: bool) -> None:
+    torch.manual_seed(0)
+    layer = (nn.Conv1d if one_dimensional else nn.Conv2d)(3, 4, 3)
+    x = torch.randn(2, 3, 8) if one_dimensional else torch.randn(2, 3, 8, 8)
+    x = x if batched else x[0]
+    names: Any = {"forward": name, "grad_input": name, "grad_weight": name}
+    set_precision(layer, {"": Precision(**names, rounding="nearest")})
+    gradients = []
+    for in_place in (False, True):
+        y: torch.Tensor = layer(x)
+        y = y.mul_(2).relu_() if in_place else y.mul(2).relu()
+        gradients.append(torch.autograd.grad(y.sum(), list(layer.parameters())))
+    assert all(map(torch.equal, *gradients))

@@ -105,8 +105,12 @@ class ConvForward(LowPrecisionForward):
         stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
         geometry = Geometry(stride, padding, dilation, module.groups, x.shape, weight.shape)
         y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x), self.result_dtype(x))
-        y = y.squeeze(2) if one_dimensional else y
-        return y if batched else y.squeeze(0)
+        if one_dimensional or not batched:
+            shape = tuple(y.shape if batched else y.shape[1:])
+            shape = (*shape[:-2], shape[-1]) if one_dimensional else shape
+            # Not a view: autograd forbids to change a view of an autograd function's result in place.
+            y = torch.ops.aten._unsafe_view.default(y, shape)
+        return y
 
 
 class EmbeddingForward(LowPrecisionForward):
