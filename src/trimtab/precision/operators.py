@@ -7,6 +7,7 @@ wrappers work as before, and deleting that `forward` restores the module.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +121,12 @@ class EmbeddingForward(LowPrecisionForward):
         return rounded(y, DTYPES[self.precision.forward])
 
 
+@dataclass
 class AttentionForward(LowPrecisionForward):
     """The products of activations inside the forward of any module."""
+
+    own: Callable[..., Any] | None = None
+    """The module's forward, if it is not that of its class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision.forward == "fp16" and torch.compiler.is_compiling():
@@ -130,6 +135,8 @@ class AttentionForward(LowPrecisionForward):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with HalfProducts(DTYPES[self.precision.forward], self.result_dtype):
+            if self.own is not None:
+                return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
 
     @_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
@@ -229,14 +236,21 @@ def install(
     forward = FORWARDS[kind]
     if kind == "linear" and not isinstance(module, nn.Linear):
         forward = ProjectionForward if is_projection(module) else TransposedLinearForward
-    module.__dict__["forward"] = forward(module, precision, base, calls)
+    own = module.__dict__.get("forward")
+    low = forward(module, precision, base, calls)
+    if isinstance(low, AttentionForward):
+        low.own = own
+    module.__dict__["forward"] = low
 
 
 def restore(model: nn.Module) -> None:
-    """Restore the forward of every module's class, and remove all hooks."""
+    """Restore the forward of every module, and remove all hooks."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
+        low = module.__dict__.get("forward")
+        if isinstance(low, LowPrecisionForward):
             del module.__dict__["forward"]
+        if isinstance(low, AttentionForward) and low.own is not None:
+            module.__dict__["forward"] = low.own
     remove_hooks(model)
 
 
