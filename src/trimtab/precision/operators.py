@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
-from trimtab.precision.linear import Late, draw_of, linear
+from trimtab.precision.linear import Late, draw_of, linear, no_autocast
 from trimtab.precision.products import DTYPES
 from trimtab.precision.results import RECURRENT, CallCounter, remove_hooks
 from trimtab.precision.weight_codes import WeightCodes
@@ -94,11 +94,15 @@ class ConvForward(LowPrecisionForward):
         x = x if batched else x.unsqueeze(0)
         padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
         if module.padding_mode != "zeros":
-            x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            with no_autocast(x.device.type):  # which would lift it to fp32 on a CPU
+                x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
             padding = 0, 0
         elif module.padding == "same":
-            # An even kernel needs one more element of padding after than before, so padding is not symmetric.
-            x = F.pad(x, module._reversed_padding_repeated_twice)
+            twice = module._reversed_padding_repeated_twice  # before and after, the last axis first
+            padding = (0, *twice[::2][::-1])[-2:]
+            # An even kernel needs one more element after than before. As torch does, no more than that is copied.
+            after = [n for at in range(0, len(twice), 2) for n in (0, twice[at + 1] - twice[at])]
+            x = F.pad(x, after) if any(after) else x
         one_dimensional = weight.dim() == 3
         if one_dimensional:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
