@@ -71,6 +71,18 @@ class Places(nn.Module):
         return y
 
 
+class Halves(nn.Module):
+    """A layer in bf16, as some models keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x.bfloat16()).float()
+        return y
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "padded": (
         lambda: Classifier(
@@ -95,6 +107,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (8, 16, 32),
     ),
     "places": (lambda: Classifier(nn.Linear(64, 128), Places(), nn.Linear(128, 8)), (32, 64)),
+    "halves": (
+        lambda: Classifier(nn.Linear(64, 128), nn.GELU(), Halves(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 8)),
+        (32, 64),
+    ),
     "norms": (
         lambda: Classifier(
             nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 8)

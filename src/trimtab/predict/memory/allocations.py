@@ -8,7 +8,7 @@ from typing import Literal
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
 from trimtab.predict.operators.low_precision import DeviceKind
-from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, own_results, promoted
 from trimtab.workload import Operator, Saved, Tensor, Workload
 from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
@@ -39,7 +39,7 @@ class StepMemory:
     ) -> None:
         self.workload, self.kind, self.rounding = workload, kind, rounding
         # Autocast has every result in its own type, lowered or not.
-        results = results or ("input" if workload.autocast else "own")
+        results = results or own_results(workload)
         self.graph = PrecisionGraph(workload, results=results, kind=kind)
         for name, precision in precisions.items():
             self.graph.set(name, precision)
