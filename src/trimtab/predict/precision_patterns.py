@@ -59,9 +59,15 @@ def with_products(workload: Workload, patterns: Mapping[str, Precision | str]) -
     precisions = matched(workload, patterns)
     if lowers_products(patterns):
         for name in workload.settings:
-            if name.endswith(ATTENTION):
+            if name.endswith(ATTENTION) and not _is_layer(workload, name):
                 precisions.setdefault(name, "bf16")
     return precisions
+
+
+def _is_layer(workload: Workload, name: str) -> bool:
+    """Whether products are those of a layer with a forward of its own, which keeps its precision: by its weight."""
+    weight = name.removesuffix(ATTENTION) + ".weight"
+    return all(weight in workload.operators[index].parameters for index in workload.settings[name])
 
 
 def _candidates(name: str) -> list[str]:
