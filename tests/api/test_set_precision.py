@@ -81,6 +81,12 @@ def test_it_is_exactly_reversible_and_leaves_the_state_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model), exact, strict=True))
 
 
+@pytest.mark.parametrize("pattern", ["*", "?*", ""])
+def test_a_model_that_is_one_operator_has_no_name_and_is_matched_by_everything(pattern: str) -> None:
+    model = set_precision(nn.Linear(512, 512), {pattern: LOW})
+    assert list(precisions_of(model)) == [""]
+
+
 def test_the_first_pattern_wins_and_a_second_call_replaces_the_first() -> None:
     model = Net()
     mixed = Precision(forward="bf16", grad_input="fp32", grad_weight="fp32")

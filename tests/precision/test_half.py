@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,9 @@ from torch import nn
 from trimtab.api.set_precision import set_precision
 from trimtab.errors import TrimtabError
 from trimtab.precision_names import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LARGEST = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 
@@ -69,6 +74,84 @@ def test_fp32_attention_withstands_autocast() -> None:
     assert kept.dtype == lowered.dtype == torch.bfloat16
     assert torch.equal(kept, expected.bfloat16())
     assert not torch.equal(lowered, kept)
+
+
+class Spelled(nn.Module):
+    """One product of activations, written in one way, inside a model."""
+
+    def __init__(self, product: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.product = nn.Parameter(torch.ones(())), product
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.product(x * self.table, x.transpose(-1, -2))
+        self.seen = [y]
+        return y.abs().float() * self.table
+
+
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "sdpa": lambda x, t: F.scaled_dot_product_attention(query=x, key=x, value=x),
+    "matmul": lambda x, t: torch.matmul(input=x, other=t),
+    "bmm": lambda x, t: x.bmm(mat2=t),
+    "baddbmm": lambda x, t: torch.zeros(1).baddbmm(batch1=x, batch2=t),
+    "mm": lambda x, t: x[0].mm(t[0]),
+    "einsum": lambda x, t: torch.einsum("bij,bjk->bik", x, t),
+    "einsum of a list": lambda x, t: torch.einsum("bij,bjk->bik", [x, t]),
+}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_products_are_lowered_however_they_are_written(way: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Spelled(WAYS[way]))
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    exact = [model(x), *torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])]
+    set_precision(model, {"0/attention": name})
+    y = model(x)
+    for actual, true in zip(
+        [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])], exact, strict=True
+    ):
+        assert 0 < float((actual - true).detach().norm() / true.detach().norm()) < LARGEST[name]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
+def test_products_of_other_types_keep_them(dtype: torch.dtype, name: str) -> None:
+    """As of positions: 4999 is no number in bf16."""
+    spelled = Spelled(lambda *_: torch.full((5, 1), 4999).to(dtype) @ torch.ones(1, 2).to(dtype))
+    model = nn.Sequential(spelled)
+    set_precision(model, {"0/attention": name})
+    model(torch.randn(2, 3, 4))
+    assert torch.equal(spelled.seen[0], torch.full((5, 2), 4999).to(dtype))
+
+
+def test_products_that_the_model_keeps_from_autocast_are_kept() -> None:
+    def product(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.full((5, 1), 4999.0) @ torch.ones(1, 2)
+
+    spelled = Spelled(product)
+    model = nn.Sequential(nn.Linear(4, 4), spelled)
+    set_precision(model, {"*/attention": "bf16", "0": "bf16"})
+    model(torch.randn(2, 3, 4))
+    assert torch.equal(spelled.seen[0], torch.full((5, 2), 4999.0))
+
+
+def test_a_forward_that_was_replaced_is_lowered_and_comes_back() -> None:
+    """As those of libraries are that move a module's weights around its forward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention()), torch.randn(3, 8, 16)
+    own = model[0].forward
+    model[0].forward = replaced = lambda x: own(x) * 100
+    exact = model(x).detach()
+    for name in ("bf16", "fp16"):
+        set_precision(model, {"0/attention": name})
+        assert 0 < float((model(x).detach() - exact).norm() / exact.norm()) < LARGEST[name]
+    set_precision(model, {})
+    assert model[0].forward is replaced
+    assert torch.equal(model(x), exact)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

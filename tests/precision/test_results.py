@@ -277,6 +277,7 @@ def test_codes_are_made_again_where_the_input_is_kept_anyway() -> None:
     x = torch.randn(4, 6, dtype=HALF, requires_grad=True)
     assert shares_input(F.relu(x), int8)
     assert shares_input(F.relu(x).view(2, 2, 6), int8)
+    assert shares_input(F.relu(x).unsqueeze(1), int8)  # as a 1-D convolution sees it
     assert not shares_input(F.gelu(x), int8)
     assert not shares_input(F.relu(x).float(), int8)
     heads = x.view(1, 4, 2, 3).transpose(1, 2)

@@ -6,6 +6,7 @@ from tests.measure.capture.models import MODELS
 from tests.predict.tables import workload_of
 
 from trimtab.errors import TrimtabError
+from trimtab.measure.capture.capture import capture_workload
 from trimtab.precision.setting import match
 from trimtab.predict.precision_patterns import matched, with_products
 
@@ -46,6 +47,12 @@ def test_names_set_what_they_name_as_patterns_do(name: str) -> None:
     assert matched(workload, {f"[{n[0]}]{n[1:]}": p for n, p in some.items()}) == some
     with pytest.raises(TrimtabError, match="'nobody' matches no operator"):
         matched(workload, {**some, "nobody": "bf16"})
+
+
+@pytest.mark.parametrize("pattern", ["*", "?*", ""])
+def test_a_model_that_is_one_operator_is_matched_too(pattern: str) -> None:
+    workload = capture_workload(torch.nn.Linear(8, 8), torch.randn(2, 8))
+    assert matched(workload, {pattern: "bf16"}) == {"": "bf16"}
 
 
 def test_everything_includes_products_of_activations_in_bf16() -> None:

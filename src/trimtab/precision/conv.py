@@ -211,7 +211,9 @@ class _Columns:
             own_bias = None if bias is None else bias.detach()[own].contiguous()
             parts.append(self.products.forward(x_operands, w_operands, own_bias, sizes, torch.float32))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return y.view(samples, height, width, -1).permute(0, 3, 1, 2)
+        y = y.view(samples, height, width, -1).permute(0, 3, 1, 2)
+        # Not a view: autograd forbids to change a view that a function returns in place.
+        return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
     def grad_input(self, g: Tensor, w: Operands, geometry: Geometry, draw: Draw) -> Tensor:
         rows = g.permute(0, 2, 3, 1).reshape(-1, geometry.w_shape[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from trimtab.precision.devices import autocasts
 from trimtab.precision.linear import no_autocast
 from trimtab.precision.once import refuse_transforms
 from trimtab.precision.products import Float
@@ -33,23 +35,44 @@ class _Rounded(torch.autograd.Function):
         return g, None
 
 
+_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.scaled_dot_product_attention,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.baddbmm,
+        torch.Tensor.baddbmm,
+        torch.einsum,
+    }
+)
+
+
+def is_product(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call of torch's API is a product of activations whose precision can be set.
+
+    As under autocast, integers, complex numbers and doubles (positions, say) keep their types.
+    """
+    if func not in _PRODUCTS:
+        return False
+    operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    types = {operand.dtype for operand in operands if operand.dtype != torch.bool}
+    return len(operands) > 1 and bool(types) and types <= _LOWERED_TYPES
+
+
+_LOWERED_TYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
 class HalfProducts(TorchFunctionMode):
-    """Computes products of activations (attention, matmul, bmm) with half operands.
+    """Computes products of activations (attention, matmul, bmm, einsum) with half operands.
 
     Linear layers are not affected. With fp16, gradients are scaled by a power of two before a product's backward
     and unscaled after it.
     """
-
-    _PRODUCTS: ClassVar[frozenset[Callable[..., Any]]] = frozenset(
-        {
-            F.scaled_dot_product_attention,
-            torch.matmul,
-            torch.Tensor.matmul,
-            torch.Tensor.__matmul__,
-            torch.bmm,
-            torch.Tensor.bmm,
-        }
-    )
 
     def __init__(self, dtype: torch.dtype, result_dtype: Callable[[Tensor], torch.dtype]) -> None:
         """
@@ -59,13 +82,25 @@ class HalfProducts(TorchFunctionMode):
         """
         super().__init__()
         self.dtype, self.result_dtype = dtype, result_dtype
+        self._autocast: set[str] = set()
+
+    def __enter__(self) -> HalfProducts:
+        self._autocast = {kind for kind in ("cpu", "cuda") if autocasts(kind)}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self._PRODUCTS or not isinstance(next(iter(args), None), Tensor):
+        if not is_product(func, args, kwargs):
             return func(*args, **kwargs)
+        first = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
+        kind = first.device.type
+        if kind in self._autocast and not autocasts(kind):
+            return func(
+                *args, **kwargs
+            )  # the model itself keeps this one from being lowered, as rotary positions
         scale: list[Tensor] = []
 
         def to_half(value: Any) -> Any:
@@ -75,9 +110,9 @@ class HalfProducts(TorchFunctionMode):
                 return value.to(self.dtype)
             return _Enter.apply(value, scale)  # type: ignore[no-untyped-call]
 
-        output_dtype = self.result_dtype(args[0])
-        with no_autocast(args[0].device.type):
-            y = func(*map(to_half, args), **{name: to_half(value) for name, value in kwargs.items()})
+        output_dtype = self.result_dtype(first)
+        with no_autocast(kind):
+            y = func(*tree_map(to_half, args), **tree_map(to_half, kwargs))
         if self.dtype != torch.float16:
             return y.to(output_dtype)
         return _Leave.apply(y, output_dtype, scale)  # type: ignore[no-untyped-call]

@@ -377,7 +377,8 @@ def shares_input(x: Tensor, precision: Precision) -> bool:
 
 
 _VIEWS = frozenset(
-    f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Transpose", "Permute")
+    f"{name}Backward0"
+    for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Transpose", "Permute", "Unsqueeze")
 )
 
 

@@ -7,6 +7,7 @@ wrappers work as before, and deleting that `forward` restores the module.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._compile import _disable_dynamo
 from trimtab.precision.conv import Geometry, conv
 from trimtab.precision.draw import Draw
 from trimtab.precision.half import HalfProducts, rounded
-from trimtab.precision.linear import Late, draw_of, linear
+from trimtab.precision.linear import Late, draw_of, linear, no_autocast
 from trimtab.precision.products import DTYPES
 from trimtab.precision.results import RECURRENT, CallCounter, remove_hooks
 from trimtab.precision.weight_codes import WeightCodes
@@ -93,11 +94,15 @@ class ConvForward(LowPrecisionForward):
         x = x if batched else x.unsqueeze(0)
         padding: tuple[int, int] = (0, *_padding(module))[-2:]  # type: ignore[assignment]
         if module.padding_mode != "zeros":
-            x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            with no_autocast(x.device.type):  # which would lift it to fp32 on a CPU
+                x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
             padding = 0, 0
         elif module.padding == "same":
-            # An even kernel needs one more element of padding after than before, so padding is not symmetric.
-            x = F.pad(x, module._reversed_padding_repeated_twice)
+            twice = module._reversed_padding_repeated_twice  # before and after, the last axis first
+            padding = (0, *twice[::2][::-1])[-2:]
+            # An even kernel needs one more element after than before. As torch does, no more than that is copied.
+            after = [n for at in range(0, len(twice), 2) for n in (0, twice[at + 1] - twice[at])]
+            x = F.pad(x, after) if any(after) else x
         one_dimensional = weight.dim() == 3
         if one_dimensional:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
@@ -105,8 +110,12 @@ class ConvForward(LowPrecisionForward):
         stride, dilation = (1, *module.stride)[-2:], (1, *module.dilation)[-2:]
         geometry = Geometry(stride, padding, dilation, module.groups, x.shape, weight.shape)
         y = conv(x, weight, module.bias, geometry, self.precision, self.draw(x), self.result_dtype(x))
-        y = y.squeeze(2) if one_dimensional else y
-        return y if batched else y.squeeze(0)
+        if one_dimensional or not batched:
+            shape = tuple(y.shape if batched else y.shape[1:])
+            shape = (*shape[:-2], shape[-1]) if one_dimensional else shape
+            # Not a view: autograd forbids to change a view of an autograd function's result in place.
+            y = torch.ops.aten._unsafe_view.default(y, shape)
+        return y
 
 
 class EmbeddingForward(LowPrecisionForward):
@@ -116,8 +125,12 @@ class EmbeddingForward(LowPrecisionForward):
         return rounded(y, DTYPES[self.precision.forward])
 
 
+@dataclass
 class AttentionForward(LowPrecisionForward):
     """The products of activations inside the forward of any module."""
+
+    own: Callable[..., Any] | None = None
+    """The module's forward, if it is not that of its class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision.forward == "fp16" and torch.compiler.is_compiling():
@@ -126,6 +139,8 @@ class AttentionForward(LowPrecisionForward):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with HalfProducts(DTYPES[self.precision.forward], self.result_dtype):
+            if self.own is not None:
+                return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
 
     @_disable_dynamo  # unlike torch.compiler.disable, imports the compiler only when called
@@ -225,14 +240,21 @@ def install(
     forward = FORWARDS[kind]
     if kind == "linear" and not isinstance(module, nn.Linear):
         forward = ProjectionForward if is_projection(module) else TransposedLinearForward
-    module.__dict__["forward"] = forward(module, precision, base, calls)
+    own = module.__dict__.get("forward")
+    low = forward(module, precision, base, calls)
+    if isinstance(low, AttentionForward):
+        low.own = own
+    module.__dict__["forward"] = low
 
 
 def restore(model: nn.Module) -> None:
-    """Restore the forward of every module's class, and remove all hooks."""
+    """Restore the forward of every module, and remove all hooks."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), LowPrecisionForward):
+        low = module.__dict__.get("forward")
+        if isinstance(low, LowPrecisionForward):
             del module.__dict__["forward"]
+        if isinstance(low, AttentionForward) and low.own is not None:
+            module.__dict__["forward"] = low.own
     remove_hooks(model)
 
 

@@ -21,13 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from trimtab.precision.devices import autocasts, offers
+from trimtab.precision.lift import lifted
 from trimtab.precision_names import LOW, Precision
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 """Modules that autocast would lower to its half type on a GPU, whatever that is: they run without it, in fp32."""
+
+ISOLATED = (*RECURRENT, nn.AdaptiveLogSoftmaxWithLoss)
+"""Modules that run without mixed types: recurrent ones, and one that writes fp32 into a tensor of its input's type."""
 
 
 @dataclass
@@ -47,8 +50,12 @@ class CallCounter:
         return self.count
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Count, as a forward pre-hook of the model. Not in place: backward needs the value of its forward pass."""
-        self.count = self.count + 1
+        """Count, as a forward pre-hook of the model. Not in place: backward needs the value of its forward pass.
+
+        Activation checkpointing may repeat the whole model in backward, with the bits of its forward pass.
+        """
+        if torch.compiler.is_compiling() or not _in_backward():
+            self.count = self.count + 1
 
     def result_dtype(self, x: Tensor, precision: Precision) -> torch.dtype:
         """The type of an operator's result: autocast's half type if that is enabled; else the input's, or bf16."""
@@ -59,6 +66,9 @@ class CallCounter:
 
     def mixes(self, kind: str) -> bool:
         """Whether operators on such a device hand on bf16 now: in the model's forward, or where it is repeated."""
+        states = _entered.__dict__.get("states")
+        if states and isinstance(states[-1][0], ISOLATED):
+            return False
         return _mixing(kind) or (self.hands_on == kind and _in_backward())
 
 
@@ -68,7 +78,8 @@ class MixedTypes:
 
     calls: CallCounter
     is_model: bool
-    """The model itself. A module inside it needs the hooks where activation checkpointing repeats it in backward."""
+    """The model itself. A module inside it needs the hooks where activation checkpointing repeats it in backward, also
+    one without lowered operators: torch restores autocast's type there, but on a CPU only if that is a half type."""
 
     products: torch.dtype
     """In which products of activations are computed."""
@@ -79,25 +90,25 @@ class MixedTypes:
     def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.removed:
             return  # the compiler decides by itself what it keeps for backward
-        if not self.is_model and (self.calls.hands_on is None or not _in_backward()):
-            return  # as below, without looking for a parameter
+        if not self.is_model:
+            repeated = self.calls.hands_on
+            if repeated is not None and _in_backward() and not autocasts(repeated):
+                _enter(module, repeated, enabled=True, dtype=self.products)
+            return
         first = _first_parameter(module)
         if first is None:  # a replica of nn.DataParallel
             return
         kind = first.device.type
-        enters = not autocasts(kind)
-        if self.is_model:
-            enters = enters and _takes_bf16(module, first.device)
-            self.calls.hands_on = kind if enters or _mixing(kind) else None
-        else:
-            enters = enters and self.calls.hands_on == kind and _in_backward()
+        # A model that calls itself is entered once more, because each call will leave.
+        enters = _inside(module) or (not autocasts(kind) and _takes_bf16(module, first))
+        self.calls.hands_on = kind if enters or _mixing(kind) else None
         if enters:
             _enter(module, kind, enabled=True, dtype=self.products)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not _leave(module) or not self.is_model:
             return None
-        return tree_map(_lifted, output)
+        return lifted(output)
 
 
 @dataclass
@@ -126,14 +137,14 @@ class Isolated:
     calls: CallCounter
     removed: bool = False
 
-    def before(self, module: nn.Module, args: Any) -> Any:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         first = _first_parameter(module)
         if self.removed or torch.compiler.is_compiling():
             return None
         if first is None or not self.calls.mixes(kind := first.device.type):
             return None
         _enter(module, kind, enabled=False, dtype=torch.get_autocast_dtype(kind))
-        return tree_map(_lifted, args)
+        return lifted(args), lifted(kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -148,22 +159,34 @@ def hand_on_low_results(
     Args:
         unlowered: if products of activations are lowered too, the modules whose products keep their precision.
     """
-    operator = root in lowered and next(root.children(), None) is None
-    if operator or any(p.is_floating_point() and p.dtype != torch.float32 for p in root.parameters()):
+    alone = isinstance(root, ISOLATED) or (root in lowered and next(root.children(), None) is None)
+    if alone or any(p.is_floating_point() and p.dtype != torch.float32 for p in root.parameters()):
         return
+    products = torch.float32 if unlowered is None else torch.bfloat16
+    restores_no_type = products == torch.float32 and calls.count.device.type != "cuda"
+    leaves = {module for module in lowered if next(module.children(), None) is None}
+    isolated = {
+        child for module in root.modules() if isinstance(module, ISOLATED) for child in module.modules()
+    }
     for module in root.modules():
-        hooks: MixedTypes | Unlowered | Isolated
-        if isinstance(module, RECURRENT):
-            hooks = Isolated(calls)
-        elif unlowered is not None and module in unlowered:
+        hooks: MixedTypes | Unlowered
+        if module in isolated:
+            if isinstance(module, ISOLATED):
+                without = Isolated(calls)
+                module.register_forward_pre_hook(without.before, with_kwargs=True)
+                module.register_forward_hook(without.after, always_call=True)
+            continue
+        if unlowered is not None and module in unlowered:
             hooks = Unlowered(calls)
-        elif next(module.children(), None) is not None and not lowered.isdisjoint(module.modules()):
-            products = torch.float32 if unlowered is None else torch.bfloat16
+        elif module is root or (
+            module not in leaves and (restores_no_type or not lowered.isdisjoint(module.modules()))
+        ):
             hooks = MixedTypes(calls, is_model=module is root, products=products)
         else:
             continue
         module.register_forward_pre_hook(hooks.before)
-        module.register_forward_hook(hooks.after, always_call=True)
+        # Before hooks that were there already, which see what they would see without these.
+        module.register_forward_hook(hooks.after, always_call=True, prepend=True)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -184,6 +207,7 @@ def remove_hooks(model: nn.Module) -> None:
                         own.removed = True
                     del hooks[key]
                     module._forward_hooks_always_called.pop(key, None)
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 _entered = threading.local()
@@ -219,12 +243,21 @@ def _mixing(kind: str) -> bool:
     return bool(states and states[-1][1][0] == kind and torch.is_autocast_enabled(kind))
 
 
-def _takes_bf16(model: Any, device: torch.device) -> bool:
-    """Whether a device computes in bf16, and FSDP2 does not decide about the model's types."""
+def _inside(module: nn.Module) -> bool:
+    """Whether this thread is inside a forward of this module that its hooks have entered last."""
+    states = _entered.__dict__.get("states")
+    return bool(states and states[-1][0] is module)
+
+
+def _takes_bf16(model: Any, parameter: Tensor) -> bool:
+    """Whether a device computes in bf16, the model is in fp32, and FSDP2 does not decide about its types."""
+    if parameter.is_floating_point() and parameter.dtype != torch.float32:
+        return False  # it was converted after its precision was set
     if hasattr(model, "_get_fsdp_state"):
         policy = getattr(model._get_fsdp_state(), "_mp_policy", None)
         if getattr(policy, "param_dtype", None) not in (None, torch.float32):
             return False
+    device = parameter.device
     return device.type in ("cpu", "cuda") and "bf16" in offers(device)["linear"]
 
 
@@ -241,7 +274,3 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _lifted(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value

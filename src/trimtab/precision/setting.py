@@ -28,6 +28,7 @@ from trimtab.precision.results import CallCounter, hand_on_low_results
 from trimtab.precision.worth import passed_over
 from trimtab.precision_names import (
     ATTENTION,
+    EVERYTHING,
     LOW,
     OPERATOR_PRECISIONS,
     OperatorKind,
@@ -128,7 +129,10 @@ def match(
     unused = set(patterns)
     for name, kind in known.items():
         for pattern, precision in patterns.items():
-            if not fnmatchcase(name, pattern) or (kind == "attention") != pattern.endswith(ATTENTION):
+            # A model that is a single operator has no name, which "?*" does not match literally.
+            if not (fnmatchcase(name, pattern) or pattern in EVERYTHING):
+                continue
+            if (kind == "attention") != pattern.endswith(ATTENTION):
                 continue
             unused.discard(pattern)
             # A wildcard skips operators that cannot have its precision: on any device, or on this one, if it

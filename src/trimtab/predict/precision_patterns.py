@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from trimtab.errors import TrimtabError
-from trimtab.precision_names import ATTENTION, OPERATOR_PRECISIONS, Precision, lowers_products
+from trimtab.precision_names import ATTENTION, EVERYTHING, OPERATOR_PRECISIONS, Precision, lowers_products
 from trimtab.workload import Workload
 
 
@@ -33,9 +33,9 @@ def matched(workload: Workload, patterns: Mapping[str, Precision | str]) -> dict
             if names_only and candidate not in parsed:
                 continue
             for pattern, precision in ({candidate: parsed[candidate]} if names_only else parsed).items():
-                if name.endswith(ATTENTION) != pattern.endswith(ATTENTION) or not fnmatchcase(
-                    candidate, pattern
-                ):
+                if not (fnmatchcase(candidate, pattern) or pattern in EVERYTHING):
+                    continue
+                if name.endswith(ATTENTION) != pattern.endswith(ATTENTION):
                     continue
                 unused.discard(pattern)
                 if candidate != pattern and not set(precision.names) <= set(offered):
@@ -59,9 +59,15 @@ def with_products(workload: Workload, patterns: Mapping[str, Precision | str]) -
     precisions = matched(workload, patterns)
     if lowers_products(patterns):
         for name in workload.settings:
-            if name.endswith(ATTENTION):
+            if name.endswith(ATTENTION) and not _is_layer(workload, name):
                 precisions.setdefault(name, "bf16")
     return precisions
+
+
+def _is_layer(workload: Workload, name: str) -> bool:
+    """Whether products are those of a layer with a forward of its own, which keeps its precision: by its weight."""
+    weight = name.removesuffix(ATTENTION) + ".weight"
+    return all(weight in workload.operators[index].parameters for index in workload.settings[name])
 
 
 def _candidates(name: str) -> list[str]:

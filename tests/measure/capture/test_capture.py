@@ -121,6 +121,19 @@ def test_a_batch_of_one_can_grow(name: str) -> None:
     assert sum(o.flops for o in grown.operators) == sum(o.flops for o in captured(name, 3).operators)
 
 
+def test_products_can_be_set_however_they_are_written_but_constants_cannot() -> None:
+    class Spelled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                angles = torch.arange(5.0)[:, None] @ torch.ones(1, 8)
+            return torch.baddbmm(angles, torch.einsum("bid,bjd->bij", x, x), batch2=x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Spelled())
+    workload = capture_workload(model, torch.randn(3, 5, 8))
+    products = [workload.operators[i].target for i in workload.settings["1" + ATTENTION]]
+    assert products == ["aten.bmm.default", "aten.baddbmm.default"]
+
+
 def test_edges_lead_to_who_made_the_value() -> None:
     workload = captured("gpt")
     by_name = workload.by_name

@@ -75,6 +75,21 @@ def test_every_call_is_seen_with_its_own_gradients() -> None:
     assert hooks(model) == 0
 
 
+def test_products_are_seen_however_they_are_written() -> None:
+    class Spelled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = torch.einsum("bid,bjd->bij", [x, x]).softmax(-1)
+            positions = torch.arange(5.0).double()[:, None] @ torch.ones(1, 8).double()  # keeps its type
+            return torch.baddbmm(positions.float(), batch1=scores, batch2=x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Spelled())
+    with Recorder(model) as recorder:
+        model(torch.randn(3, 5, 8)).square().sum().backward()
+    assert [call.name for call in recorder.calls] == ["0", "1/attention", "1/attention"]
+    assert [len(call.operands) for call in recorder.calls] == [1, 2, 3]
+    assert all(call.operand_grads[-1] is not None for call in recorder.calls[1:])
+
+
 def test_a_gradient_that_training_does_not_need_is_given_when_asked_for() -> None:
     model = nn.Linear(4, 3)
     x = torch.randn(2, 4)

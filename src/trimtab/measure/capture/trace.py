@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.measure.capture.call import DTYPES, Call, Meta, meta_of, tensors_in, whole_meta
 from trimtab.measure.capture.kinds import kind_of_target
 from trimtab.measure.capture.values import run_kernel
-from trimtab.precision.half import HalfProducts
+from trimtab.precision.half import is_product
 from trimtab.precision.operators import LowPrecisionForward, operators
 from trimtab.precision_names import ATTENTION
 from trimtab.workload.operator import Kind
@@ -64,6 +64,7 @@ class Tracer:
         self._whole_index = -1
         self._pending: list[torch.Tensor] = []
         self._function: Callable[..., Any] | None = None
+        self._product = False
         self._views = 0
         for name, tensor in parameters.items():
             memory = self._of(tensor)
@@ -201,13 +202,15 @@ class Tracer:
         if self._whole is not None or self._function is not None:
             return func(*args, **kwargs)
         self._settle()
+        # Without gradients a model computes constants, such as rotary angles, which nothing should round.
+        self._product = torch.is_grad_enabled() and is_product(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(func, args, kwargs)
         self._function = func
         try:
             return func(*args, **kwargs)
         finally:
-            self._function = None
+            self._function, self._product = None, False
             self._settle()
 
     def _attention(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -227,13 +230,11 @@ class Tracer:
             self.end(result)
             return result
         finally:
-            self._function, self._whole = None, None
+            self._function, self._whole, self._product = None, None, False
 
     def _setting(self) -> str | None:
         """The name that sets the precision of the current product: its innermost module's, if it can be set there."""
-        if not self.module or self._function not in HalfProducts._PRODUCTS:
-            return None
-        return self.module + ATTENTION
+        return self.module + ATTENTION if self.module and self._product else None
 
     # What autograd saves
 

@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-from trimtab.precision.half import HalfProducts
+from trimtab.precision.half import is_product
 from trimtab.precision.operators import operators
 from trimtab.precision_names import ATTENTION, OperatorKind
 
@@ -113,16 +115,15 @@ class Recorder:
             return func(*args, **kwargs)
         operands: list[tuple[torch.Tensor, bool]] = []
 
-        def enter(place: int | str, value: Any) -> Any:
-            if not _floating(value) or place in (3, "attn_mask"):
+        def enter(value: Any) -> Any:
+            if not _floating(value) or value is mask:
                 return value
             operands.append(self._entered(value))
             return operands[-1][0]
 
-        result = func(
-            *(enter(i, value) for i, value in enumerate(args)),
-            **{key: enter(key, value) for key, value in kwargs.items()},
-        )
+        attention = func is F.scaled_dot_product_attention
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None) if attention else None
+        result = func(*tree_map(enter, args), **tree_map(enter, kwargs))
         return self._add(self._modules[-1] + ATTENTION, "attention", None, operands, result)
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -229,7 +230,7 @@ class _Products(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HalfProducts._PRODUCTS and args and isinstance(args[0], torch.Tensor):
+        if is_product(func, args, kwargs):
             return self.recorder.product(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

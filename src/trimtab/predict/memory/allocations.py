@@ -8,7 +8,7 @@ from typing import Literal
 from trimtab.predict.operators import low_precision as backend
 from trimtab.predict.operators.costs import plain_precision
 from trimtab.predict.operators.low_precision import DeviceKind
-from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, promoted
+from trimtab.predict.operators.precision_graph import PrecisionGraph, Results, own_results, promoted
 from trimtab.workload import Operator, Saved, Tensor, Workload
 from trimtab.workload.operator import OUTSIDE
 from trimtab.workload.tensor import BYTES
@@ -39,7 +39,7 @@ class StepMemory:
     ) -> None:
         self.workload, self.kind, self.rounding = workload, kind, rounding
         # Autocast has every result in its own type, lowered or not.
-        results = results or ("input" if workload.autocast else "own")
+        results = results or own_results(workload)
         self.graph = PrecisionGraph(workload, results=results, kind=kind)
         for name, precision in precisions.items():
             self.graph.set(name, precision)
@@ -47,6 +47,7 @@ class StepMemory:
             None if self.graph.is_plain(o.index) else self.graph.precision[o.index]
             for o in workload.operators
         ]
+        self._trainable = {p.name for p in workload.parameters if p.trainable}
         self.saved = [self._kept(operator) for operator in workload.operators]
         self.own = [self._own(operator) for operator in workload.operators]
         self.live = 0
@@ -209,20 +210,32 @@ class StepMemory:
         if operator.kind in ("attention", "matmul"):
             copied = self._copied(operator, precision)
             return tuple(saved for saved in operator.saved if saved.storage not in copied)
-        gone = ("weight",) if self._shares(operator, precision) else ("weight", "input", "output")
-        return tuple(saved for saved in operator.saved if saved.role not in gone)
+        copy = _copy_of_input(operator)
+        # What a convolution keeps of the input beside a padded copy is what padding it keeps.
+        padded = copy is not None and operator.kind == "conv"
+        gone = ("weight",) if padded or self._shares(operator, precision) else ("weight", "input", "output")
+        return tuple(saved for saved in operator.saved if saved.role not in gone and saved is not copy)
 
     def _own(self, operator: Operator) -> int:
         precision = self.precision[operator.index]
         if precision is None:
             lifted = self._lifted(operator)
-            return sum(self._rounded(s.tensor.nbytes) for s in operator.saved if s.storage in lifted)
+            total = sum(self._rounded(s.tensor.nbytes) for s in operator.saved if s.storage in lifted)
+            if operator.kind == "conv" and self._trains_weight(operator):
+                # Its input may be listed with the operator before, which keeps it in the type that arrives.
+                known = {saved.storage for saved in operator.saved}
+                if _copy_of_input(operator) is None and operator.input_storages[0] in lifted - known:
+                    total += self._rounded(operator.input_tensors[0].nbytes)
+            return total
         if operator.kind in ("attention", "matmul"):
             return sum(map(self._rounded, self._copied(operator, precision).values()))
-        arriving = self._arriving(operator)
-        if self._shares(operator, precision):
-            arriving = backend.memory_type(backend.passes(precision)[2])
-        return self._rounded(backend.saved_bytes(operator, precision, arriving, self.kind))
+        arriving, copy = self._arriving(operator), _copy_of_input(operator)
+        x = None if copy is None else copy.tensor
+        if not self._trains_weight(operator) or (
+            self._shares(operator, precision) and (x is None or self._keeps_result(operator))
+        ):
+            arriving, x = backend.memory_type(backend.passes(precision)[2]), None
+        return self._rounded(backend.saved_bytes(operator, precision, arriving, self.kind, x))
 
     def _copied(self, operator: Operator, precision: str) -> dict[int, int]:
         """Of a product of activations: what it keeps a copy of because it has another type, and the copy's bytes."""
@@ -248,12 +261,26 @@ class StepMemory:
     def _shares(self, operator: Operator, precision: str) -> bool:
         """Whether backward keeps the input itself: it has the right type, or the operator before keeps it anyway."""
         arriving = self._arriving(operator)
-        if backend.shares_input(operator, precision, arriving):
-            return True
-        if operator.kind not in ("linear", "conv") or arriving == "fp32" or operator.inputs[0] == OUTSIDE:
+        return backend.shares_input(operator, precision, arriving) or (
+            operator.kind in ("linear", "conv") and arriving != "fp32" and self._keeps_result(operator)
+        )
+
+    def _keeps_result(self, operator: Operator) -> bool:
+        """Whether the operator before keeps what it hands on, as a ReLU does (and a norm keeps its statistics only)."""
+        copy = _copy_of_input(operator)
+        if operator.inputs[:1] in ((), (OUTSIDE,)) or (copy is not None and operator.kind == "conv"):
             return False
         before = self.workload.operators[operator.inputs[0]]
-        return any(saved.role == "output" for saved in before.saved)
+        return any(
+            saved.producer == before.index and saved.storage == operator.input_storages[0]
+            for saved in before.saved
+        )
+
+    def _trains_weight(self, operator: Operator) -> bool:
+        return operator.differentiable and any(
+            name in self._trainable and len(tensor.shape) > 1
+            for name, tensor in zip(operator.parameters, operator.parameter_tensors, strict=True)
+        )
 
     def _lifted(self, operator: Operator) -> set[int]:
         """The inputs that an operator which was not lowered casts to its own type first; it keeps the copy."""
@@ -291,3 +318,24 @@ class StepMemory:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding
+
+
+def _copy_of_input(operator: Operator) -> Saved | None:
+    """The copy of its input that an operator makes and saves: padded by other values than zeros, or contiguous."""
+    if operator.kind not in ("linear", "conv") or not operator.input_tensors:
+        return None
+    x, weight = operator.input_tensors[0], backend.weight_of(operator)
+    if weight is None or (operator.kind == "linear" and any(s.role == "input" for s in operator.saved)):
+        return None
+    before_kernel = len(x.shape) - (len(weight.shape) - 2)
+    for saved in operator.saved:
+        shape = saved.tensor.shape
+        if saved.role != "other" or saved.producer != operator.index or len(shape) != len(x.shape):
+            continue
+        if operator.kind == "linear":
+            same = shape[-1] == weight.shape[-1] and saved.tensor.numel == x.numel
+        else:
+            same = shape[:before_kernel] == x.shape[:before_kernel] and saved.tensor.numel >= x.numel
+        if same:
+            return saved
+    return None

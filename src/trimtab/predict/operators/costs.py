@@ -82,11 +82,12 @@ def plain_precision(operator: Operator, dtype: str | None = None) -> str:
 def _shape(operator: Operator) -> str:
     parts: list[str] = []
     if operator.kind == "linear" and operator.parameter_tensors:
-        x, weight = operator.input_tensors[0], operator.parameter_tensors[0]
+        # The input may be a parameter itself: a table of positions.
+        x, weight, *biases = (*operator.input_tensors[:1], *operator.parameter_tensors)
         rows, outputs = x.numel // max(1, x.shape[-1]), operator.outputs[0].shape[-1]
         parts.append(f"{rows}x{x.shape[-1]}x{outputs}")
         parts += _weight_type(weight)
-        parts += ["bias"] if len(operator.parameter_tensors) > 1 else []
+        parts += ["bias"] if biases else []
     else:
         if "." in operator.target:
             parts.append(operator.target)
@@ -95,7 +96,7 @@ def _shape(operator: Operator) -> str:
     for name, value in sorted(operator.arguments.items()):
         if not _holds_tensors(value):
             parts.append(f"{name}={_value(value)}")
-    if not operator.input_tensors:
+    if not operator.input_tensors and operator.kind != "linear":
         parts += [_sizes(t, operator.dtype) for t in operator.outputs]
     return ",".join(parts)
 

@@ -60,7 +60,14 @@ def weight_of(operator: Operator) -> Tensor | None:
     """The weight of a linear layer or a convolution."""
     if operator.kind not in ("linear", "conv"):
         return None
-    return next((t for t in operator.parameter_tensors if len(t.shape) >= 2), None)
+    matrices = [t for t in operator.parameter_tensors if len(t.shape) >= 2]
+    # Of an operator on a parameter (a table of positions) that is the first.
+    return None if not matrices else matrices[0] if operator.input_tensors else matrices[-1]
+
+
+def input_of(operator: Operator) -> Tensor:
+    """What a linear layer or a convolution is applied to: values, or a parameter."""
+    return next(iter((*operator.input_tensors, *operator.parameter_tensors)))
 
 
 def saves_weight_operand(operator: Operator, precision: str, device: DeviceKind) -> bool:
@@ -118,8 +125,14 @@ def backward_casts(
         yield Cast(for_weight, weight.dtype, weight.numel)
 
 
-def saved_bytes(operator: Operator, precision: str, arriving: str, device: DeviceKind) -> int:
-    """What an operator in a given precision saves in memory of its own, not shared with others."""
+def saved_bytes(
+    operator: Operator, precision: str, arriving: str, device: DeviceKind, x: Tensor | None = None
+) -> int:
+    """What an operator in a given precision saves in memory of its own, not shared with others.
+
+    Args:
+        x: what it computes with, if that is a copy of its input (padded, say).
+    """
     _, for_input, for_weight = map(memory_type, passes(precision))
     if operator.kind == "embedding":
         return 0
@@ -131,10 +144,10 @@ def saved_bytes(operator: Operator, precision: str, arriving: str, device: Devic
             kept += operator.outputs[0].numel
         return kept * BYTES[for_input]
     total = 0
-    x, weight = operator.input_tensors[0], weight_of(operator)
+    weight = weight_of(operator)
     assert weight is not None
-    if for_weight != arriving:
-        total += _operand_bytes(x, operator, for_weight, device)
+    if for_weight != arriving or x is not None:
+        total += _operand_bytes(x or input_of(operator), operator, for_weight, device)
     if saves_weight_operand(operator, precision, device):
         rows, columns = weight.shape[0], weight.numel // weight.shape[0]
         total += _padded(rows, device) * _padded(columns, device) + 4 * (rows if for_input == "int8" else 1)
@@ -172,7 +185,7 @@ def forward_workspace(operator: Operator, precision: str, arriving: str, device:
         saved = saves_weight_operand(operator, precision, device) and name != "fp8"
         total += 0 if saved else weight.numel * BYTES[name]
     if name in CODES:
-        total += operator.input_tensors[0].numel if name == "fp8" else 0
+        total += input_of(operator).numel if name == "fp8" else 0
         total += (
             out * 4 if name == "int8" and device == "cpu" else 0
         )  # sums of codes, before they are scaled back
@@ -232,7 +245,7 @@ def _gathered(operator: Operator) -> int:
     if operator.kind != "conv" or weight is None:
         return 0
     outputs, _, *kernel = weight.shape
-    under_kernel = operator.input_tensors[0].shape[1] * prod(kernel)
+    under_kernel = input_of(operator).shape[1] * prod(kernel)
     return operator.outputs[0].numel // outputs * under_kernel
 
 

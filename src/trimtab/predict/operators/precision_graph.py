@@ -55,8 +55,14 @@ def promoted(types: list[str]) -> str | None:
 
 def results_of(workload: Workload, casts: Container[str]) -> Results:
     """What operators hand on where these casts were measured: those of bf16 only if the device computes in it."""
-    own = not workload.autocast and "fp32>bf16" in casts and "bf16>fp32" in casts
-    return "own" if own else "input"
+    return own_results(workload) if "fp32>bf16" in casts and "bf16>fp32" in casts else "input"
+
+
+def own_results(workload: Workload) -> Results:
+    """What operators hand on where a device computes in bf16: under autocast, or if some of its parameters are not in
+    fp32, a model has types of its own."""
+    full = all(p.tensor.dtype == "fp32" for p in workload.parameters if p.tensor.floating)
+    return "own" if full and not workload.autocast else "input"
 
 
 class PrecisionGraph:
