@@ -14,7 +14,7 @@ from trimtab.cli import main
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "trimtab.cli", *arguments],
+        [sys.executable, "-m", "trimtab", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,0 +1,5 @@
+"""`python -m trimtab`: the command line."""
+
+from trimtab.cli import main
+
+main()
