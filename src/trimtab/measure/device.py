@@ -25,8 +25,9 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_or_run
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
-from trimtab.measure.operators import StepTrainer, Timed, with_steps
+from trimtab.measure.operators import StepTrainer, with_steps
 from trimtab.measure.out_of_memory import Agreement, OutOfMemoryOnRanksError
+from trimtab.measure.timing import Timed
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.precision_names import PRECISIONS

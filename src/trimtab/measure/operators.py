@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, pairwise
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.measure.out_of_memory import Agreement
-from trimtab.measure.timing import meet
+from trimtab.measure.timing import StepTimes as StepTimes  # offered here too
+from trimtab.measure.timing import Timed as Timed
+from trimtab.measure.timing import anchored, meet, never_falling
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
@@ -34,26 +36,10 @@ from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.operators.precision_graph import PrecisionGraph, results_of
 from trimtab.workload import Operator, Workload
 
-Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
-"""Samples, precisions by operator name, and the steps that were timed with them."""
-
 NONE = -1
 
 AHEAD_CYCLES = 20_000_000
 """About ten milliseconds: longer than the kernel launches of an optimizer step."""
-
-
-class StepTimes(NamedTuple):
-    """Seconds of one step, by operator."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    optimizer: float
-    """0 where the optimizer was left out."""
-
-    @property
-    def total(self) -> float:
-        return sum(self.forward) + sum(self.backward) + self.optimizer
 
 
 class StepClock:
@@ -174,20 +160,6 @@ class StepClock:
         whole = sum(weights)
         for operator, weight in zip(inside, weights, strict=True):
             into[operator.index] += taken * weight / whole
-
-
-def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
-    """A step timed per operator, scaled to the same step timed as a whole.
-
-    Timing an operator costs the host some time, which is in every interval where the device waits for its host.
-    """
-    forward = sum(whole.forward) / sum(step.forward)
-    backward = sum(whole.backward) / sum(step.backward)
-    return StepTimes(
-        forward=tuple(seconds * forward for seconds in step.forward),
-        backward=tuple(seconds * backward for seconds in step.backward),
-        optimizer=whole.optimizer,
-    )
 
 
 def host_ahead(device: torch.device) -> None:
@@ -360,6 +332,7 @@ def with_steps(
     """
     operators = dict(profile.operators)
     sizes = set(profile.batches.get(workload.model, ()))
+    timed = never_falling(timed)
     for samples, precisions, steps in timed:
         at = workload.at_batch(samples)
         kind: DeviceKind = "cuda" if device_type == "cuda" else "cpu"
