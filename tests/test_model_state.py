@@ -74,8 +74,8 @@ class Remembering(nn.Module):
 
 
 def test_a_model_that_ran_inside_is_as_it_was() -> None:
-    model = nn.Sequential(Remembering())
-    (inner,) = model
+    inner = Remembering()
+    model = nn.Sequential(inner)
     attributes, seen, table = set(vars(inner)), inner.seen, inner.table
     with unchanged(model):
         model(torch.ones(2, 5))

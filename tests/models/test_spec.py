@@ -66,7 +66,8 @@ def test_a_nested_batch_is_resized_and_what_is_no_sample_stays() -> None:
         torch.zeros(8, 8),
         torch.tensor(1.0),
     )
-    (named, mask, scale) = ModelSpec(name="own", model=nn.Identity(), batch=batch).batch_of(6)
+    batch_of: Any = ModelSpec(name="own", model=nn.Identity(), batch=batch).batch_of
+    named, mask, scale = batch_of(6)
     assert named["tokens"].tolist() == [0, 1, 2, 3, 0, 1]
     assert named["more"][0].shape == (6, 2)
     assert named["more"][1] == 7
