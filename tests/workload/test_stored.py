@@ -76,6 +76,10 @@ def damaged(change: str) -> dict[str, Any]:
         tree["storage_shifts"] = [[1]]
     elif change == "edge":
         tree["operators"][2]["inputs"] = [9999]
+    elif change == "storages":
+        tree["operators"][2]["output_storages"] = []
+    elif change == "edges":
+        tree["operators"][2]["inputs"].append(0)
     elif change in TENSORS:
         tree["operators"][2]["outputs"][0] |= TENSORS[change]
     else:
@@ -92,6 +96,8 @@ def damaged(change: str) -> dict[str, Any]:
         ("edge", "must be operators before it"),
         ("unknown", "surprise: unknown key"),
         ("type", r"operators\[2\].outputs\[0\].dtype: should be 'fp64', .*, not 'fp7'"),
+        ("storages", "must list as many storages as inputs and outputs"),
+        ("edges", "must list as many storages as inputs and outputs"),
         ("axes", r"operators\[2\].outputs\[0\]: growth of 6 axes, and shape has 3"),
         ("size", r"operators\[2\].outputs\[0\].shape\[0\]: should be greater than or equal to 0"),
     ],

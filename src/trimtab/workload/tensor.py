@@ -40,7 +40,7 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 class Tensor:
     """Shape and type of a tensor that need not exist."""
 
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...]
 
     dtype: Dtype
     """Short name: fp32, bf16, fp16, int64, bool..."""
