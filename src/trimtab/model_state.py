@@ -5,9 +5,13 @@ The key is no parameter, buffer or submodule, so that the module's own ``state_d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 _KEY = "_trimtab"
 
@@ -145,3 +149,33 @@ def find_state(model: object, attribute: str) -> Any:
     """An attribute of a model's state, or of the model inside DistributedDataParallel; None where neither has it."""
     value = getattr(state_of(model), attribute)
     return value if value is not None else getattr(state_of(getattr(model, "module", None)), attribute)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, the model may run: afterwards its modules have the attributes, and the buffers, that they had.
+
+    Models keep things between forward passes (a table of positions, the size of a window), which belong to the inputs
+    of the pass: those of an example, or of tensors without values, would be wrong in the next one.
+    """
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    containers = [
+        (value, value.copy())
+        for _, own in attributes
+        for name, value in own.items()
+        if type(value) in (list, dict, set) and name not in vars(nn.Module())
+    ]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, own in attributes:
+            vars(module).clear()
+            vars(module).update(own)
+        for value, before in containers:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(before)
+        for buffer, version, values in buffers:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(values)

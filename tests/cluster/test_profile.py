@@ -29,6 +29,12 @@ def test_a_cluster_with_its_profile_is_read_back_equal(tmp_path: Path, suffix: s
         (("version",), 1, "profile: version mismatch: found 1, expected 2.*trimtab probe"),
         (("devices", FAST, "optimiser", "a"), -1.0, "profile.devices.fast.optimiser.a"),
         (("devices", FAST, "surprise"), 1, "profile.devices.fast.surprise: unknown key"),
+        (
+            ("devices", FAST, "batches", "Net"),
+            [2, 2],
+            r"fast.batches.Net: batch sizes \[2, 2\] must be in ascending",
+        ),
+        (("devices", FAST, "optimiser", "a"), 1e300, "optimiser.a: should be less than or equal to"),
         (("links", "lan", "all_reduce", "per_byte_s"), "fast", "per_byte_s"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +15,13 @@ from trimtab.cluster.profile import DeviceProfile
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.operators import (
     StepClock,
-    StepTimes,
-    anchored,
     operator_times,
     with_steps,
     without_communication,
 )
+from trimtab.measure.timing import StepTimes, Timed
 from trimtab.predict.operators.costs import key_of
 from trimtab.predict.operators.precision_graph import PrecisionGraph
-
-if TYPE_CHECKING:
-    from trimtab.measure.operators import Timed
 
 
 class Sleeper(nn.Module):
@@ -99,16 +95,6 @@ def test_a_step_timed_as_a_whole_has_nothing_inside_it() -> None:
     assert seen == [False]
     assert min(sum(whole.forward), sum(whole.backward)) > 0
     assert whole.optimizer >= 0.01
-
-
-def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
-    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimizer=5.0)
-    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimizer=4.0)
-    found = anchored(step, whole)
-    assert found.forward == pytest.approx((0.5, 1.5))
-    assert found.backward == pytest.approx((1.5, 4.5))
-    assert found.optimizer == 4.0
-    assert found.total == pytest.approx(whole.total)
 
 
 def test_hooks_are_gone_after_the_step() -> None:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from itertools import count
+from statistics import median
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.measure.timing import lockstep_seconds, repeated_seconds, seconds_per_call
+from trimtab.measure.timing import (
+    StepTimes,
+    Timed,
+    anchored,
+    lockstep_seconds,
+    never_falling,
+    repeated_seconds,
+    seconds_per_call,
+)
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -52,3 +62,36 @@ def test_a_call_is_timed_even_when_there_is_no_time() -> None:
     seconds = seconds_per_call(lambda: calls.append(1), CPU, at_least_s=0.0, gpu_calls=1)
     assert len(calls) == 2, "once to warm up"
     assert seconds > 0
+
+
+def test_an_anchored_step_is_as_long_as_the_whole_one() -> None:
+    step = StepTimes(forward=(1.0, 3.0), backward=(2.0, 6.0), optimizer=5.0)
+    whole = StepTimes(forward=(1.0, 1.0), backward=(3.0, 3.0), optimizer=4.0)
+    found = anchored(step, whole)
+    assert found.forward == pytest.approx((0.5, 1.5))
+    assert found.backward == pytest.approx((1.5, 4.5))
+    assert found.optimizer == 4.0
+    assert found.total == pytest.approx(whole.total)
+
+
+def timed(samples: int, *passes: float, low: str = "") -> Timed:
+    precisions = {"up": low} if low else {}
+    return samples, precisions, [StepTimes((s / 4, s / 4), (s / 4, s / 4), 1.0) for s in passes]
+
+
+def test_more_samples_never_take_less() -> None:
+    # On the way up nothing changes; 4 and 6 samples are in the wrong order, as is bf16 throughout.
+    given = [
+        timed(6, 3.0),
+        timed(2, 2.0, 9.0, 2.0),
+        timed(4, 5.0),
+        timed(2, 4.0, low="bf16"),
+        timed(6, 2.0, low="bf16"),
+    ]
+    found = never_falling(given)
+    assert [one[:2] for one in found] == [one[:2] for one in given]
+    assert [median(step.passes for step in steps) for _, _, steps in found] == pytest.approx([4, 2, 4, 3, 3])
+    assert found[1] == given[1]
+    assert {step.optimizer for _, _, steps in found for step in steps} == {1.0}
+    pooled = never_falling([timed(2, 3.0), timed(4, 5.0), timed(6, 1.0)])
+    assert [steps[0].passes for _, _, steps in pooled] == pytest.approx([3, 3, 3])

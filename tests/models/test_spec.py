@@ -60,6 +60,42 @@ def test_a_batch_of_keywords_is_resized_and_captured(capfd: pytest.CaptureFixtur
     assert any(operator.setting == "layer" for operator in workload.operators)
 
 
+def test_a_nested_batch_is_resized_and_what_is_no_sample_stays() -> None:
+    batch = (
+        {"tokens": torch.arange(4), "more": [torch.zeros(4, 2), 7]},
+        torch.zeros(8, 8),
+        torch.tensor(1.0),
+    )
+    batch_of: Any = ModelSpec(name="own", model=nn.Identity(), batch=batch).batch_of
+    named, mask, scale = batch_of(6)
+    assert named["tokens"].tolist() == [0, 1, 2, 3, 0, 1]
+    assert named["more"][0].shape == (6, 2)
+    assert named["more"][1] == 7
+    assert mask.shape == (8, 8)
+    assert scale.dim() == 0
+
+
+def frozen() -> Any:
+    return nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), lambda y: y.sum()
+
+
+def sparse() -> Any:
+    return (
+        nn.Sequential(nn.Embedding(4, 4, sparse=True)),
+        torch.zeros(2, 3, dtype=torch.int64),
+        lambda y: y.sum(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("frozen", "no parameter of the model requires a gradient"), ("sparse", "0 has sparse gradients")],
+)
+def test_a_model_whose_steps_cannot_be_measured_is_refused(name: str, words: str) -> None:
+    with pytest.raises(TrimtabError, match=words):
+        load_model(f"{__name__}:{name}", torch.device("cpu"))
+
+
 def test_a_model_that_fails_names_its_own_mistake_first() -> None:
     spec = load_model(f"{__name__}:fails", torch.device("cpu"))
     with pytest.raises(

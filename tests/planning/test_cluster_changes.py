@@ -16,6 +16,7 @@ from trimtab.planning.cluster_changes import (
     parsed_prices,
     priced,
     require_one_kind,
+    require_priced,
     with_link,
     without,
 )
@@ -45,14 +46,35 @@ def test_what_is_added_is_known() -> None:
         ("two T4", "write 2xT4"),
         ("0xT4", "write 2xT4"),
         ("T4;", "write 2xT4"),
+        (f"1000001x{FAST}", "up to a million"),
     ):
         with pytest.raises(TrimtabError, match=words):
             added(cluster(), text)
 
 
-def test_links_cannot_be_slower_than_nothing() -> None:
-    with pytest.raises(TrimtabError, match="0 times as fast"):
-        faster_links(cluster(), 0.0)
+def test_the_same_change_is_made_as_often_as_it_is_asked_for() -> None:
+    long = "a-device-class-of-32-letters-ab"
+    devices = {long: cluster().devices[FAST], **cluster().devices}
+    rack = Host(name="a-rack-with-a-name-of-32-letters", devices={SLOW: 2}, link="lan", count=4)
+    many = replace(cluster(), devices=devices, hosts=(*cluster().hosts, rack))
+    grown = changed(many, add=[long] * 4 + [f"2x{FAST}"] * 15)
+    assert grown.world_size == many.world_size + 34
+    less = changed(many, remove=[rack.name] * 3)
+    assert less.world_size == many.world_size - 3
+    assert [sum(host.devices.values()) * host.count for host in less.hosts[2:]] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300])
+def test_links_cannot_be_slower_than_nothing(factor: float) -> None:
+    with pytest.raises(
+        TrimtabError, match=f"cannot be {factor:g} times as fast; give --link-factor 1e-09".replace("+", ".")
+    ):
+        faster_links(cluster(), factor)
+
+
+def test_a_rate_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="is not a link rate"):
+        with_link(cluster(), "9" * 400 + "gbit")
 
 
 @pytest.mark.parametrize(
@@ -110,3 +132,12 @@ def test_prices_go_to_classes_and_cards() -> None:
     for text in ("T4", "=1", "T4=-1", "T4=much", "T4=nan"):
         with pytest.raises(TrimtabError, match=r"T4=0\.35"):
             parsed_prices([text])
+
+
+def test_a_price_of_no_device_is_refused() -> None:
+    clusters = [cluster(), added(cluster(), "RTX 3090")]
+    require_priced(clusters, {FAST: 1.0, "rtx3090": 0.4})
+    with pytest.raises(
+        TrimtabError, match="--price T4: there is no such device; there are fast, slow, RTX-3090"
+    ):
+        require_priced(clusters, {"T4": 0.35})

@@ -118,6 +118,13 @@ def tree(**changes: Any) -> dict[str, Any]:
         (json.dumps(tree(batch="half")), "batch: should be 'fixed' or 'free', not 'half'"),
         (json.dumps(tree(ranks=[["gpu", 1]])), "no role 'gpu'; there are fast, slow"),
         (json.dumps(tree(ranks=[["slow", 0]])), "greater than or equal to 1"),
+        (
+            json.dumps(tree(ranks=[["slow", 10**12]])),
+            r"ranks\[0\]\[1\]: should be less than or equal to 1000000",
+        ),
+        (json.dumps(tree(bucket_cap_mb=1e308)), "bucket_cap_mb: should be less than or equal to"),
+        (json.dumps(tree()).replace("2000", "2" * 400), "roles.slow.memory_bytes"),
+        (json.dumps(tree()).replace("0.6", "1e300"), "predicted.step_s: should be less than or equal to"),
         (json.dumps(tree(roles={})), "roles"),
         (
             json.dumps(tree()).replace('"compute_s": 0.5', '"compute_s": 0'),

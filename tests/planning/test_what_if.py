@@ -136,3 +136,11 @@ def test_a_plan_that_is_not_replayed_says_what_it_predicts() -> None:
         TrimtabError, match=r"uses tensor parallelism; the plan itself holds .* 1000 ms a step"
     ):
         planned(together, cluster())
+
+
+def test_micro_batches_are_what_was_probed_or_not() -> None:
+    whole = even(cluster(), 24)
+    far = simulate(cluster(), workload(), whole).out_of_reach
+    assert far is not None
+    assert "has 24 samples and was probed at 2, 6" in far
+    assert simulate(cluster(), workload(), replace(whole, accumulate=4)).out_of_reach is None

@@ -59,6 +59,13 @@ def test_every_field_of_a_workload_is_stored_or_follows() -> None:
     }
 
 
+TENSORS: dict[str, dict[str, Any]] = {
+    "type": {"dtype": "fp7"},
+    "axes": {"growth": [1, 0, 0, 0, 0, 0]},
+    "size": {"shape": [-2]},
+}
+
+
 def damaged(change: str) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(text_of(workload_of("gpt", samples=2)))
     if change == "missing":
@@ -69,6 +76,12 @@ def damaged(change: str) -> dict[str, Any]:
         tree["storage_shifts"] = [[1]]
     elif change == "edge":
         tree["operators"][2]["inputs"] = [9999]
+    elif change == "storages":
+        tree["operators"][2]["output_storages"] = []
+    elif change == "edges":
+        tree["operators"][2]["inputs"].append(0)
+    elif change in TENSORS:
+        tree["operators"][2]["outputs"][0] |= TENSORS[change]
     else:
         tree["operators"][2]["surprise"] = 1
     return tree
@@ -82,6 +95,11 @@ def damaged(change: str) -> dict[str, Any]:
         ("shifts", "storage_shifts must fit its starts"),
         ("edge", "must be operators before it"),
         ("unknown", "surprise: unknown key"),
+        ("type", r"operators\[2\].outputs\[0\].dtype: should be 'fp64', .*, not 'fp7'"),
+        ("storages", "must list as many storages as inputs and outputs"),
+        ("edges", "must list as many storages as inputs and outputs"),
+        ("axes", r"operators\[2\].outputs\[0\]: growth of 6 axes, and shape has 3"),
+        ("size", r"operators\[2\].outputs\[0\].shape\[0\]: should be greater than or equal to 0"),
     ],
 )
 def test_a_damaged_form_is_refused_by_place(change: str, words: str) -> None:

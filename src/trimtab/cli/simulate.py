@@ -92,7 +92,13 @@ def simulate(
     from trimtab.cli.terminal import print_table
     from trimtab.cluster import check_profile, load_cluster, model_name
     from trimtab.planning.cases import changed_clusters, verdicts
-    from trimtab.planning.cluster_changes import parsed_prices, priced, require_one_kind, with_link
+    from trimtab.planning.cluster_changes import (
+        parsed_prices,
+        priced,
+        require_one_kind,
+        require_priced,
+        with_link,
+    )
     from trimtab.planning.plan import load_plan
     from trimtab.planning.what_if import even, planned, what_ifs
     from trimtab.predict.replay.trace import save_trace
@@ -115,6 +121,7 @@ def simulate(
         if len({base.devices[rank.device].kind for rank in base.ranks()}) == 1:
             for _, changed in changes:
                 require_one_kind(changed)
+        require_priced([base, *(changed for _, changed in changes)], prices)
         changes = [(name, priced(changed, prices)) for name, changed in changes]
         job, setting = base, even(base, batch)
         if loaded is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
@@ -141,7 +142,7 @@ def parse_rate(text: str | None) -> float:
     """Gbit/s from ``1gbit``, ``100mbit``, ``2.5 Gbit/s``."""
     matched = re.fullmatch(r"(\d*\.?\d+) *([mg])bit(?:/s|ps)?", (text or "").strip(), re.IGNORECASE)
     rate = 0.0 if matched is None else float(matched[1]) * {"m": 1e-3, "g": 1.0}[matched[2].lower()]
-    if not rate:
+    if not 0 < rate < inf:
         raise TrimtabError(f"{text!r} is not a link rate; write it as 1gbit or 100mbit")
     return rate
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
@@ -22,7 +22,16 @@ PROFILE_VERSION = 2
 LOCAL = "local"
 """In place of a link class: the link between ranks of one host."""
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
+def _ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"batch sizes {list(sizes)[:8]} must be in ascending order, each once")
+    return sizes
+
+
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], AfterValidator(_ascending)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -112,7 +121,7 @@ class DeviceProfile:
     adaptive_codec: CodecTime | None = None
     """With the bits and blocks that `trimtab.wire_format` expects of adaptive bits."""
 
-    batches: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    batches: dict[str, Sizes] = Field(default_factory=dict)
     """By model: the batch sizes at which its operators were measured."""
 
     too_large: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from trimtab.cluster.profile import DeviceProfile
 from trimtab.environment import cache_folder, logger
 from trimtab.errors import TrimtabError
-from trimtab.measure.operators import StepTimes
+from trimtab.measure.timing import StepTimes
 from trimtab.strict_files import require_writable
 
 

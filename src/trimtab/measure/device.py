@@ -25,8 +25,9 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.cache import ProbeCache
 from trimtab.measure.capture.capture import capture_or_run
 from trimtab.measure.kernels import cast_lines, codec_times, launch_seconds
-from trimtab.measure.operators import StepTrainer, Timed, with_steps
+from trimtab.measure.operators import StepTrainer, with_steps
 from trimtab.measure.out_of_memory import Agreement, OutOfMemoryOnRanksError
+from trimtab.measure.timing import Timed
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.precision_names import PRECISIONS
@@ -248,7 +249,7 @@ class DeviceProbe:
             batch_of=spec.batch_of,
             loss_of=spec.loss_of,
             autocast=self._task.autocast,
-            find_unused_parameters=self._depends_on_values,
+            find_unused_parameters=self._depends_on_values or self.workload.leaves_parameters_out(),
         )
         try:
             if self._task.quick:  # one short step allocates gradients and the optimizer's state
@@ -274,7 +275,7 @@ class DeviceProbe:
 
     def _cells(self) -> list[Cell]:
         """One round. Steps in the model's own precision come last; a rank with fewer precisions has more of them."""
-        own = list(self._task.precisions)
+        own = list(self._task.precisions) if self.workload.settings else []
         most = max(_gather(len(own)))
         chosen: list[str | None] = [*own, *[None] * (most - len(own)), None]
         if self._task.quick:  # what is needed most comes first

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, pairwise
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.measure.out_of_memory import Agreement
-from trimtab.measure.timing import meet
+from trimtab.measure.timing import StepTimes as StepTimes  # offered here too
+from trimtab.measure.timing import Timed as Timed
+from trimtab.measure.timing import anchored, meet, never_falling
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
@@ -34,26 +36,10 @@ from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.operators.precision_graph import PrecisionGraph, results_of
 from trimtab.workload import Operator, Workload
 
-Timed = tuple[int, Mapping[str, str], Sequence["StepTimes"]]
-"""Samples, precisions by operator name, and the steps that were timed with them."""
-
 NONE = -1
 
 AHEAD_CYCLES = 20_000_000
 """About ten milliseconds: longer than the kernel launches of an optimizer step."""
-
-
-class StepTimes(NamedTuple):
-    """Seconds of one step, by operator."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    optimizer: float
-    """0 where the optimizer was left out."""
-
-    @property
-    def total(self) -> float:
-        return sum(self.forward) + sum(self.backward) + self.optimizer
 
 
 class StepClock:
@@ -176,20 +162,6 @@ class StepClock:
             into[operator.index] += taken * weight / whole
 
 
-def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
-    """A step timed per operator, scaled to the same step timed as a whole.
-
-    Timing an operator costs the host some time, which is in every interval where the device waits for its host.
-    """
-    forward = sum(whole.forward) / sum(step.forward)
-    backward = sum(whole.backward) / sum(step.backward)
-    return StepTimes(
-        forward=tuple(seconds * forward for seconds in step.forward),
-        backward=tuple(seconds * backward for seconds in step.backward),
-        optimizer=whole.optimizer,
-    )
-
-
 def host_ahead(device: torch.device) -> None:
     """Keep a GPU busy until the host has queued some work: what follows is timed without gaps between kernels.
 
@@ -213,6 +185,17 @@ def _hand_back(_state, bucket):  # type: ignore[no-untyped-def]  # DDP rejects a
     return future
 
 
+class _WithLoss(nn.Module):
+    """A model that returns its loss, so that DDP sees which parameters the loss depends on."""
+
+    def __init__(self, model: nn.Module, loss_of: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self._loss_of = model, loss_of
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return self._loss_of(self.model(*args, **keywords))
+
+
 class StepTrainer:
     """Trains a model with DDP without communication. Every rank calls the same methods in the same order."""
 
@@ -232,20 +215,21 @@ class StepTrainer:
             model: is trained in place; `close` restores its precisions.
             batch_of: the model's arguments for a number of samples, by position or by keyword.
             loss_of: the scalar loss from the model's output.
-            find_unused_parameters: as DDP's: not every step uses all parameters, as with experts without tokens.
+            find_unused_parameters: as DDP's: the loss of a step does not depend on all parameters, as with experts
+                without tokens, or a layer that is not called.
         """
         self._agreement = Agreement(device)
         with self._agreement.attempt():
             # Ranks need not agree on parameters: sending them takes longer than a step where the link is slow.
             self._ddp = DistributedDataParallel(
-                model,
+                _WithLoss(model, loss_of),
                 find_unused_parameters=find_unused_parameters,
                 init_sync=False,
             )
             without_communication(self._ddp)
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        self._workload, self._device = workload, device
-        self._batch_of, self._loss_of, self._autocast = batch_of, loss_of, autocast
+        self._model, self._workload, self._device = model, workload, device
+        self._batch_of, self._autocast = batch_of, autocast
 
     def timed(self, samples: int, precisions: Mapping[str, str], *, update: bool = True) -> StepTimes:
         """One step with this many samples, with some operators, by name, in lower precision.
@@ -264,20 +248,21 @@ class StepTrainer:
 
     def close(self) -> None:
         """Restore the model's own precision."""
-        set_operators(self._ddp, {})
+        set_operators(self._model, {})
         self._optimizer.zero_grad()
 
     def _step(
         self, samples: int, precisions: Mapping[str, str], with_update: bool, *, whole: bool
     ) -> StepTimes:
         with self._agreement.attempt(samples):
-            set_operators(self._ddp, precisions)
+            set_operators(self._model, precisions)
             batch = self._batch_of(samples)
 
-        def loss() -> torch.Tensor:
+        def forward() -> torch.Tensor:
             kind = self._autocast
             with torch.autocast(self._device.type, DTYPES[kind]) if kind else nullcontext():
-                return self._loss_of(self._ddp(**batch) if isinstance(batch, dict) else self._ddp(*batch))
+                loss: torch.Tensor = self._ddp(**batch) if isinstance(batch, dict) else self._ddp(*batch)
+                return loss
 
         def ready() -> None:
             # After the last average all ranks start their update together.
@@ -290,10 +275,10 @@ class StepTrainer:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
 
-        clock = StepClock(self._ddp.module, self._workload, self._device)
+        clock = StepClock(self._model, self._workload, self._device)
         meet(self._device)
         with self._agreement.attempt(samples):
-            step = clock.step(loss, update, ready=ready, whole=whole)
+            step = clock.step(forward, update, ready=ready, whole=whole)
             if with_update:
                 return step
             self._optimizer.zero_grad()
@@ -347,6 +332,7 @@ def with_steps(
     """
     operators = dict(profile.operators)
     sizes = set(profile.batches.get(workload.model, ()))
+    timed = never_falling(timed)
     for samples, precisions, steps in timed:
         at = workload.at_batch(samples)
         kind: DeviceKind = "cuda" if device_type == "cuda" else "cpu"

@@ -200,6 +200,8 @@ def measure_cluster(
 
 def measure_damages(task: Task, device: torch.device, workload: Workload, batches: Sequence[Any]) -> Damage:
     """The damage of every precision of the task, measured by rank 0 for all. Collective."""
+    if not workload.settings:
+        return {}  # no operator has a precision to choose
     measured: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

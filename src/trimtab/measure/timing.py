@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,3 +93,76 @@ def stream_seconds(run: Callable[[], object], calls: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step, by operator."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    optimizer: float
+    """0 where the optimizer was left out."""
+
+    @property
+    def passes(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+    @property
+    def total(self) -> float:
+        return self.passes + self.optimizer
+
+    def scaled(self, factor: float) -> StepTimes:
+        """The same with other passes."""
+        return self._replace(
+            forward=tuple(factor * seconds for seconds in self.forward),
+            backward=tuple(factor * seconds for seconds in self.backward),
+        )
+
+
+Timed = tuple[int, Mapping[str, str], Sequence[StepTimes]]
+"""Samples, precisions by operator name, and the steps that were timed with them."""
+
+
+def anchored(step: StepTimes, whole: StepTimes) -> StepTimes:
+    """A step timed per operator, scaled to the same step timed as a whole.
+
+    Timing an operator costs the host some time, which is in every interval where the device waits for its host.
+    """
+    forward = sum(whole.forward) / sum(step.forward)
+    backward = sum(whole.backward) / sum(step.backward)
+    return StepTimes(
+        forward=tuple(seconds * forward for seconds in step.forward),
+        backward=tuple(seconds * backward for seconds in step.backward),
+        optimizer=whole.optimizer,
+    )
+
+
+def never_falling(timed: Sequence[Timed]) -> list[Timed]:
+    """The steps, scaled where one with more samples took less time in the same precisions.
+
+    On a busy machine, or with a model so small that it waits for its host, noise is larger than what a sample costs.
+    A plan made of such times would give the slowest rank most samples, because they make it faster. Passes of
+    neighboring sizes that are in the wrong order get their mean.
+    """
+    of_precisions: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, (_, precisions, _) in enumerate(timed):
+        of_precisions.setdefault(tuple(sorted(precisions.items())), []).append(place)
+    scaled = list(timed)
+    for places in of_precisions.values():
+        pooled: list[tuple[float, list[int]]] = []  # mean seconds of the passes of some sizes
+        taken = {place: median(step.passes for step in timed[place][2]) for place in places}
+        for place in sorted(places, key=lambda place: timed[place][0]):
+            pooled.append((taken[place], [place]))
+            while len(pooled) > 1 and pooled[-2][0] > pooled[-1][0]:
+                together = pooled[-2][1] + pooled.pop()[1]
+                pooled[-1] = mean(taken[each] for each in together), together
+        for seconds, together in pooled:
+            for place in together:
+                if taken[place] and len(together) > 1:
+                    samples, precisions, steps = timed[place]
+                    scaled[place] = (
+                        samples,
+                        precisions,
+                        [step.scaled(seconds / taken[place]) for step in steps],
+                    )
+    return scaled

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.environment import logger
 from trimtab.errors import TrimtabError
@@ -22,7 +23,8 @@ class ModelSpec:
     name: str
     model: nn.Module
     batch: tuple[Any, ...] | dict[str, Any]
-    """The model's arguments, by position or by keyword. Axis 0 of each tensor is the batch."""
+    """The model's arguments, by position or by keyword. Axis 0 is the batch; tensors inside
+    may be nested, and those of another length are no samples: see `resized`."""
 
     loss: Callable[[Any], torch.Tensor] | None = None
     """Computes the scalar loss from the model's output; None if the output is the loss."""
@@ -38,16 +40,33 @@ class ModelSpec:
 
     def batch_of(self, samples: int) -> tuple[Any, ...] | dict[str, Any]:
         """The batch with another number of samples: rows of the sample batch, repeated."""
+        return resized(self.batch, samples)  # type: ignore[no-any-return]  # of the batch's own form
 
-        def sized(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or x.dim() == 0:
-                return x
-            times = -(-samples // x.shape[0])
-            return x.repeat(times, *[1] * (x.dim() - 1))[:samples]
 
-        if isinstance(self.batch, dict):
-            return {name: sized(x) for name, x in self.batch.items()}
-        return tuple(sized(x) for x in self.batch)
+def resized(batch: Any, samples: int) -> Any:
+    """A batch, however it is nested, with another number of samples: its rows, repeated.
+
+    A tensor whose axis 0 is not as long as the batch (a mask, positions) belongs to all samples and stays as it is.
+    """
+    old = batch_size(batch)
+
+    def sized(value: Any) -> Any:
+        grows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == old
+        return value[torch.arange(samples, device=value.device) % old] if grows and samples != old else value
+
+    return tree_map(sized, batch)
+
+
+def batch_size(batch: Any) -> int:
+    """Samples of a batch: rows of its first tensor with an axis.
+
+    Raises:
+        TrimtabError: it has no such tensor, or no row.
+    """
+    for value in tree_leaves(batch):
+        if isinstance(value, torch.Tensor) and value.dim() and len(value):
+            return len(value)
+    raise TrimtabError("the sample batch has no tensor with an axis; axis 0 is the batch")
 
 
 NAMES = ("gpt", "gpt2", "bert", "vit", "resnet50")
@@ -93,8 +112,23 @@ def _from_function(text: str, device: torch.device) -> ModelSpec:
         batch = dict(batch)
     elif not isinstance(batch, tuple):
         batch = (batch,)
+    _refuse_untrainable(text, made[0])
     _keep_layers(text, made[0])
     return ModelSpec(name=text, model=made[0], batch=batch, loss=made[2] if len(made) == 3 else None)
+
+
+def _refuse_untrainable(name: str, model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrimtabError(
+            f"{name}: no parameter of the model requires a gradient, so there is no step to measure or plan; return "
+            "the model as it is trained"
+        )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TrimtabError(
+                f"{name}: {path or 'the model'} has sparse gradients, whose exchange and optimizer are not "
+                "measured; create it with sparse=False"
+            )
 
 
 def _keep_layers(name: str, model: nn.Module) -> None:

@@ -100,7 +100,7 @@ def planned_case(
     """
     plan = make_plan(cluster, workload, damages, model="", trimtab="", batch_size=batch_size)
     assert cluster.profile is not None
-    shares = [(role.device, role.samples) for role in plan.roles.values()]
+    shares = [(role.device, role.samples // plan.accumulate) for role in plan.roles.values()]
     return Case(
         name=name,
         cluster=cluster,

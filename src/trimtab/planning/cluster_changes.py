@@ -6,11 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
+from itertools import count as count_from
 
 from trimtab.cluster import Cluster, Device, Host, Link, parse_rate
 from trimtab.cluster.catalog import CATALOG, KnownDevice, lookup_typed
 from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
+
+MOST_ADDED = 1_000_000
+"""As in a cluster file."""
+
+FACTORS = (1e-9, 1e9)
+"""The slowest and the fastest that a link can become."""
 
 
 def changed(
@@ -41,11 +49,8 @@ def without(cluster: Cluster, what: str) -> Cluster:
         left = dict(host.devices)
         left[fits[-1]] -= 1
         left = {device: count for device, count in left.items() if count}
-        kept = (
-            [replace(host, devices=left, count=1, name=f"{host.name}-x" if host.count > 1 else host.name)]
-            if left
-            else []
-        )
+        name = _free_name(cluster, f"{host.name}-x") if host.count > 1 else host.name
+        kept = [replace(host, devices=left, count=1, name=name)] if left else []
         if host.count > 1:
             kept.append(replace(host, count=host.count - 1))
         if not (others or kept):
@@ -64,11 +69,15 @@ def added(cluster: Cluster, what: str) -> Cluster:
         name = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:25]
         devices[name] = Device(kind=known.kind, speed=1.0, memory_gib=known.memory_gib, model=known.model)
     link = next((host.link for host in cluster.hosts if host.link is not None), None)
-    title, taken = f"added-{name}"[:32], {host.name for host in cluster.hosts}
-    while title in taken:
-        title = f"{title[:30]}-x"
-    host = Host(name=title, devices={name: count}, link=link)
+    host = Host(name=_free_name(cluster, f"added-{name}"), devices={name: count}, link=link)
     return replace(cluster, devices=devices, hosts=(*cluster.hosts, host))
+
+
+def _free_name(cluster: Cluster, wanted: str) -> str:
+    """The name, or one like it, that no host of the cluster has."""
+    taken = {host.name for host in cluster.hosts} | {name for name, _ in cluster.machines()}
+    numbered = (f"{wanted[:24]}-x{number}" for number in count_from(2))
+    return next(name for name in chain([wanted[:32]], numbered) if name not in taken)
 
 
 def require_one_kind(cluster: Cluster) -> None:
@@ -88,8 +97,10 @@ def require_one_kind(cluster: Cluster) -> None:
 
 def _counted(what: str) -> tuple[int, str]:
     matched = re.fullmatch(r"(?:(\d+) *x *)?([A-Za-z0-9][A-Za-z0-9_ -]*)", what.strip())
-    if matched is None or int(matched[1] or 1) < 1:
-        raise TrimtabError(f"cannot add {what!r}; write 2xT4, or 1x and a device class of the cluster")
+    if matched is None or not 1 <= int(matched[1] or 1) <= MOST_ADDED:
+        raise TrimtabError(
+            f"cannot add {what!r}; write 2xT4, or 1x and a device class of the cluster; up to a million"
+        )
     return int(matched[1] or 1), matched[2].strip()
 
 
@@ -132,17 +143,36 @@ def priced(cluster: Cluster, prices: Mapping[str, float]) -> Cluster:
     """The cluster with the prices of some device classes, by class or by a name of the catalog."""
     devices = dict(cluster.devices)
     for name, price in prices.items():
-        known = lookup_typed(name)
-        for title, device in cluster.devices.items():
-            if title == name or (known is not None and lookup_typed(device.model or title) == known):
-                devices[title] = replace(device, price_per_hour=price)
+        for title in _called(cluster, name):
+            devices[title] = replace(devices[title], price_per_hour=price)
     return replace(cluster, devices=devices)
+
+
+def require_priced(clusters: Sequence[Cluster], prices: Mapping[str, float]) -> None:
+    """Raise for a price of a device that none of the clusters has: it is a typing error, and would change nothing."""
+    for name in prices:
+        if not any(_called(cluster, name) for cluster in clusters):
+            there = dict.fromkeys(title for cluster in clusters for title in cluster.devices)
+            raise TrimtabError(f"--price {name}: there is no such device; there are {', '.join(there)}")
+
+
+def _called(cluster: Cluster, name: str) -> list[str]:
+    """The device classes with this name, or of the device of the catalog that has it."""
+    known = lookup_typed(name)
+    return [
+        title
+        for title, device in cluster.devices.items()
+        if title == name or (known is not None and lookup_typed(device.model or title) == known)
+    ]
 
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with links this many times as fast; latencies stay the same, and what ranks of one host exchange."""
-    if not factor > 0:
-        raise TrimtabError(f"a link cannot be {factor:g} times as fast")
+    least, most = FACTORS
+    if not least <= factor <= most:
+        raise TrimtabError(
+            f"a link cannot be {factor:g} times as fast; give --link-factor {least:g} to {most:g}"
+        )
     links = {
         n: Link(gbit_per_s=k.gbit_per_s * factor, latency_us=k.latency_us) for n, k in cluster.links.items()
     }

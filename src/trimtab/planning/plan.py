@@ -20,9 +20,12 @@ from trimtab.strict_files import STRICT, FileFormat, replace_file
 PLAN_VERSION = 2
 
 Bits = Annotated[int, Field(ge=1, le=8)]
-Count = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+# Bounds are far beyond what exists; without them a damaged file ends in an overflow, or in a list of all its ranks.
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+RankCount = Annotated[int, Field(ge=1, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
+NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,7 +38,7 @@ class Choice:
     damage: NotNegative
     """Damage of one rank of the role with its share of the batch; 0 in the model's own precision."""
 
-    memory: int = 0
+    memory: Annotated[int, Field(ge=-(1 << 63), le=1 << 63)] = 0
     """Change of the rank's peak memory in bytes, relative to the precision that the plan chose."""
 
 
@@ -59,10 +62,10 @@ class Role:
     """Predicted compute seconds of a step on each such rank, without waiting and communication. What is measured
     while the job runs is divided by it."""
 
-    peak_bytes: Annotated[int, Field(ge=0)]
+    peak_bytes: Bytes
     """Predicted peak memory."""
 
-    memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    memory_bytes: Bytes | None = None
     """Memory of its device; None for no limit."""
 
     tensor_share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -140,7 +143,7 @@ class Plan:
     """Bits of gradients; None sends them uncompressed."""
 
     roles: Annotated[dict[str, Role], Field(min_length=1)]
-    ranks: Annotated[tuple[tuple[str, Count], ...], Field(min_length=1, strict=False)]
+    ranks: Annotated[tuple[tuple[str, RankCount], ...], Field(min_length=1, strict=False)]
     """Roles in rank order, each with how many ranks in a row have it."""
 
     predicted: Predicted
@@ -169,7 +172,7 @@ class Plan:
     route: Route | None = None
     """How compressed buckets are reduced; None leaves it to `trimtab.compress`."""
 
-    bucket_cap_mb: Positive | None = None
+    bucket_cap_mb: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """The `bucket_cap_mb` that the script should pass to DDP; None for its default."""
 
     local_steps: LocalRounds | None = None
@@ -192,7 +195,7 @@ class Plan:
                 "weight_bits: weights are gathered in fewer bits only under FSDP2, where gradients are"
             )
         spared = () if self.route is None else self.route.spared
-        if not set(spared) < set(range(self.world_size)):
+        if not (all(0 <= rank < self.world_size for rank in spared) and len(set(spared)) < self.world_size):
             raise ValueError(
                 f"route.spared: ranks {list(spared)[:8]} must be some, not all, of 0 to {self.world_size - 1}"
             )

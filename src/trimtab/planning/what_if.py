@@ -147,7 +147,9 @@ def simulate(
         else predict_sharded_memory(measured, cluster, setting),
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
         out_of_reach=out_of_reach(
-            filled, workload.model, [(n, setting.ranks[n].samples) for n in rank_counts(cluster)]
+            filled,
+            workload.model,
+            [(n, max(1, setting.ranks[n].samples // setting.accumulate)) for n in rank_counts(cluster)],
         ),
     )
 

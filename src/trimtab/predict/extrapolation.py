@@ -15,7 +15,7 @@ def out_of_reach(profile: Profile, model: str, samples: Sequence[tuple[str, int]
 
     Args:
         model: name of the workload's model.
-        samples: of each kind of rank, with its device class in the profile.
+        samples: of each kind of rank in a micro-batch, with its device class in the profile.
     """
     far = []
     for name, own in dict.fromkeys(samples):

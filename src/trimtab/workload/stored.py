@@ -60,6 +60,12 @@ class StoredWorkload:
 
     @model_validator(mode="after")
     def _can_be_restored(self) -> StoredWorkload:
+        for operator in self.operators:
+            inputs = {len(operator.inputs), len(operator.input_tensors), len(operator.input_storages)}
+            if len(inputs) > 1 or len(operator.outputs) != len(operator.output_storages):
+                raise ValueError(
+                    f"operators: {operator.name} must list as many storages as inputs and outputs, and a tensor each"
+                )
         try:
             _ = self.workload
         except ValidationError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trimtab.strict_files import STRICT
@@ -26,6 +28,11 @@ BYTES = {
 }
 """Bytes of one element, by the short name of its type."""
 
+if TYPE_CHECKING:
+    Dtype = str
+else:
+    Dtype = Literal[tuple(BYTES)]
+
 FLOATS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 
 
@@ -33,13 +40,19 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 class Tensor:
     """Shape and type of a tensor that need not exist."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...]
 
-    dtype: str
+    dtype: Dtype
     """Short name: fp32, bf16, fp16, int64, bool..."""
 
     growth: tuple[int | float, ...] = ()
     """Growth of each axis with one more sample; empty if none grows. Fractions where sizes depend on values."""
+
+    @model_validator(mode="after")
+    def _grows_along_its_axes(self) -> Tensor:
+        if self.growth and len(self.growth) != len(self.shape):
+            raise ValueError(f"growth of {len(self.growth)} axes, and shape has {len(self.shape)}")
+        return self
 
     @property
     def numel(self) -> int:

@@ -161,6 +161,17 @@ class Workload:
                     consumers[producer].append(operator.index)
         return tuple(map(tuple, consumers))
 
+    def leaves_parameters_out(self) -> bool:
+        """Whether the loss, which is computed last, does not depend on some of the trained parameters."""
+        reached: set[int] = set()
+        waiting = [len(self.operators) - 1]
+        while waiting:
+            index = waiting.pop()
+            if index != OUTSIDE and index not in reached:
+                reached.add(index)
+                waiting += self.operators[index].inputs
+        return any(p.trainable and reached.isdisjoint(p.operators) for p in self.parameters)
+
     def at_batch(self, samples: int) -> Workload:
         """The same step with another number of samples.
 

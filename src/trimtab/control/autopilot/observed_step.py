@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.control.autopilot.lightning_step import called_method
 from trimtab.errors import TrimtabError
-from trimtab.models.spec import ModelSpec
+from trimtab.models.spec import ModelSpec, resized
 from trimtab.precision.products import DTYPES
 
 MOST_GRADIENT_BYTES = 64 << 20
@@ -152,14 +152,7 @@ class JobSpec(ModelSpec):
         return self.step.loss_of(output)
 
     def batch_of(self, samples: int) -> Any:
-        old = self.step.samples
-
-        def sized(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != old:
-                return value
-            return value[torch.arange(samples, device=value.device) % old]
-
-        return tree_map(sized, self.step.batch)
+        return resized(self.step.batch, samples)
 
 
 def _detached(value: Any) -> Any:

@@ -22,7 +22,8 @@ from trimtab.measure.capture.call import DTYPES, Call, Meta, tensors_in
 from trimtab.measure.capture.trace import Tracer
 from trimtab.measure.capture.values import MOST_VALUES
 from trimtab.measure.out_of_memory import is_out_of_memory
-from trimtab.models.spec import ModelSpec, load_model
+from trimtab.model_state import unchanged
+from trimtab.models.spec import ModelSpec, batch_size, load_model, resized
 from trimtab.precision.operators import LowPrecisionForward
 from trimtab.precision.products import DTYPES as HALVES
 from trimtab.workload.workload import Workload
@@ -67,14 +68,15 @@ def capture_workload(
         raise TrimtabError(f"capture: autocast is 'bf16' or 'fp16'; got {autocast!r}")
     kind = _device_type(model, device)
 
-    own = _batch_size(batch)
+    own = batch_size(batch)
 
     def captured(size: int) -> Captured:
-        if real:
-            with torch.random.fork_rng():
-                calls = _forward(model, _resized(batch, own, size), _values(model), loss, autocast, kind)
-        else:
-            calls = _fake_forward(model, batch, size, loss, autocast, kind)
+        with unchanged(model):
+            if real:
+                with torch.random.fork_rng():
+                    calls = _forward(model, resized(batch, size), _values(model), loss, autocast, kind)
+            else:
+                calls = _fake_forward(model, batch, size, loss, autocast, kind)
         return Captured(size, calls)
 
     def assembled(one: Captured, two: Captured | None) -> Workload:
@@ -161,20 +163,10 @@ def capture_or_run(spec: ModelSpec, **options: Any) -> tuple[Workload, bool]:
         ) from error
 
 
-def _resized(batch: Any, old: int, new: int) -> Any:
-    """The batch with another number of samples: its rows, repeated."""
-
-    def resized(value: Any) -> Any:
-        grows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == old
-        return value[torch.arange(new, device=value.device) % old] if grows and new != old else value
-
-    return tree_map(resized, batch)
-
-
 def _fake_forward(
     model: nn.Module, batch: Any, size: int, loss: Loss | None, autocast: str | None, device: str
 ) -> list[Call]:
-    old = _batch_size(batch)
+    old = batch_size(batch)
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -286,13 +278,6 @@ def _device_type(model: nn.Module, wanted: str | None) -> str:
 def _sized_meta(tensor: torch.Tensor, old: int, new: int) -> Meta:
     shape = tuple(tensor.shape)
     return ((new, *shape[1:]) if shape[:1] == (old,) else shape), DTYPES[tensor.dtype]
-
-
-def _batch_size(batch: Any) -> int:
-    for tensor in tensors_in(batch):
-        if tensor.dim():
-            return len(tensor)
-    raise TrimtabError("capture: the sample batch has no tensor with an axis; axis 0 is the batch")
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trimtab.model_state import unchanged
 from trimtab.sharding.structure.example import (
     Arguments,
     is_transformers,
@@ -115,6 +116,11 @@ class Trace:
 
 def trace_model(model: nn.Module) -> Trace:
     """Record one pass of the model, or of its layers, in evaluation mode. Nothing of the model changes."""
+    with unchanged(model):
+        return _trace_model(model)
+
+
+def _trace_model(model: nn.Module) -> Trace:
     trace = _trace_whole(model)
     names = {id(module): name for name, module in model.named_modules()}
     for name, layer in repeated_layers(model).items():
