@@ -65,7 +65,7 @@ PANELS = (
         bars=(
             Bar(label="plain DDP", method="ddp"),
             Bar(label="batch shares by speed", method="shares"),
-            Bar(label="slow host wholly in int8", method="uniform-low"),
+            Bar(label="slow host wholly in bf16 and int8", method="uniform-low"),
             Bar(label="trimtab plan", method="trimtab", color=OURS),
             Bar(label="both hosts alone, added up", method="ideal-plan", color=FLOOR),
         ),
