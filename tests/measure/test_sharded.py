@@ -22,4 +22,5 @@ def test_copies_units_and_parameters_take_time(ranks: Pool) -> None:
     for times in ranks(2, measured, allow_groups=True):
         assert 0 < times.copy.a < 1e-6, "seconds of a value"
         assert 0 < times.unit_s < 1
+        assert 0 < times.unit_parameter_s < 1
         assert 0 < times.parameter_s < 1

@@ -240,10 +240,10 @@ def test_collectives_are_in_the_order_of_torch() -> None:
 def test_the_optimizer_has_a_shard_and_torch_its_overheads() -> None:
     done = step(job(optimizer=Line(a=1e-3, c=0.5)))
     assert done.step_s == pytest.approx(WHOLE + 0.5 + 1e-3 * 3 * 32 * 64)
-    slow = ShardedTime(copy=Line(a=1e-3, c=0.0), unit_s=0.1, parameter_s=0.25)
+    slow = ShardedTime(copy=Line(a=1e-3, c=0.0), unit_s=0.1, unit_parameter_s=0.02, parameter_s=0.25)
     done = step(job(sharded=slow))
     gathers, reductions = 5 * (2.048 + 4.096), 3 * (2 * 4.096 + 2.048)
-    assert done.step_s == pytest.approx(WHOLE + 8 * 0.1 + 3 * 0.25 + gathers + reductions)
+    assert done.step_s == pytest.approx(WHOLE + 8 * (0.1 + 0.02) + 3 * 0.25 + gathers + reductions)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -98,6 +98,9 @@ class ShardedTime:
     unit_s: Seconds
     """Of torch's own code, for each collective of a unit."""
 
+    unit_parameter_s: Seconds = 0.0
+    """The same, for each parameter of the unit."""
+
     parameter_s: Seconds
     """Of the optimizer, for each parameter: operators on sharded tensors go through Python."""
 

@@ -38,8 +38,9 @@ Assumptions:
   trimtab sends is exchanged in both directions at once (`collectives.duplex`).
 - HSDP's collectives inside a host do not slow down those between hosts.
 - Parameters and gradients are sent in the type of the parameters.
+- Torch's own code around a collective takes `ShardedTime.unit_s`, and `unit_parameter_s` for each parameter.
 - The optimizer updates a rank's shards. Operators on sharded tensors go through Python, which takes
-  `ShardedTime.parameter_s` for each parameter; where it was not measured, `SHARDED` is assumed.
+  `ShardedTime.parameter_s` for each parameter. Where none of this was measured, `SHARDED` is assumed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ LATE = 1.5
 """Time of an all-gather between two Gloo ranks that come at different times, over both directions at once."""
 
 SHARDED = {
-    "cpu": ShardedTime(copy=Line(a=3e-10, c=2e-6), unit_s=4e-4, parameter_s=7e-4),
+    "cpu": ShardedTime(
+        copy=Line(a=3e-10, c=2e-6), unit_s=4e-4, unit_parameter_s=3e-5, parameter_s=7e-4
+    ),
     "cuda": ShardedTime(copy=Line(a=4e-12, c=1e-5), unit_s=0.0, parameter_s=5e-5),
 }
 """Where nothing was measured: as on one core of a server of 2023; on a GPU the host's work for a unit overlaps with
@@ -318,6 +321,9 @@ class _Exchange:
     copied: tuple[float, ...]
     """Values, in each place."""
 
+    parameters: int
+    """Of the unit."""
+
     work: tuple[Work, ...] = ()
     """Of the codec; empty if nothing is encoded."""
 
@@ -328,7 +334,7 @@ class _Exchange:
         if self.bits is not None:
             coded = (work.seconds(codecs[self.bits]) for work in self.work)
             seconds = [copied + own for copied, own in zip(seconds, coded, strict=True)]
-        return (seconds[0] + cost.unit_s, *seconds[1:])
+        return (seconds[0] + cost.unit_s + self.parameters * cost.unit_parameter_s, *seconds[1:])
 
 
 def _gather(unit: FsdpUnit, shard: Placement, bits: int | None, late: bool) -> _Exchange:
@@ -339,6 +345,7 @@ def _gather(unit: FsdpUnit, shard: Placement, bits: int | None, late: bool) -> _
     return _Exchange(
         shard=(all_gather(times * shard_bytes(unit.parameters, ways, bits, WEIGHT_BLOCK), shard),),
         copied=(own, own * ways),
+        parameters=len(unit.parameters),
         work=work if bits else (),
         bits=bits,
     )
@@ -356,6 +363,7 @@ def _reduce(
             shard=(reduce_scatter(ways * payload, shard, ring=ring),),
             replicas=between,
             copied=(own * ways * (1 if ring else 2), own, *(0 for _ in between)),
+            parameters=len(unit.trainable),
         )
     work = [Work(encoded=others * own, encodes=1), Work(added=others * own, adds=others)]
     replicas: tuple[Traffic, ...] = ()
@@ -369,6 +377,7 @@ def _reduce(
         shard=(all_to_all(others * payload, shard),),
         replicas=replicas,
         copied=(own * ways, 0, *(0 for _ in replicas)),
+        parameters=len(unit.trainable),
         work=tuple(work),
         bits=bits,
     )
