@@ -85,9 +85,7 @@ LATE = 1.5
 """Time of an all-gather between two Gloo ranks that come at different times, over both directions at once."""
 
 SHARDED = {
-    "cpu": ShardedTime(
-        copy=Line(a=3e-10, c=2e-6), unit_s=4e-4, unit_parameter_s=3e-5, parameter_s=7e-4
-    ),
+    "cpu": ShardedTime(copy=Line(a=3e-10, c=2e-6), unit_s=4e-4, unit_parameter_s=3e-5, parameter_s=7e-4),
     "cuda": ShardedTime(copy=Line(a=4e-12, c=1e-5), unit_s=0.0, parameter_s=5e-5),
 }
 """Where nothing was measured: as on one core of a server of 2023; on a GPU the host's work for a unit overlaps with
