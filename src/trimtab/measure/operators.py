@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.cluster.profile import DeviceProfile, Line, OperatorTime
 from trimtab.measure.out_of_memory import Agreement
-from trimtab.measure.timing import StepTimes as StepTimes  # offered here too
-from trimtab.measure.timing import Timed as Timed
-from trimtab.measure.timing import anchored, meet, never_falling
+from trimtab.measure.timing import StepTimes, Timed, anchored, meet, never_falling
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION

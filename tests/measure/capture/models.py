@@ -68,6 +68,18 @@ class Peeks(nn.Module):
         return y
 
 
+class Places(nn.Module):
+    """A layer that is applied to a table of its own, as for relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(32, 64)), nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x * self.layer(self.table)
+        return y
+
+
 class Loss(nn.Module):
     """A transformers model that gives its loss alone."""
 

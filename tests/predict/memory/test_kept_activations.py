@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.measure.capture.models import Places
 from tests.precision.test_results import kept_bytes
 from torch import nn
 
@@ -57,18 +58,6 @@ class Turned(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x.transpose(1, 2)).transpose(1, 2)
-        return y
-
-
-class Places(nn.Module):
-    """A layer that is applied to a table of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Parameter(torch.randn(32, 64)), nn.Linear(64, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x * self.layer(self.table)
         return y
 
 

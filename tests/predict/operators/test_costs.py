@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.measure.capture.models import Places
 from tests.predict.tables import workload_of
-from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
@@ -24,18 +24,6 @@ def test_keys_say_what_a_time_depends_on() -> None:
     lowered = workload_of("gpt", "bf16").by_name
     assert key_of(lowered["blocks.0.up"]).precision == "bf16"
     assert plain_precision(lowered["blocks.0.up"]) == "bf16"
-
-
-class Places(nn.Module):
-    """A layer that is applied to a table of its own, as for relative positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Parameter(torch.randn(32, 64)), nn.Linear(64, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x * self.layer(self.table)
-        return y
 
 
 def test_a_layer_may_be_applied_to_a_parameter() -> None:

@@ -34,8 +34,9 @@ from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.host_links import inside_times
 from trimtab.measure.kernels import cast_lines, codec_times
 from trimtab.measure.links import LinkProbe, link_times, own_rows
-from trimtab.measure.operators import StepTimes, StepTrainer, with_steps
+from trimtab.measure.operators import StepTrainer, with_steps
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
+from trimtab.measure.timing import StepTimes
 from trimtab.models import tasks
 from trimtab.precision.devices import offers
 from trimtab.predict.collectives import BLOCK, Placement, Route
