@@ -19,6 +19,34 @@ def parse_sizes(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
+class RequestedSizes:
+    """The batches that the user wants, by rank, and whether a loader of the script has had them."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self._fitted = False
+
+    def problem(self, batch_size: int, world_size: int, beside: str | None) -> str | None:
+        """Why the batches of a loader stay equal; None if they have these sizes.
+
+        Args:
+            beside: a problem that the script's other loaders make, if there is one.
+
+        Raises:
+            TrimtabError: no loader of the script has a step of so many samples.
+        """
+        whole = batch_size * world_size
+        if len(self.sizes) == world_size and sum(self.sizes) == whole:
+            self._fitted = True
+            return None
+        if beside is not None:
+            return beside
+        if self._fitted:
+            given = ",".join(map(str, self.sizes))
+            return f"a step of this loader has {whole} samples, not the {sum(self.sizes)} of {given}"
+        raise TrimtabError(refused(self.sizes, batch_size, world_size))
+
+
 def refused(sizes: Sequence[int], batch_size: int, world_size: int) -> str:
     """Why a script with so many samples on each rank cannot have these."""
     whole = batch_size * world_size

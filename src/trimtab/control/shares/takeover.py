@@ -42,7 +42,7 @@ from trimtab.control.shares.cutting import (
 from trimtab.control.shares.loss_form import LossForm, loss_form
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
-from trimtab.control.shares.sizes import refused
+from trimtab.control.shares.sizes import RequestedSizes
 from trimtab.control.shares.sum_or_mean import SumOrMean
 from trimtab.control.shares.trained_models import TrainedModels
 from trimtab.control.shares.trainer_loss import OF_THIS_RANK, divided_by, watch_trainer
@@ -65,7 +65,7 @@ class Takeover:
 
     def __init__(self, sizes: Sequence[int] | None = None, rule: Adjust | None = None) -> None:
         """`sizes` are the batches that the user wants, by rank; by default shares follow speeds by `rule`."""
-        self.sizes = None if sizes is None else tuple(sizes)
+        self._requested = None if sizes is None else RequestedSizes(sizes)
         self.follows_speeds = sizes is None
         self.scope: str | None = None
         """Whose tokens a framework asks the loss to be divided by, if not its own batch's; see `trainer_loss`."""
@@ -74,8 +74,6 @@ class Takeover:
         """Whether the loss was divided by these."""
         self.texts: set[str] = set()
         """What was logged."""
-        self._fitted = False
-        """Whether the sizes were those of a loader."""
         self._rule = rule or Adjust()
         self._models = TrainedModels(self, self._decide_again)
         self._sources: weakref.WeakKeyDictionary[Any, CutLoader | LeftAlone] = weakref.WeakKeyDictionary()
@@ -120,7 +118,7 @@ class Takeover:
 
     def start_from(self, shares: Sequence[int], *, replace: bool) -> None:
         """Continue from the shares of a plan, if `replace` also where they follow speeds already. Collective."""
-        if self.sizes is None:
+        if self._requested is None:
             self._planned = tuple(shares), replace
 
     def watch(self, model: nn.Module) -> None:
@@ -386,9 +384,11 @@ class Takeover:
         self._models.follow(lambda: self._clock)
         if self._models.followed is not None:
             leave_out_waits(self._models.followed, weakref.ref(self._clock))
-        if self.sizes is not None:
-            self._change(source, self.sizes)
-            self._say(f"batches of {listed_by_rank(self.sizes)} samples on the ranks, as requested")
+        if self._requested is not None:
+            self._change(source, self._requested.sizes)
+            self._say(
+                f"batches of {listed_by_rank(self._requested.sizes)} samples on the ranks, as requested"
+            )
         elif self._planned is not None:
             self._take_planned(source)
 
@@ -416,19 +416,15 @@ class Takeover:
 
     def _require_sizes(self, source: CutLoader) -> None:
         """Refuse sizes that do not add up, or keep batches equal where only some of the script's loaders fit them."""
-        if self.sizes is None:
+        if self._requested is None:
             return
-        whole, given = source.batch_size * source.world_size, ",".join(map(str, self.sizes))
-        if len(self.sizes) == source.world_size and sum(self.sizes) == whole:
-            self._fitted = True
-        elif any(cutting.waiting_beside(source, self._sources.values())):
-            self._note(cutting.several_loaders(source, self._sources.values()))
-        elif self._fitted:
-            self._note(f"a step of this loader has {whole} samples, not the {sum(self.sizes)} of {given}")
-        else:
-            problem = refused(self.sizes, source.batch_size, source.world_size)
-            self.texts.add(problem)
-            raise TrimtabError(problem)
+        several = any(cutting.waiting_beside(source, self._sources.values()))
+        beside = cutting.several_loaders(source, self._sources.values()) if several else None
+        try:
+            self._note(self._requested.problem(source.batch_size, source.world_size, beside))
+        except TrimtabError as error:
+            self.texts.add(str(error))
+            raise
 
     def _agreed_problem(self) -> str | None:
         """The problem of the first rank that has one. Collective."""
