@@ -24,7 +24,9 @@ def trained(sizes: list[int] | None) -> tuple[torch.Tensor, torch.Tensor, list[i
     """Parameters, running statistics and this rank's batches, after two epochs with an uneven tail."""
     takeover, give_back = (None, None) if sizes is None else take_over(sizes)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4)).double().cuda()
+    # A bias before batch norm has no gradient but rounding, which Adam blows up.
+    first = nn.Linear(8, 16, bias=False)
+    net = nn.Sequential(first, nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4)).double().cuda()
     ddp = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net))
     if takeover is not None:
         takeover.watch(ddp)

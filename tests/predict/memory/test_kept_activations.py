@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.measure.capture.models import Places
+from tests.predict.memory.test_step_peak import measured
 from tests.precision.test_results import kept_bytes
 from torch import nn
 
@@ -148,3 +149,13 @@ def test_it_is_as_much_as_predicted(name: str, low: str) -> None:
         predicted = step_memory(workload, with_products(workload, patterns)).activations
         assert predicted == pytest.approx(kept_bytes(model, batch, False), rel=0.03), patterns
         set_precision(model, {})
+
+
+def test_a_gradient_in_fp32_counts_before_it_is_cast_to_the_type_of_a_lowered_head() -> None:
+    torch.manual_seed(0)
+    model, batch = Classifier(nn.Linear(32, 4096)), (torch.randn(256, 32),)
+    workload = capture_workload(model, batch)
+    set_precision(model, {"*": "bf16"})
+    predicted = step_memory(workload, with_products(workload, {"*": "bf16"}))
+    assert (predicted.phase, predicted.operator) == ("backward", "log_softmax")
+    assert predicted.peak == pytest.approx(measured(model, batch, None), rel=0.03)

@@ -165,10 +165,15 @@ class StepMemory:
         passing = 0
         operators = self.workload.operators
         parts: dict[int, list[int]] = {}
-        for producer, tensor in zip(operator.inputs, operator.input_tensors, strict=True):
+        lifted = self._lifted(operator) if self.precision[operator.index] is None else set()
+        for producer, tensor, storage in zip(
+            operator.inputs, operator.input_tensors, operator.input_storages, strict=True
+        ):
             if producer != OUTSIDE and operators[producer].differentiable and tensor.floating:
-                nbytes = tensor.nbytes * self._part(producer, tensor)
-                parts.setdefault(producer, []).append(self._rounded(int(nbytes)))
+                nbytes = self._rounded(int(tensor.nbytes * self._part(producer, tensor)))
+                parts.setdefault(producer, []).append(nbytes)
+                if storage in lifted:
+                    passing += self._rounded(tensor.nbytes) - nbytes  # before it is cast
         for producer, pieces in parts.items():
             whole = self._result_bytes(producer)
             old = arrived.get(producer)
