@@ -17,6 +17,8 @@ from trimtab.bench.scenarios.hybrid.hybrid import _allocator, figures
 from trimtab.bench.scenarios.hybrid.loss import CANARY, runs
 from trimtab.bench.scenarios.hybrid.plan import make_task
 from trimtab.bench.scenarios.hybrid.ranks import METHODS, Way, gradient_errors, make_trainer, on_rank
+from trimtab.codec import Block
+from trimtab.control.compression.ddp import compression_of
 from trimtab.control.plans.active_plan import plan_text
 
 if TYPE_CHECKING:
@@ -87,6 +89,17 @@ def errors_of(lowered: dict[str, str]) -> dict[str, float]:
     return gradient_errors({method: make_trainer(task, way) for method, way in every.items()}, every, task)
 
 
+def sent_in(bits: int | None) -> object:
+    way = Way(precisions=({}, {}), samples=(4, 4), bits=bits)
+    compression = compression_of(make_trainer(make_task(torch.device("cpu"), size=SIZE), way).model)
+    return compression and compression.codec
+
+
+def test_methods_without_a_plan_send_in_as_many_bits(ranks: Pool) -> None:
+    assert ranks(2, sent_in, None)[0] is None
+    assert ranks(2, sent_in, 4)[0] == Block(bits=4)
+
+
 def test_gradient_errors_see_what_is_lowered_and_nothing_else(ranks: Pool) -> None:
     errors, other = ranks(2, errors_of, {"blocks.0.up": "bf16"})
     assert errors == other
@@ -111,9 +124,9 @@ def test_what_does_not_fit_is_not_run(ranks: Pool) -> None:
 def test_equal_runs_are_trained_once() -> None:
     text = plan_text(plan_for(net()))
     ways = {
-        "ddp": {"precisions": [{}, {}], "samples": [24, 24]},
-        "uniform-low": {"precisions": [{}, {"up": "int8"}], "samples": [24, 24]},
-        "shares": {"precisions": [{}, {}], "samples": [30, 18]},
+        "ddp": {"precisions": [{}, {}], "samples": [24, 24], "bits": None},
+        "uniform-low": {"precisions": [{}, {"up": "int8"}], "samples": [24, 24], "bits": None},
+        "shares": {"precisions": [{}, {}], "samples": [30, 18], "bits": None},
     }
     of_cluster = {"ways": ways, "plans": {"trimtab": text}}
     todo, names = runs({"a": of_cluster, "b": of_cluster})

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.measure.capture.models import Places
-from tests.predict.memory.test_step_peak import measured
 from tests.precision.test_results import kept_bytes
+from tests.predict.memory.test_step_peak import measured
 from torch import nn
 
 from trimtab.api.set_precision import set_precision

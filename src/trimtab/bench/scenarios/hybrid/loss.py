@@ -40,7 +40,7 @@ def runs(
     Args:
         measured: by cluster what `hybrid.ranks.on_rank` returned.
     """
-    plain = {"precisions": [{}, {}], "samples": [1, 1]}
+    plain = {"precisions": [{}, {}], "samples": [1, 1], "bits": None}
     chosen: dict[str, dict[str, Any]] = {"ddp": plain, "ddp" + AA: plain}
     known = {json.dumps(plain, sort_keys=True): "ddp"}
     names: dict[str, dict[str, str]] = {}
@@ -50,7 +50,7 @@ def runs(
             way = result["ways"].get(method)
             if way is None:
                 continue
-            run = {"precisions": way["precisions"], "samples": way["samples"]}
+            run = dict(way)
             if method in result["plans"]:
                 run["plan"] = result["plans"][method]
             elif len(set(run["samples"])) == 1:
@@ -70,7 +70,8 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, list[float]]
         if "plan" in run:
             way = planned(parse_plan(run["plan"], source=name))
         else:
-            way = Way(precisions=tuple(map(dict, run["precisions"])), samples=tuple(run["samples"]))
+            precisions = tuple(map(dict, run["precisions"]))
+            way = Way(precisions=precisions, samples=tuple(run["samples"]), bits=run["bits"])
         task = make_task(device, seed, spec.get("size"))
         task = replace(task, samples=min(task.samples, SAMPLES[device.type]))
         trainer = make_trainer(

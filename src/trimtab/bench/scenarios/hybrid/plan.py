@@ -26,7 +26,7 @@ from trimtab.measure.products import usual_precisions
 from trimtab.models import tasks
 from trimtab.models.spec import ModelSpec
 from trimtab.models.tasks import Task
-from trimtab.planning.make_plan import make_plan
+from trimtab.planning.make_plan import Bits, make_plan
 from trimtab.planning.plan import Plan, parse_plan
 from trimtab.precision_names import OWN
 from trimtab.predict.collectives import Placement
@@ -35,6 +35,7 @@ from trimtab.predict.precision_patterns import matched
 from trimtab.workload import Workload
 
 BITS = (4, 8)
+
 SIZES = {"cpu": (256, 2, 32, 128), "cuda": (1536, 6, 512, 32)}
 """Width, layers, bytes of a sample, and samples of a rank when all have the same. On CPUs communication takes cores
 from computing; many samples for few parameters keep that small: 0.2 s a step where products in bf16 are native."""
@@ -116,8 +117,8 @@ def make_plans(
     task: Task,
     cluster: Cluster,
     memory_ratio: float | None = None,
-    bits: Literal["auto", "adaptive"] | None = "auto",
-    fixed_bits: Literal["auto", "adaptive"] | None = "auto",
+    bits: Bits = "auto",
+    fixed_bits: Bits = "auto",
     quick: bool = False,
 ) -> Plans:
     """Probe the job, compute the damage of lower precision and plan. Every rank calls this.
@@ -194,7 +195,7 @@ def _plan_both(
     cluster: Cluster,
     workload: Workload,
     low: Sequence[str],
-    *bits: Literal["auto", "adaptive"] | None,
+    *bits: Bits,
 ) -> list[Plan]:
     """With a fixed batch, and with batch shares free."""
     total = task.samples * cluster.world_size

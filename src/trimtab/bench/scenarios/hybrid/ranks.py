@@ -18,6 +18,7 @@ from trimtab.bench.harness import AA, Progress, Timing
 from trimtab.bench.ranks import hosts
 from trimtab.bench.scenarios.hybrid.plan import NAMES, Plans, make_plans, make_task, samples_of
 from trimtab.bench.trainer import LoaderTrainer, autocast, lost, take_turns
+from trimtab.codec import Block
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.follower import Follow
 from trimtab.models.tasks import Task
@@ -31,6 +32,10 @@ UNTRAINED = ("ddp" + AA, FLOOR, BEST)
 
 BLOCK, WARMUP = 3, 3
 """Steps of a method before the next has its turn, and blocks that are not measured."""
+
+SENT: dict[str, int | None] = {"cpu": None, "cuda": 4}
+"""Bits of the gradients of every method that is compared, so that methods differ in precisions and shares alone. Parts
+of a GPU exchange over NCCL's sockets, which in fp32 would take half of a step."""
 
 GRADIENTS = 4
 """Batches over which gradient errors are averaged."""
@@ -52,12 +57,15 @@ class Way:
     """Whether shares follow measured speeds."""
 
     plan: Plan | None = field(default=None)
+    bits: int | None = None
+    """Of gradients, where there is no plan."""
+
     alone: bool = False
     """Each rank trains by itself."""
 
 
-def ways(plans: Plans, speeds: Sequence[float], samples: int) -> dict[str, Way]:
-    """Every method, given the plans; `samples` is an even share."""
+def ways(plans: Plans, speeds: Sequence[float], samples: int, bits: int | None) -> dict[str, Way]:
+    """Every method, given the plans; `samples` is an even share, and `bits` are those of the plans."""
     even = (samples,) * len(speeds)
     plain: Precisions = ({},) * len(speeds)
     total = samples * len(speeds)
@@ -68,8 +76,8 @@ def ways(plans: Plans, speeds: Sequence[float], samples: int) -> dict[str, Way]:
     return {
         "ddp": ddp,
         "ddp" + AA: ddp,
-        "uniform-low": Way(precisions=plans.uniform, samples=even),
-        "shares": Way(precisions=plain, samples=tuple(by_speed), follows=True),
+        "uniform-low": Way(precisions=plans.uniform, samples=even, bits=bits),
+        "shares": Way(precisions=plain, samples=tuple(by_speed), follows=True, bits=bits),
         "trimtab-fixed": planned(plans.fixed),
         "trimtab": free,
         FLOOR: replace(ddp, alone=True),
@@ -93,9 +101,9 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     task = make_task(device, size=spec.get("size"))
     report(0, 1)
     cluster = hosts(spec["speeds"], spec["device"], names=NAMES)
-    # No method compresses gradients: methods differ in precisions and shares alone.
-    plans = make_plans(task, cluster, spec["memory"], bits=None, fixed_bits=None)
-    every = ways(plans, spec["speeds"], task.samples)
+    bits = SENT[device.type]
+    plans = make_plans(task, cluster, spec["memory"], bits=bits, fixed_bits=bits)
+    every = ways(plans, spec["speeds"], task.samples, bits)
     fitting = {method: way for method, way in every.items() if _fits(plans, way, task)}
     trainers = {method: make_trainer(task, way) for method, way in fitting.items()}
     timings = take_turns(
@@ -116,7 +124,10 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, Any]:
             _row(method, way, trainers.get(method), timings, errors, steps) for method, way in every.items()
         ],
         "plans": {"trimtab-fixed": plan_text(plans.fixed), "trimtab": plan_text(plans.free)},
-        "ways": {m: {"precisions": way.precisions, "samples": way.samples} for m, way in fitting.items()},
+        "ways": {
+            m: {"precisions": way.precisions, "samples": way.samples, "bits": way.bits}
+            for m, way in fitting.items()
+        },
         "predicted": {
             name: {"step_s": plan.predicted.step_s, "plain_step_s": plan.predicted.plain_step_s}
             for name, plan in named.items()
@@ -159,7 +170,7 @@ def _row(
         "shares": "/".join(map(str, shares)),
         "operators_lowered": sum(map(len, way.precisions)),
         "precisions": "/".join(sorted({p for own in way.precisions for p in own.values()})) or None,
-        "bits": None if way.plan is None else way.plan.bits,
+        "bits": way.bits if way.plan is None else way.plan.bits,
         "gradient_error": errors.get(method),
         **missing,
     }
@@ -177,6 +188,8 @@ def make_trainer(
         settings = {"plan": ddp}
     else:
         trimtab.set_precision(ddp, way.precisions[dist.get_rank()], seed=seed)
+        if way.bits is not None:
+            trimtab.compress(ddp, Block(bits=way.bits), seed=seed)
     settings |= {"adjust": Adjust() if way.follows else None, "seed": data_seed}
     own = way.samples[dist.get_rank()] if way.alone else None
     return LoaderTrainer(ddp, task, lr=1e-3, samples=own, **settings)
