@@ -4,7 +4,7 @@ import pytest
 
 from trimtab.cluster import Cluster, Device, Host
 from trimtab.emulate import Emulation
-from trimtab.emulate.mps import PARTS, _parts, share_out
+from trimtab.emulate.mps import PARTS, Share, _parts, client_environment, share_out
 from trimtab.emulate.placement import nodes, place_ranks
 from trimtab.errors import TrimtabError
 
@@ -67,3 +67,11 @@ def test_without_a_gpu_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) 
         Emulation(_cards()),
     ):
         pass
+
+
+def test_a_rank_has_the_work_queues_of_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Share(gpu="gpu", percentage=50.0, memory_fraction=None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert client_environment(share, 0, "lo")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert client_environment(share, 0, "lo")["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

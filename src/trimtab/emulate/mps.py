@@ -36,6 +36,11 @@ class Share:
     memory_fraction: float | None
 
 
+WORK_QUEUES = 8
+"""Of a rank, as every process has on a GPU of its own. MPS gives its clients two: then kernels of unrelated streams
+wait for each other, and what should overlap with computing does not. Clients share a pool of them: 32 for each of four
+ranks on an H200 are refused as out of memory."""
+
 _TOLERANCE = log(1.07)
 """Among speeds this close to the requested ones larger parts are preferred, because they measure more accurately."""
 
@@ -175,6 +180,7 @@ def client_environment(share: Share, rank: int, interface: str) -> dict[str, str
     return {
         "CUDA_VISIBLE_DEVICES": share.gpu,
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share.percentage:.1f}",
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(WORK_QUEUES)),
         "NCCL_HOSTID": f"trimtab-{rank}",
         "NCCL_SOCKET_IFNAME": interface,
         "NCCL_IB_DISABLE": "1",
