@@ -15,18 +15,20 @@ from trimtab.measure import products
 from trimtab.measure.products import is_part_of_gpu, refuse_wrong_products, wrong_product
 
 SMALL = ((96, 64, 128),)
+RESULTS = {"the output": (96, 128), "the input's gradient": (96, 64), "the weight's gradient": (128, 64)}
+"""Of a linear layer of that shape."""
 
 
 class _TileLeftOut(TorchFunctionMode):
-    """Products of one type lack a tile, as cuBLAS has it on a bad part of a GPU."""
+    """Products of one type and shape lack a tile, as cuBLAS has it on a bad part of a GPU."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.shape = dtype, shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "matmul" in func.__name__ and result.dtype == self.dtype:
+        if "matmul" in func.__name__ and (result.dtype, result.shape) == (self.dtype, self.shape):
             result[-32:, -32:] = 0
         return result
 
@@ -35,11 +37,18 @@ def test_right_products_are_right() -> None:
     assert wrong_product(CPU, SMALL) is None
 
 
+@pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_missing_tile_is_noticed(dtype: torch.dtype) -> None:
-    with _TileLeftOut(dtype):
+def test_a_missing_tile_is_noticed(dtype: torch.dtype, result: str) -> None:
+    with _TileLeftOut(dtype, RESULTS[result]):
         problem = wrong_product(CPU, SMALL)
-    assert problem == f"(96, 64) times (64, 128) in {str(dtype).removeprefix('torch.')}"
+    kind = str(dtype).removeprefix("torch.")
+    assert problem == f"{result} of a linear layer of 64 x 128, 96 rows, in {kind}"
+
+
+def test_a_missing_tile_among_many_rows_is_noticed() -> None:
+    with _TileLeftOut(torch.float32, (4096, 128)):
+        assert wrong_product(CPU, ((4096, 64, 128),)) is not None
 
 
 def test_only_a_shared_gpu_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,18 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.timing import call_seconds
 from trimtab.precision.devices import offers
 
-SHAPES = ((512, 768, 2304), (2048, 768, 768), (8192, 768, 3072), (512, 4096, 4096))
-"""Rows, inner size and columns of the products that are checked; they go wrong on the bad parts of an H200."""
+SHAPES = (
+    (512, 768, 2304),
+    (2048, 768, 768),
+    (8192, 768, 3072),
+    (512, 4096, 4096),
+    (16384, 1536, 6144),
+    (16384, 6144, 1536),
+)
+"""Rows, inner size and columns of the linear layers that are checked; they go wrong on the bad parts of an H200."""
+
+_TILE = 128
+"""Rows that are summed. Of more rows, one tile that was left out would make too small a difference."""
 
 _MPS_PIPES = Path("/tmp/nvidia-mps")
 """Where an MPS daemon of the whole machine listens."""
@@ -62,22 +72,41 @@ def _checked(index: int) -> str | None:
 
 
 def wrong_product(device: torch.device, shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> str | None:
-    """Describes the first wrong product of bf16 or fp32 matrices on the device; None if all are right."""
+    """Describes the first wrong product of bf16 or fp32 matrices on the device; None if all are right.
+
+    Each shape is a linear layer whose three products are checked, since each has a layout and so a kernel of its own.
+    """
     generator = torch.Generator(device).manual_seed(0)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator, device=device).float()
+
     for rows, inner, columns in shapes:
-        a, b = (
-            torch.randint(-2, 3, shape, generator=generator, device=device).float()
-            for shape in ((rows, inner), (inner, columns))
-        )
+        x, weight, gradient = integers(rows, inner), integers(columns, inner), integers(rows, columns)
         for dtype in (torch.bfloat16, torch.float32):
-            for left, right in ((a, b), (b.t(), a.t())):
-                # With small integers the sums are exact in every dtype; the check compares the sum of each column.
-                expected = left.double().sum(0) @ right.double()
-                product = left.to(dtype).contiguous() @ right.to(dtype).contiguous()
-                sums = product.sum(0, dtype=torch.float64)
-                if not torch.allclose(sums, expected, rtol=0.05, atol=float(expected.abs().max()) * 0.05):
-                    return f"{tuple(left.shape)} times {tuple(right.shape)} in {dtype}".replace("torch.", "")
+            factors = {
+                "the output": (x, weight.t()),
+                "the input's gradient": (gradient, weight),
+                "the weight's gradient": (gradient.t(), x),
+            }
+            for name, (left, right) in factors.items():
+                if not _multiplies(left.to(dtype), right.to(dtype)):
+                    kind = str(dtype).removeprefix("torch.")
+                    return f"{name} of a linear layer of {inner} x {columns}, {rows} rows, in {kind}"
     return None
+
+
+def _multiplies(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a product of small integers is right, judged by the sums of every `_TILE` rows, which are exact."""
+    tiles = max(1, left.shape[0] // _TILE)
+    expected = left.double().unflatten(0, (tiles, -1)).sum(1) @ right.double()
+    # What was in memory must not look like a result where nothing is written.
+    unwritten = torch.full(
+        (left.shape[0], right.shape[1]), float("nan"), dtype=left.dtype, device=left.device
+    )
+    del unwritten
+    sums = (left @ right).unflatten(0, (tiles, -1)).sum(1, dtype=torch.float64)
+    return torch.allclose(sums, expected, rtol=0.05, atol=float(expected.abs().max()) * 0.05)
 
 
 _TRIAL_SIZE, _HOPELESS = 256, 8.0

@@ -94,6 +94,26 @@ def test_replicas_with_other_shares_train_as_a_single_device(ranks: Pool, tmp_pa
     assert max(ranks(4, train, "gpt", 2, tmp_path / "saved", True, allow_groups=True, timeout=110)) < 1e-10
 
 
+def train_beside_an_idle_rank(bits: int | None) -> float:
+    """The worst difference of gradients where one rank of one replica has no unit."""
+    alone = make("gpt2") if bits is None else make("gpt2").float()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica = mesh.get_local_rank("dp")
+    model = tensor_parallel(copy.deepcopy(alone), mesh, shares=[[1.0, 0.0], [0.5, 0.5]][replica])
+    ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    assert (min(len(owned) for lists in assignment(ddp).values() for owned in lists) == 0) == (replica == 0)
+    if bits is not None:
+        trimtab.compress(ddp, Block(bits=bits), min_numel=64)
+    loss_of("gpt2", ddp, replica).backward()
+    sum((loss_of("gpt2", alone, each) for each in (0, 1)), torch.zeros(())).div(2).backward()
+    return difference(alone, ddp.module, lambda p: p.grad)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(None, 1e-10), (8, 1e-2)])
+def test_a_rank_without_units_averages_nothing(ranks: Pool, bits: int | None, most: float) -> None:
+    assert max(ranks(4, train_beside_an_idle_rank, bits, allow_groups=True)) < most
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_two_groups_of_three(ranks: Pool, tmp_path: Path, kind: str) -> None:

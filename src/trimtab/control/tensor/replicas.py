@@ -234,7 +234,7 @@ class UnitReplicas(JobBound):
             start = 0
             for rows in plan.gradients():
                 values = flat[start : start + len(plan.order) * rows.shape[1]]
-                rows[plan.order] = values.view(len(plan.order), -1)
+                rows[plan.order] = values.view(len(plan.order), rows.shape[1])
                 start += values.numel()
 
     def _plan(self, block: UnitBlock) -> _BlockPlan:
