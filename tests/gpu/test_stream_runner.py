@@ -10,7 +10,6 @@ from tests.support.requirements import requires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.collectives.multiprocessors import COMMUNICATION, _cublas, multiprocessor_limit
 from trimtab.collectives.pipeline import StreamRunner
 from trimtab.errors import TrimtabError
 
@@ -112,44 +111,3 @@ def _message_of_backward() -> str:
 def test_backward_raises_what_failed(ranks: Pool) -> None:
     (message,) = ranks(1, _message_of_backward)
     assert "the wire was cut" in message
-
-
-def _limit_in_backward() -> int:
-    """How many multiprocessors the products of a backward pass may use; 0 for all."""
-    limits = []
-    weight = torch.ones(8, device="cuda", requires_grad=True)
-    weight.register_hook(lambda _: limits.append(multiprocessor_limit(torch.cuda.current_blas_handle())))
-    weight.sum().backward()
-    return limits[0]
-
-
-def test_backward_leaves_a_multiprocessor_to_the_collectives() -> None:
-    every = torch.cuda.get_device_properties("cuda").multi_processor_count
-    before = torch.cuda.current_blas_handle()
-    first, second = StreamRunner(torch.device("cuda")), StreamRunner(torch.device("cuda"))
-    assert _limit_in_backward() == every - COMMUNICATION
-    assert multiprocessor_limit(before) == 0, "the forward pass overlaps with nothing"
-    first.close()
-    first.close()
-    assert _limit_in_backward() == every - COMMUNICATION, "another model is still compressed"
-    second.close()
-    assert _limit_in_backward() == 0
-
-
-def _set_limit_in_backward(limit: int) -> None:
-    def set_limit(_gradient: torch.Tensor) -> None:
-        _cublas().cublasSetSmCountTarget(torch.cuda.current_blas_handle(), limit)
-
-    weight = torch.ones(8, device="cuda", requires_grad=True)
-    weight.register_hook(set_limit)
-    weight.sum().backward()
-
-
-def test_a_limit_of_the_scripts_own_stays() -> None:
-    _set_limit_in_backward(7)
-    runner = StreamRunner(torch.device("cuda"))
-    during = _limit_in_backward()
-    runner.close()
-    after = _limit_in_backward()
-    _set_limit_in_backward(0)
-    assert (during, after) == (7, 7)

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from trimtab.collectives.multiprocessors import COMMUNICATION
 from trimtab.collectives.roll_call import roll_call, timeout_of
+
+COMMUNICATION = 1
+"""Multiprocessors of a GPU for collectives that travel while it computes: a kernel of NCCL occupies them for as long as
+it waits for other ranks. One moves several GB/s of payload, more than any link on which compression pays."""
 
 
 def shared_name(group: dist.ProcessGroup) -> str:
@@ -42,8 +45,7 @@ def private_groups(
     Args:
         ranks: the ranks of the parent (as the parent counts them) that form this rank's groups; all when None.
             Different ranks may name different, disjoint sets; one that names none gets no group.
-        overlapped: whether payloads travel while the GPU computes: NCCL then uses as few multiprocessors as
-            products leave free (`trimtab.collectives.multiprocessors`).
+        overlapped: whether payloads travel while the GPU computes: NCCL then uses `COMMUNICATION` multiprocessors.
     """
     every = dist.get_process_group_ranks(parent)
     members = sorted(every if ranks is None else [every[rank] for rank in ranks])

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trimtab.collectives.multiprocessors import Reserve
 from trimtab.collectives.reduction import MAX_STAGES
 from trimtab.errors import TrimtabError
 from trimtab.shutdown import close_at_exit
@@ -113,8 +112,7 @@ class StreamRunner:
 
     Each stage has its own stream so that the next bucket is encoded while this one is on the
     wire, with high priority so that a short kernel of ours need not wait for a long one of the
-    backward pass. The thread launches our kernels while autograd's thread launches its own, whose
-    products leave a multiprocessor to the collectives.
+    backward pass. The thread launches our kernels while autograd's thread launches its own.
 
     After a failure every later reduction fails with the same error: the ranks no longer start their
     collectives in one order, so that a new one would wait forever or mix up buckets.
@@ -126,7 +124,6 @@ class StreamRunner:
         self._device = device
         self.observe: StageObserver | None = None
         self._launched = 0
-        self._reserve = Reserve(device)
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(MAX_STAGES + 1)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._broken: Exception | None = None
@@ -146,7 +143,6 @@ class StreamRunner:
     def close(self, timeout: float | None = None) -> None:
         self._queue.put(None)
         self._thread.join(timeout)
-        self._reserve.close()
 
     def _serve(self) -> None:
         torch.cuda.set_device(self._device)

@@ -21,6 +21,7 @@ from trimtab.bench.trainer import LoaderTrainer, autocast, lost, take_turns
 from trimtab.codec import Block
 from trimtab.control.plans.active_plan import plan_text
 from trimtab.control.plans.follower import Follow
+from trimtab.errors import TrimtabError
 from trimtab.models.tasks import Task
 from trimtab.planning.plan import Plan
 from trimtab.planning.shares.batch import Adjust
@@ -226,6 +227,8 @@ def gradient_errors(
         trainer.module.load_state_dict(weights)
     trimtab.set_precision(first.model, {})
     plain = [gradient(first, batch) for batch in batches]
+    if not all(exact.isfinite().all() for exact in plain):
+        raise TrimtabError(f"bench hybrid: gradients of plain training are not finite after {reference!r}")
     trimtab.set_precision(first.model, every[reference].precisions[dist.get_rank()])
     errors = {}
     for method, trainer in trainers.items():
