@@ -29,7 +29,7 @@ from trimtab.run_settings import RunSettings
 
 SCRIPTS = {"ddp": "ddp_gpt.py", "trainer": "hf_trainer.py", "lightning": "lightning_module.py"}
 SPEEDS, LINK = {"cpu": (1.0, 0.5), "cuda": (1 / 2, 1 / 4)}, {"cpu": "300mbit", "cuda": None}
-STEPS, SIZES = {"cpu": 18, "cuda": 60}, {"cpu": (512, 7, 8), "cuda": (1536, 8, 96)}
+STEPS, SIZES = {"cpu": 18, "cuda": 90}, {"cpu": (512, 7, 8), "cuda": (1024, 12, 192)}
 """Steps of a run; width, layers and samples of a rank. On a GPU the exchange of plain DDP then takes about as long as
 the computation, as it does on the CPU's slow link."""
 
