@@ -96,6 +96,8 @@ def heads(out: torch.Tensor) -> torch.Tensor:
         (lambda out: (out * (out.detach().sigmoid() / SAMPLES)).sum(), "may be divided by their number"),
         (lambda out: (out - out[0]).square().mean(), "one of the samples of a batch by itself"),
         (lambda out: each(out).mean() + out[-1].square().sum(), "one of the samples of a batch by itself"),
+        (lambda out: out.t().square().mean(1).sum(), "MeanBackward1 along the batch"),  # sequences first
+        (lambda out: out.t().square().sum(1).mean(), "SumBackward1 along the batch"),
         (lambda out: sum(row.square().mean() for row in out), "a term for each sample"),
         (lambda out: sum(out[k].square().mean() for k in range(SAMPLES)) / SAMPLES, "a term for each sample"),
     ],
@@ -113,6 +115,7 @@ def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
         lambda out: each(out).mean(0) + out.square().mean((0, 1)) + 0.1 * LAYER.weight.norm(),
         lambda out: F.layer_norm(out, (4,)).softmax(-1).cumsum(1).flip(1).roll(1, 1).square().sum(1).mean(),
         lambda out: out.t().contiguous().softmax(0).mean(0).square().sum(),  # sequences first
+        lambda out: out.t().square().sum(0).mean(),
         lambda out: out[torch.arange(SAMPLES), TARGETS].square().mean(),
         lambda out: out[TARGETS > 0].square().mean(),
         lambda out: (
