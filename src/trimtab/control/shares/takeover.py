@@ -26,7 +26,7 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.running_local_steps import averaging_ranks, running_local_steps
 from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.shares import cutting
-from trimtab.control.shares.agreed_problem import agreed_problem
+from trimtab.control.shares.agreed_problem import agreed_problem, require_one_rate
 from trimtab.control.shares.between_samples import compares_samples, problem_of_gradient
 from trimtab.control.shares.capacity import BatchCapacity
 from trimtab.control.shares.counted_targets import CountedTargets
@@ -55,6 +55,9 @@ from trimtab.run_settings import OwnSteps
 
 OBSERVED = 3
 """Batches with equal shares that show whether a script can be cut."""
+
+_PROOF = 4
+"""Uneven steps that are looked at by all ranks together, one by one."""
 
 
 class Takeover:
@@ -96,8 +99,8 @@ class Takeover:
         self._uncut: CutEpoch | None = None
         """The epoch of the last batch, if it began in evaluation mode, and so has the batches of the plain job."""
         self._problem: str | None = None
-        self._is_proven = False
-        """Whether the first uneven step since the decision was like the equal ones."""
+        self._proven = 0
+        """Uneven steps since the decision that were like the equal ones, as far as they are looked at."""
         self._step: list[CutBatch] = []
         self._targets = CountedTargets()
         self._clock: LocalClock | None = None
@@ -227,16 +230,23 @@ class Takeover:
             self._change(source, new)
 
     def _is_refuted(self, source: CutLoader) -> bool:
-        """Whether the first uneven step has shown on some rank that batches must be equal. Collective after that step.
+        """Whether an uneven step has shown on some rank that batches must be equal. Collective after the first ones.
 
         Later ones are asked for window by window.
+
+        Raises:
+            TrimtabError: the ranks have different learning rates now.
         """
-        if self._is_proven or len(set(source.shares)) == 1 or running_local_steps() is not None:
+        if self._proven >= _PROOF or len(set(source.shares)) == 1 or running_local_steps() is not None:
             return False
-        self._is_proven = True
-        self._note(self._targets.problem())
+        self._proven += 1
+        if self._proven == 1:
+            self._note(self._targets.problem())
         with self.waiting():
-            return any(refuted for (refuted,) in gather_numbers([float(self._problem is not None)], None))
+            by_rank = gather_numbers([float(self._problem is not None), self._models.learning_rates()], None)
+        refuted, rates = zip(*by_rank, strict=True)
+        require_one_rate(rates)
+        return any(refuted)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around what is not part of this rank's work in a step."""
@@ -378,7 +388,7 @@ class Takeover:
         if problem is not None:
             self._stay_equal(problem)
             return
-        self._clock, self._is_proven = LocalClock(loss.device), False
+        self._clock, self._proven = LocalClock(loss.device), 0
         if (local := running_local_steps()) is not None:
             local.timer = self
         self._models.follow(lambda: self._clock)

@@ -111,6 +111,14 @@ class TrainedModels:
                     sums[place, name] = torch.stack([values.sum(), values.abs().sum()])
         return {key: (float(whole), float(size)) for key, (whole, size) in sums.items()}
 
+    def learning_rates(self) -> float:
+        """The sum of those of the followed module's optimizers."""
+        steps = None if self.followed is None else self._steps.get(self.followed)
+        groups = (
+            group for optimizer in (steps.optimizers if steps else ()) for group in optimizer.param_groups
+        )
+        return float(sum(float(group.get("lr", 0.0)) for group in groups))
+
     def follow(self, clock: Callable[[], LocalClock | None]) -> None:
         """From here on the steps of the latest module count; the listener hears of them."""
         model = self.latest
