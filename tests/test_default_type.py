@@ -17,6 +17,8 @@ from trimtab.collectives import reduction_for
 from trimtab.control.compression.adaptive import Adaptive
 from trimtab.control.compression.ddp import compress_ddp
 from trimtab.measure import exchange
+from trimtab.measure.kernels import cast, codec_times
+from trimtab.precision.reference import quantize, quantize_fp8
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -30,6 +32,28 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def test_kernels_are_timed_with_fp32() -> None:
+    with default_type(torch.float64):
+        assert codec_times(4, torch.device("cpu"), rounds=1)
+        assert cast("int8>fp32", 8, torch.device("cpu"))().dtype == torch.float32
+
+
+def test_codes_and_scales_are_those_of_fp32() -> None:
+    values = torch.randn(16, 8, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+
+    def coded() -> list[torch.Tensor]:
+        eight = quantize_fp8(values, torch.float8_e4m3fn, key=0, stochastic=False)
+        codes, scales = quantize(values, "rows", key=0, stochastic=False)
+        return [codes, scales, eight[0].float(), eight[1]]
+
+    expected = coded()
+    for dtype in (torch.float64, torch.bfloat16):
+        with default_type(dtype):
+            for own, other in zip(coded(), expected, strict=True):
+                assert own.dtype == other.dtype
+                assert torch.equal(own, other)
 
 
 def on_rank() -> None:
