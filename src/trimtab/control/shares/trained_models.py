@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.control.sharded_waits import sharded_parameters
 from trimtab.control.shares.between_samples import has_standardized_columns
-from trimtab.control.shares.model_form import problem_of_model
 from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
@@ -98,7 +97,7 @@ class TrainedModels:
         """Why batches must be equal on all ranks, of the first module that has a reason."""
         if self._standardized:
             return "the model's inputs are standardized by those of their batch"
-        problems = (problem_of_model(model) for model in self._trained)
+        problems = (_problem_of(model) for model in self._trained)
         return next((problem for problem in problems if problem is not None), None)
 
     def state(self) -> dict[tuple[int, str], tuple[float, float]]:
@@ -132,6 +131,20 @@ class TrainedModels:
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 leave_out(module, clock)
+
+
+def _problem_of(model: nn.Module) -> str | None:
+    """Why batches of a DDP or FSDP2 module must be equal on all ranks; None if they need not."""
+    for name, module in model.named_modules():
+        normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        if normalizes and not isinstance(module, nn.SyncBatchNorm):
+            return f"{type(module).__name__} {name} normalizes by each rank's own samples"
+    if getattr(getattr(model, "_join_config", None), "enable", False):
+        return "ranks may run out of data one by one (DDP's join)"
+    group = getattr(model, "process_group", None)
+    if group is not None and group.size() != dist.get_world_size():
+        return "DistributedDataParallel averages over some of the ranks only"
+    return None
 
 
 def _averages_over_all(model: nn.Module) -> bool:
