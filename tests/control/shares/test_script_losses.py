@@ -102,7 +102,16 @@ def hidden(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="sum") * torch.tensor(1 / len(targets))
 
 
+def clamped() -> nn.Module:
+    """Gradients are clipped value by value, before they are averaged."""
+    model = net()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
 TRAPS: dict[str, dict[str, Any]] = {
+    "(register_hook)": {"model": clamped},
     "targets are ignored": {"loss": smoothed},
     "differs from rank to rank": {"loss": scaled_by_rank},
     "normalized by those of their batch": {"loss": normalized},

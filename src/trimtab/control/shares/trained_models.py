@@ -139,6 +139,9 @@ def _problem_of(model: nn.Module) -> str | None:
         normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
         if normalizes and not isinstance(module, nn.SyncBatchNorm):
             return f"{type(module).__name__} {name} normalizes by each rank's own samples"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            return f"a hook on {name} gets the gradient of each rank's own samples (register_hook)"
     if getattr(getattr(model, "_join_config", None), "enable", False):
         return "ranks may run out of data one by one (DDP's join)"
     group = getattr(model, "process_group", None)
