@@ -12,6 +12,7 @@ from torch import nn
 from trimtab.control.shares.between_samples import (
     compares_samples,
     has_standardized_columns,
+    is_standardized,
     problem_of_gradient,
 )
 from trimtab.control.shares.loss_form import UNREADABLE, loss_form
@@ -83,6 +84,7 @@ def heads(out: torch.Tensor) -> torch.Tensor:
             "normalized by those of their batch",
         ),
         (lambda out: F.mse_loss(out[:, 0], ADVANTAGES), "targets of samples are standardized"),
+        (lambda out: F.mse_loss(out[:, 0], WEIGHTS / WEIGHTS.std()), "targets of samples are standardized"),
         (
             lambda out: F.binary_cross_entropy_with_logits(
                 out[:, 0], (SIGNS > 0).float(), WEIGHTS / WEIGHTS.mean()
@@ -149,6 +151,13 @@ def test_inputs_that_were_standardized_in_their_batch_are_seen() -> None:
     assert has_standardized_columns((whole - whole.mean(0)) / whole.std(0), SAMPLES)
     for inputs in (whole, F.layer_norm(whole, (5,)), SIGNS, torch.zeros(SAMPLES, 3), TARGETS, whole[:1]):
         assert not has_standardized_columns(inputs, len(inputs))
+        assert not is_standardized(inputs, len(inputs))
+    for together in (
+        (whole - whole.mean()) / whole.std(),
+        whole / whole.std(),
+        whole / whole.std(correction=0),
+    ):
+        assert is_standardized(together, SAMPLES)
     assert not has_standardized_columns(INPUTS - INPUTS.mean(0), SAMPLES + 1), "these rows are no samples"
 
 

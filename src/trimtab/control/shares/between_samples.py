@@ -42,6 +42,9 @@ _ALIKE = 1e-4
 _CENTERED = 1e-5
 """Values whose mean is so small a part of their size had it subtracted."""
 
+_UNIT = 2e-6
+"""Values whose standard deviation is so close to 1 were divided by it."""
+
 _LOOKED_AT = 1 << 22
 """Constants of more values are no weights of samples, and copies of them would take memory."""
 
@@ -296,7 +299,7 @@ def _are_normalized(weights: Any, samples: int, *, near: bool) -> bool:
 
 
 def is_standardized(values: Any, samples: int) -> bool:
-    """Whether the mean over the batch was subtracted from these constants, together or column by column."""
+    """Whether their batch's mean was subtracted from these constants, or they were divided by its deviation."""
     if (rows := _rows_of(values, samples)) is None or len(rows) < 2 or rows.numel() > _MOST_STANDARDIZED:
         return False
     if bool((rows == rows.round()).all()):
@@ -304,7 +307,11 @@ def is_standardized(values: Any, samples: int) -> bool:
     size = float(rows.abs().mean())
     if not size or (rows.shape[1] > 1 and float(rows.mean(1).abs().max()) < _ALIKE * size):
         return False  # in each sample by itself
-    return abs(float(rows.mean())) < _CENTERED * size
+    return abs(float(rows.mean())) < _CENTERED * size or _has_unit_deviation(rows)
+
+
+def _has_unit_deviation(rows: torch.Tensor) -> bool:
+    return any(abs(float(rows.std(correction=lost)) - 1) < _UNIT for lost in (0, 1))
 
 
 def has_standardized_columns(values: torch.Tensor, samples: int | None) -> bool:

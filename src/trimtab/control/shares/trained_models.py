@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trimtab.control.sharded_waits import sharded_parameters
-from trimtab.control.shares.between_samples import has_standardized_columns
+from trimtab.control.shares.between_samples import has_standardized_columns, is_standardized
 from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
@@ -90,7 +90,7 @@ class TrainedModels:
         if latest is module:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
             self.rows = next((x.size(0) for x in tensors), None)  # nested tensors have no `len`
-            if self.observing and any(has_standardized_columns(x, self.rows) for x in tensors):
+            if self.observing and any(_is_standardized(x, self.rows) for x in tensors):
                 self._standardized = True
 
     def problem(self) -> str | None:
@@ -148,6 +148,10 @@ def _problem_of(model: nn.Module) -> str | None:
     if group is not None and group.size() != dist.get_world_size():
         return "DistributedDataParallel averages over some of the ranks only"
     return None
+
+
+def _is_standardized(values: torch.Tensor, rows: int | None) -> bool:
+    return has_standardized_columns(values, rows) or bool(rows and is_standardized(values, rows))
 
 
 def _averages_over_all(model: nn.Module) -> bool:
