@@ -59,7 +59,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 def start(columns: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """The first right factor: the same on every rank with the same seed."""
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
-    return torch.randn(columns, rank, generator=generator).to(device)
+    return torch.randn(columns, rank, dtype=torch.float32, generator=generator).to(device)
 
 
 def orthonormal(factor: torch.Tensor) -> torch.Tensor:

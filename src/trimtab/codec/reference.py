@@ -110,7 +110,7 @@ def _decode_segment(part: Tensor, segment: Segment, dtype: torch.dtype) -> Tenso
     """The segment's values, fp32."""
     if segment.bits == RAW:
         return part[: segment.numel * dtype.itemsize].clone().view(dtype).float()
-    values = torch.empty(segment.numel, device=part.device)
+    values = torch.empty(segment.numel, dtype=torch.float32, device=part.device)
     for first, rows, length in _runs(segment):
         pairs, body = _regions(part, segment, first, rows, length)
         low, unit = pairs.clone().view(torch.float32).view(rows, 2).unsqueeze(2).unbind(1)

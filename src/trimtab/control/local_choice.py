@@ -133,7 +133,8 @@ def _stream_s(
 ) -> float:
     """Seconds of several exchanges of so many values that follow each other, as fragments do. Collective."""
     piece = Piece(name="", offset=0, numel=numel, bits=bits, block=128)
-    flats = torch.randn(count, numel, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    flats = torch.randn(count, numel, dtype=torch.float32, generator=generator).to(device)
     streams = streams_for(device, STREAMS)
     reductions = [
         host_reduction([(piece, flat.shape)], device, groups, _codec(bits), seed=0, feedback=ErrorFeedback())
@@ -175,7 +176,7 @@ def codec_work_s(measured: Exchange, small: Exchange, numel: int) -> float:
 def _arithmetic_s(numel: int, device: torch.device) -> float:
     """Computing time of the outer gradients and steps of all weights."""
     agreed, momentum, change = torch.zeros(
-        3, min(numel, 1 << 20 if device.type == "cpu" else LARGEST), device=device
+        3, min(numel, 1 << 20 if device.type == "cpu" else LARGEST), dtype=torch.float32, device=device
     )
 
     def step() -> None:

@@ -60,7 +60,8 @@ def measure_exchanges(
     """
 
     def trial(numel: int) -> _Trial:
-        flat = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(numel))
+        generator = torch.Generator(device).manual_seed(numel)
+        flat = torch.randn(numel, dtype=torch.float32, device=device, generator=generator)
 
         def compressed(codec: Block | Uncompressed, feedback: bool) -> Callable[[], None]:
             bits, block = (codec.bits, codec.block) if isinstance(codec, Block) else (RAW, 1024)
@@ -110,7 +111,7 @@ def measure_gather(
     def trial(numel: int) -> _Trial:
         own = max(1, numel // world)
         generator = torch.Generator(device).manual_seed(numel)
-        shard = torch.randn(own, device=device, generator=generator).to(dtype)
+        shard = torch.randn(own, dtype=torch.float32, device=device, generator=generator).to(dtype)
         output = torch.empty(own * world, device=device, dtype=dtype)
         piece = Piece(name="", offset=0, numel=own, bits=bits, block=WEIGHT_BLOCK)
         layout = plan_shards([piece], dtype, world, rank)

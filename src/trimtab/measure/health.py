@@ -315,7 +315,7 @@ def measure_link(hosts: int) -> Finding:
     world = dist.get_world_size()
 
     def seconds(nbytes: int) -> float:
-        buffer = torch.zeros(nbytes // 4, device=device)
+        buffer = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
         return repeated_seconds(lambda: dist.all_reduce(buffer), device, repeats=5)
 
     latency = seconds(LATENCY_BYTES)

@@ -83,7 +83,7 @@ def inside_rate(hierarchy: Hierarchy, group: dist.ProcessGroup, device: torch.de
     exchange, most = hierarchy.inside, max(len(members) for members in hierarchy.hosts.ranks)
 
     def seconds(numel: int) -> float:
-        flat = torch.zeros(numel, device=device)
+        flat = torch.zeros(numel, dtype=torch.float32, device=device)
         cuts = [numel * rank // exchange.world for rank in range(exchange.world + 1)]
 
         def run() -> None:

@@ -47,14 +47,14 @@ def cast_lines(device: torch.device, directions: Sequence[str]) -> dict[str, Lin
 def cast(direction: str, rows: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """The cast of a matrix with so many rows, as a function to time."""
     source, _, target = direction.partition(">")
-    values = torch.randn(rows, COLUMNS, device=device)
+    values = torch.randn(rows, COLUMNS, dtype=torch.float32, device=device)
     if target in ("int8", "fp8") and source in DTYPES:
         typed = values.to(DTYPES[source])
         products = products_for(target, None, None, device.type)
         draw = Draw(1, torch.zeros(1, dtype=torch.int64, device=device), True)
         return lambda: products.input(typed, draw)[0]
     if source == "int8" and target in DTYPES:
-        codes, scales = values.to(torch.int8), torch.ones(rows, 1, device=device)
+        codes, scales = values.to(torch.int8), torch.ones(rows, 1, dtype=torch.float32, device=device)
         return lambda: (codes * scales).to(DTYPES[target])
     if source not in DTYPES or target not in DTYPES or source == target:
         raise TrimtabError(
@@ -74,7 +74,7 @@ def codec_times(
         coded = Segment(offset=0, numel=numel, bits=bits, block=block)
         exact = Segment(offset=numel, numel=EXACT, bits=RAW, block=1024)
         packing = Packing(segments=(coded, exact), dtype=torch.float32)
-        flat = torch.randn(numel + EXACT, device=device)
+        flat = torch.randn(numel + EXACT, dtype=torch.float32, device=device)
         out = torch.zeros(packing.nbytes, dtype=torch.uint8, device=device)
         cases["encode", numel] = partial(kernels.encode, flat, packing, out, stream=1, scale=0.5)
         cases["decode", numel] = partial(kernels.decode, out, packing, flat)

@@ -206,7 +206,7 @@ class LinkProbe:
         device, group, world = self._device, self._group, self._world_size
         of: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
         if collective == "all_reduce":
-            values = torch.zeros(nbytes // 4, device=device)
+            values = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
             return lambda: started(dist.all_reduce(values, group=group, async_op=True))
         if collective == "all_gather":
             mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -288,7 +288,7 @@ def _name(host: str, index: int) -> str:
 def _speed(device: torch.device, *, quick: bool) -> float:
     """Matrix products per second, over long enough that a CPU quota counts in full."""
     side = SPEED_SIDE[device.type]
-    matrix = torch.randn(side, side, device=device)
+    matrix = torch.randn(side, side, dtype=torch.float32, device=device)
     meet(device)
     at_least_s = 0.2 if quick else 0.5
     return 1 / seconds_per_call(

@@ -131,7 +131,7 @@ def is_hopeless(precision: str, device: torch.device) -> bool:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if dtype is None or device.type != "cpu":
         return False
-    plain = torch.randn(_TRIAL_SIZE, _TRIAL_SIZE)
+    plain = torch.randn(_TRIAL_SIZE, _TRIAL_SIZE, dtype=torch.float32)
     half = plain.to(dtype)
     times: list[tuple[float, float]] = []
     threads = torch.get_num_threads()

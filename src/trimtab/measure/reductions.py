@@ -52,7 +52,7 @@ class ReductionProbe:
                 pieces.append((piece, torch.Size(tensors[name].shape)))
                 offset += numel
             reduction = reduction_for(pieces, torch.float32, device, tuple(groups), Block(bits=bits), seed=0)
-            self._row.append((reduction, torch.zeros(offset, device=device)))
+            self._row.append((reduction, torch.zeros(offset, dtype=torch.float32, device=device)))
         self._run()
 
     def round(self) -> None:

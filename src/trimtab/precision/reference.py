@@ -35,7 +35,9 @@ def quantize(
     finite = largest.isfinite()
     nonzero = finite & (largest >= LEAST_MAGNITUDE)
     # The reciprocal of 127 is rounded to fp32 first, as in the kernels.
-    scales = torch.where(nonzero, largest * torch.tensor(127.0).reciprocal().to(largest.device), 0.0)
+    scales = torch.where(
+        nonzero, largest * torch.tensor(127.0, dtype=torch.float32).reciprocal().to(largest.device), 0.0
+    )
     scales = torch.where(finite, scales, torch.nan)
     # Tensor by tensor: torch divides a number by a tensor through the reciprocal, which rounds twice.
     inverse = torch.where(nonzero, torch.full_like(largest, 127.0) / largest, 0.0)
@@ -57,7 +59,9 @@ def quantize_fp8(values: Tensor, dtype: torch.dtype, *, key: int, stochastic: bo
     top, mantissa, least = FP8[dtype]
     largest = values.abs().amax()
     nonzero = largest >= LEAST_MAGNITUDE
-    scale = torch.where(nonzero, largest * torch.tensor(top).reciprocal().to(largest.device), 0.0)
+    scale = torch.where(
+        nonzero, largest * torch.tensor(top, dtype=torch.float32).reciprocal().to(largest.device), 0.0
+    )
     v = values * torch.where(nonzero, torch.full_like(largest, top) / largest, 0.0)
     if stochastic:
         size = v.abs()
@@ -89,7 +93,11 @@ def dequantize(
     bias: Tensor | None,
 ) -> Tensor:
     """sum · (row scale · column scale) + bias, in fp32."""
-    scale = torch.ones((1, 1), device=sums.device) if row_scale is None else row_scale[:, None]
+    scale = (
+        torch.ones((1, 1), dtype=torch.float32, device=sums.device)
+        if row_scale is None
+        else row_scale[:, None]
+    )
     if column_scale is not None:
         scale = scale * column_scale
     values = sums.to(torch.float32) * scale

@@ -12,6 +12,7 @@ from torch import nn
 from trimtab.control.shares.between_samples import (
     compares_samples,
     has_standardized_columns,
+    is_standardized,
     problem_of_gradient,
 )
 from trimtab.control.shares.loss_form import UNREADABLE, loss_form
@@ -83,6 +84,7 @@ def heads(out: torch.Tensor) -> torch.Tensor:
             "normalized by those of their batch",
         ),
         (lambda out: F.mse_loss(out[:, 0], ADVANTAGES), "targets of samples are standardized"),
+        (lambda out: F.mse_loss(out[:, 0], WEIGHTS / WEIGHTS.std()), "targets of samples are standardized"),
         (
             lambda out: F.binary_cross_entropy_with_logits(
                 out[:, 0], (SIGNS > 0).float(), WEIGHTS / WEIGHTS.mean()
@@ -96,6 +98,8 @@ def heads(out: torch.Tensor) -> torch.Tensor:
         (lambda out: (out * (out.detach().sigmoid() / SAMPLES)).sum(), "may be divided by their number"),
         (lambda out: (out - out[0]).square().mean(), "one of the samples of a batch by itself"),
         (lambda out: each(out).mean() + out[-1].square().sum(), "one of the samples of a batch by itself"),
+        (lambda out: out.t().square().mean(1).sum(), "MeanBackward1 along the batch"),  # sequences first
+        (lambda out: out.t().square().sum(1).mean(), "SumBackward1 along the batch"),
         (lambda out: sum(row.square().mean() for row in out), "a term for each sample"),
         (lambda out: sum(out[k].square().mean() for k in range(SAMPLES)) / SAMPLES, "a term for each sample"),
     ],
@@ -113,6 +117,7 @@ def test_what_mixes_samples_is_named(loss: Loss, words: str) -> None:
         lambda out: each(out).mean(0) + out.square().mean((0, 1)) + 0.1 * LAYER.weight.norm(),
         lambda out: F.layer_norm(out, (4,)).softmax(-1).cumsum(1).flip(1).roll(1, 1).square().sum(1).mean(),
         lambda out: out.t().contiguous().softmax(0).mean(0).square().sum(),  # sequences first
+        lambda out: out.t().square().sum(0).mean(),
         lambda out: out[torch.arange(SAMPLES), TARGETS].square().mean(),
         lambda out: out[TARGETS > 0].square().mean(),
         lambda out: (
@@ -146,6 +151,13 @@ def test_inputs_that_were_standardized_in_their_batch_are_seen() -> None:
     assert has_standardized_columns((whole - whole.mean(0)) / whole.std(0), SAMPLES)
     for inputs in (whole, F.layer_norm(whole, (5,)), SIGNS, torch.zeros(SAMPLES, 3), TARGETS, whole[:1]):
         assert not has_standardized_columns(inputs, len(inputs))
+        assert not is_standardized(inputs, len(inputs))
+    for together in (
+        (whole - whole.mean()) / whole.std(),
+        whole / whole.std(),
+        whole / whole.std(correction=0),
+    ):
+        assert is_standardized(together, SAMPLES)
     assert not has_standardized_columns(INPUTS - INPUTS.mean(0), SAMPLES + 1), "these rows are no samples"
 
 

@@ -43,6 +43,8 @@ def test_means(scores: torch.Tensor, layer: nn.Linear) -> None:
         F.cross_entropy(scores, TARGETS, reduction="none").mean(): (N,),
         F.cross_entropy(scores, TARGETS, label_smoothing=0.1): (N,),
         F.cross_entropy(scores, TARGETS) + 0.1 * F.mse_loss(layer.weight, torch.zeros(CLASSES, 4)): (N,),
+        (-layer.bias[0]).exp() * F.cross_entropy(scores, TARGETS) + layer.bias[0]: (N,),
+        F.softplus(layer.bias[0]) * F.cross_entropy(scores, TARGETS) - layer.bias[0].sigmoid().log(): (N,),
     }
     for loss, means in cases.items():
         form = loss_form(loss)

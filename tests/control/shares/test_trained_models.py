@@ -17,6 +17,8 @@ from trimtab.planning.shares.batch import Adjust
 from trimtab.run_settings import own_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.pool import Pool
 
     from trimtab.control.shares.takeover import Takeover
@@ -161,12 +163,12 @@ class Running(nn.Module):
 class Standardizes(nn.Module):
     """Calls a model with inputs that were standardized in their batch, as scripts do themselves."""
 
-    def __init__(self, model: Ddp) -> None:
+    def __init__(self, model: Ddp, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.prepare = model, prepare
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.model((inputs - inputs.mean(0)) / inputs.std(0))
+        scores: torch.Tensor = self.model(self.prepare(inputs))
         return scores
 
 
@@ -189,10 +191,15 @@ def on_rank_statistics() -> None:
     with taken_over(OWN) as takeover:
         assert set(train(divided(), wrapped(takeover, Running()))) == {8}
     assert any("statistics of each rank's own samples in module.mean" in said for said in takeover.texts)
-    with taken_over(OWN) as takeover:
-        outer: Any = Standardizes(wrapped(takeover, net()))
-        assert set(train(divided(), outer)) == {8}
-    assert any("standardized by those of their batch" in said for said in takeover.texts)
+    preparations: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda inputs: (inputs - inputs.mean(0)) / inputs.std(0),
+        lambda inputs: inputs / inputs.std(),
+    ]
+    for prepare in preparations:
+        with taken_over(OWN) as takeover:
+            outer: Any = Standardizes(wrapped(takeover, net()), prepare)
+            assert set(train(divided(), outer)) == {8}
+        assert any("standardized by those of their batch" in said for said in takeover.texts)
     for reduce in (torch.mean, torch.sum):
         with taken_over(OWN) as takeover:
             outer = Attacked(wrapped(takeover, net()), reduce)

@@ -51,12 +51,12 @@ def on_rank() -> None:
     own = OWN[dist.get_rank()]
     expected, _, _ = train(None, loss=of_items)
     with taken_over(OWN) as takeover:
-        takeover.scope, takeover.items = "all ranks", ITEMS
+        takeover.losses.scope, takeover.losses.items = "all ranks", ITEMS
         found, sizes, _ = train(takeover, loss=of_items)
     assert own in sizes
     assert (found - expected).abs().max() < 1e-10
     with taken_over(OWN) as takeover:
-        takeover.scope, takeover.items = "all ranks", ITEMS
+        takeover.losses.scope, takeover.losses.items = "all ranks", ITEMS
         _, sizes, _ = train(takeover, loss=of_classes)
     assert set(sizes) == {8, 1}
     assert any("weighted by class" in said for said in takeover.texts)

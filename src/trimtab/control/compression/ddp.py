@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.codec import Block, Codec, PowerSGD, TopK, Uncompressed
+from trimtab.codec.packing import DTYPES
 from trimtab.collectives.groups import destroy_groups
 from trimtab.collectives.hierarchy import Hierarchy, one_host
 from trimtab.control.compression.adaptive import Adaptive, Controller, emit_bits, family_codec
@@ -93,8 +94,13 @@ def compress_ddp(
             "use trimtab.codec.Block, or equal shares without balance"
         )
     reason = f"compressing with {codec}, as requested"
-    if codec is None and not any(p.dim() > 1 and p.numel() >= min_numel for p in parameters):
+    large = [p for p in parameters if p.dim() > 1 and p.numel() >= min_numel]
+    if codec is None and not large:
         return "no parameter is large enough to be worth compressing"
+    if codec is None and not any(p.dtype in DTYPES for p in large):
+        return (
+            f"not compressing: gradients in {str(large[0].dtype).removeprefix('torch.')} are sent as they are"
+        )
     if codec is None and planned_route is None and (fixed[0] is None or fixed[0].inside is not None):
         hierarchy, why = _through_shared_memory(model, siblings, measured=fixed[0] is None)
         if hierarchy is not None:

@@ -72,7 +72,7 @@ class Statistics:
         self.samples = {name: sample_of(numel, block, most) for name, (numel, block) in layers.items()}
         self._sizes = [math.prod(sample.shape) for sample in self.samples.values()]
         self._average, self._newest, self._own = (
-            torch.zeros(sum(self._sizes), device=device) for _ in range(3)
+            torch.zeros(sum(self._sizes), dtype=torch.float32, device=device) for _ in range(3)
         )
         self.averages, self._newest_of, self._own_of = map(
             self._by_name, (self._average, self._newest, self._own)
@@ -84,8 +84,8 @@ class Statistics:
         """Layers of which this rank's own gradient is kept."""
         self._names = {name: place for place, name in enumerate(layers)}
         self._known: dict[tuple[str, ...], torch.Tensor] = {}
-        self._squares, self._latest = torch.zeros(2, len(layers), device=device).unbind()
-        shares = torch.tensor([sample.share for sample in self.samples.values()])
+        self._squares, self._latest = torch.zeros(2, len(layers), dtype=torch.float32, device=device).unbind()
+        shares = torch.tensor([sample.share for sample in self.samples.values()], dtype=torch.float32)
         self._scale = shares.rsqrt().to(device)
         self._layer_of: torch.Tensor | None = None
         if device.type == "cuda":
@@ -146,7 +146,7 @@ class Statistics:
         self.fold()
         names = [name for name, count in self.counts.items() if count]
         places = self._places(names)
-        owed = torch.zeros(len(names), device=self._latest.device)
+        owed = torch.zeros_like(self._latest[places])
         residuals = [None if memory is None else memory.residual(name) for name in names]
         if names and all(residual is not None for residual in residuals):
             held = [self.samples[n].of(r, 0) for n, r in zip(names, residuals, strict=True) if r is not None]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from trimtab.control.shares.counted_targets import UNEQUAL_TARGETS
 from trimtab.control.shares.loss_form import LossForm
+from trimtab.errors import TrimtabError
 
 _OTHER_NUMBERS = "what the loss is a mean over, or multiplied or divided by, differs from rank to rank"
 
@@ -41,6 +42,20 @@ def agreed_problem(
     if named is None and any(each != numbers[0] for each in numbers):
         return _OTHER_NUMBERS
     return named or _of_own_samples(states)
+
+
+def require_one_rate(rates: Sequence[float]) -> None:
+    """Refuse what would let the ranks' parameters drift apart, which nothing else would show.
+
+    Raises:
+        TrimtabError: the ranks have different ones.
+    """
+    if len(set(rates)) > 1:
+        raise TrimtabError(
+            f"run: learning rates differ, from {min(rates):.4g} to {max(rates):.4g} on the ranks, now that batches are "
+            "uneven: the script sets them by the samples of its own batches; count those of all ranks, or use "
+            "--batch-sizes equal"
+        )
 
 
 def _of_own_samples(states: Sequence[Mapping[tuple[int, str], tuple[float, float]]]) -> str | None:

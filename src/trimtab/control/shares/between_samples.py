@@ -42,6 +42,9 @@ _ALIKE = 1e-4
 _CENTERED = 1e-5
 """Values whose mean is so small a part of their size had it subtracted."""
 
+_UNIT = 2e-6
+"""Values whose standard deviation is so close to 1 were divided by it."""
+
 _LOOKED_AT = 1 << 22
 """Constants of more values are no weights of samples, and copies of them would take memory."""
 
@@ -151,18 +154,20 @@ def _mixes(node: Any, kind: str, samples: int, *, near: bool) -> bool:
     """Whether an operation computes something from several samples, or puts them in another order."""
     shape = _shape_before(node)
     if kind in _STATISTICS or kind in _ALONG_AN_AXIS:
-        anyway = near and kind in _STATISTICS
-        return _has_samples_first(shape, samples, anyway=anyway) and _along_first_axis(node, len(shape))
+        reduces = near and kind in _STATISTICS
+        if reduces and _has_samples_second(shape, samples):  # as recurrent models have them, after the time
+            return _along_axis(1, node, len(shape))
+        return _has_samples_first(shape, samples, anyway=reduces) and _along_axis(0, node, len(shape))
     if not _has_samples_first(shape, samples):
         return False
     if shape[0] == samples:  # experts take tokens in an order of their own, and put them back
         if kind in ("Slice", "Split"):
             part = _shape(node)
-            return _along_first_axis(node, len(shape)) and len(part) > 0 and part[0] != samples
+            return _along_axis(0, node, len(shape)) and len(part) > 0 and part[0] != samples
         if kind == "Index":
             return _changes_places(node._saved_indices[0], samples)
         if kind == "IndexSelect":
-            return _along_first_axis(node, len(shape)) and _changes_places(node._saved_index, samples)
+            return _along_axis(0, node, len(shape)) and _changes_places(node._saved_index, samples)
     return kind in ("NativeBatchNorm", "CudnnBatchNorm") and bool(node._saved_training)
 
 
@@ -172,18 +177,24 @@ def _has_samples_first(shape: Sequence[int], samples: int, *, anyway: bool = Fal
     Args:
         anyway: if nothing else is known of it.
     """
-    if not shape or (len(shape) > 1 and shape[0] != samples == shape[1]):
+    if not shape or _has_samples_second(shape, samples):
         return False
     of_tokens = len(shape) <= 2 and shape[0] % samples == 0
     return shape[0] == samples or (shape[0] > 1 and (of_tokens or anyway))
 
 
-def _along_first_axis(node: Any, rank: int) -> bool:
-    """Whether an operation goes along axis 0, or along all axes; a saved axis is unsigned."""
+def _has_samples_second(shape: Sequence[int], samples: int) -> bool:
+    return len(shape) > 1 and shape[0] != samples == shape[1]
+
+
+def _along_axis(axis: int, node: Any, rank: int) -> bool:
+    """Whether an operation goes along this axis, or along all axes; a saved axis is unsigned."""
     axes = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     if axes is None or axes == ():
         return True
-    return not set(axes if isinstance(axes, list | tuple) else (axes,)).isdisjoint({0, -rank % (1 << 64)})
+    return not set(axes if isinstance(axes, list | tuple) else (axes,)).isdisjoint(
+        {axis, (axis - rank) % (1 << 64)}
+    )
 
 
 def _shape(node: Any, place: int = 0) -> tuple[int, ...]:
@@ -206,11 +217,7 @@ def _places_of(node: Any, kind: str, samples: int) -> set[int]:
     if kind not in ("Select", "Unbind"):
         return set()
     shape = _shape_before(node)
-    if (
-        not _has_samples_first(shape, samples)
-        or shape[0] != samples
-        or not _along_first_axis(node, len(shape))
-    ):
+    if not _has_samples_first(shape, samples) or shape[0] != samples or not _along_axis(0, node, len(shape)):
         return set()
     if kind == "Unbind":
         return set(range(samples))
@@ -292,7 +299,7 @@ def _are_normalized(weights: Any, samples: int, *, near: bool) -> bool:
 
 
 def is_standardized(values: Any, samples: int) -> bool:
-    """Whether the mean over the batch was subtracted from these constants, together or column by column."""
+    """Whether their batch's mean was subtracted from these constants, or they were divided by its deviation."""
     if (rows := _rows_of(values, samples)) is None or len(rows) < 2 or rows.numel() > _MOST_STANDARDIZED:
         return False
     if bool((rows == rows.round()).all()):
@@ -300,7 +307,11 @@ def is_standardized(values: Any, samples: int) -> bool:
     size = float(rows.abs().mean())
     if not size or (rows.shape[1] > 1 and float(rows.mean(1).abs().max()) < _ALIKE * size):
         return False  # in each sample by itself
-    return abs(float(rows.mean())) < _CENTERED * size
+    return abs(float(rows.mean())) < _CENTERED * size or _has_unit_deviation(rows)
+
+
+def _has_unit_deviation(rows: torch.Tensor) -> bool:
+    return any(abs(float(rows.std(correction=lost)) - 1) < _UNIT for lost in (0, 1))
 
 
 def has_standardized_columns(values: torch.Tensor, samples: int | None) -> bool:

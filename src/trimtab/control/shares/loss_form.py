@@ -46,6 +46,7 @@ _OF_WEIGHTS = {
         "SubBackward0",
     ),
     *("SoftmaxBackward0", "LogSoftmaxBackward0", "MvBackward0", "DotBackward0", "VdotBackward0"),
+    *("ExpBackward0", "NegBackward0", "LogBackward0", "SigmoidBackward0", "SoftplusBackward0"),
 }
 """What weights go through between their parameter and their use."""
 

@@ -63,7 +63,8 @@ def take_over(
         return differentiate(outputs, *args, **kwargs)
 
     iterator.__init__, iterator.__next__ = begin_epoch, next_batch
-    torch.autograd.backward, torch.autograd.grad = weighted_backward, watched_grad
+    torch.autograd.backward = torch.compiler.disable(weighted_backward)  # a compiled step must not trace it
+    torch.autograd.grad = watched_grad
     give_collectives_back = watch_collectives(takeover.exchanged)
 
     def give_back() -> None:

@@ -6,8 +6,8 @@
    own batch's. A later place would be wrong: `no_sync` adds up the batches of a step before the communication hook
    runs, and SyncBatchNorm exchanges gradients inside the backward pass. Every average after it (DDP's, that of a
    communication hook or of the backend, FSDP2's reduce-scatter) gets weighted gradients.
-3. At first batches are equal. Three of them show whether the script can be cut: one backward pass for each, a loss that
-   is a mean or a sum, no BatchNorm. If not on all ranks, they stay equal, and one line says why.
+3. At first batches are equal. Three of them show whether the script can be cut (`script_losses.py`). If not on all
+   ranks, they stay equal, and one line says why.
 4. Then shares follow measured speeds, or are those that the user gave; a plan of the autopilot is a starting point.
 """
 
@@ -26,10 +26,9 @@ from trimtab.control.rank_values import gather_numbers
 from trimtab.control.running_local_steps import averaging_ranks, running_local_steps
 from trimtab.control.sharded_waits import leave_out_waits
 from trimtab.control.shares import cutting
-from trimtab.control.shares.agreed_problem import agreed_problem
-from trimtab.control.shares.between_samples import compares_samples, problem_of_gradient
+from trimtab.control.shares.agreed_problem import require_one_rate
+from trimtab.control.shares.between_samples import problem_of_gradient
 from trimtab.control.shares.capacity import BatchCapacity
-from trimtab.control.shares.counted_targets import CountedTargets
 from trimtab.control.shares.cutting import (
     BY_TURNS,
     CutBatch,
@@ -42,10 +41,10 @@ from trimtab.control.shares.cutting import (
 from trimtab.control.shares.loss_form import LossForm, loss_form
 from trimtab.control.shares.sampler import ShareSampler
 from trimtab.control.shares.script_collectives import SUM, problem_of_exchange, require_equal_rows
+from trimtab.control.shares.script_losses import ScriptLosses
 from trimtab.control.shares.sizes import RequestedSizes
-from trimtab.control.shares.sum_or_mean import SumOrMean
 from trimtab.control.shares.trained_models import TrainedModels
-from trimtab.control.shares.trainer_loss import OF_THIS_RANK, divided_by, watch_trainer
+from trimtab.control.shares.trainer_loss import watch_trainer
 from trimtab.control.shares.windows import ShareWindows, emit_shares
 from trimtab.environment import listed_by_rank, logger
 from trimtab.errors import TrimtabError
@@ -53,8 +52,8 @@ from trimtab.measure.local_clock import LocalClock
 from trimtab.planning.shares.batch import Adjust, share_batch
 from trimtab.run_settings import OwnSteps
 
-OBSERVED = 3
-"""Batches with equal shares that show whether a script can be cut."""
+_PROOF = 4
+"""Uneven steps that are looked at by all ranks together, one by one."""
 
 
 class Takeover:
@@ -67,11 +66,6 @@ class Takeover:
         """`sizes` are the batches that the user wants, by rank; by default shares follow speeds by `rule`."""
         self._requested = None if sizes is None else RequestedSizes(sizes)
         self.follows_speeds = sizes is None
-        self.scope: str | None = None
-        """Whose tokens a framework asks the loss to be divided by, if not its own batch's; see `trainer_loss`."""
-        self.items: Any = None
-        self._of_items = False
-        """Whether the loss was divided by these."""
         self.texts: set[str] = set()
         """What was logged."""
         self._rule = rule or Adjust()
@@ -79,27 +73,20 @@ class Takeover:
         self._sources: weakref.WeakKeyDictionary[Any, CutLoader | LeftAlone] = weakref.WeakKeyDictionary()
         self._latest: CutLoader | LeftAlone | None = None
         self._source: CutLoader | None = None
-        self._observed = 0
         self._decided = False
-        self._first: LossForm | None = None
-        self._kind = SumOrMean()
+        self.losses = ScriptLosses(self._models)
+        """What they show about the script's batches."""
         self._loaders = StepLoaders()
-        self._forms: list[LossForm] = []
-        """Those of the losses that were observed."""
         self._others = 0
         """Batches of other loaders that the script had got when the last batch was observed."""
-        self._rows_are_samples = False
-        """Whether the first axis of what the model is called with was its samples."""
         self._delivered: CutBatch | None = None
         """The batch that the script got last."""
         self._current: CutBatch | None = None
         self._uncut: CutEpoch | None = None
         """The epoch of the last batch, if it began in evaluation mode, and so has the batches of the plain job."""
-        self._problem: str | None = None
-        self._is_proven = False
-        """Whether the first uneven step since the decision was like the equal ones."""
+        self._proven = 0
+        """Uneven steps since the decision that were like the equal ones, as far as they are looked at."""
         self._step: list[CutBatch] = []
-        self._targets = CountedTargets()
         self._clock: LocalClock | None = None
         self._capacity = BatchCapacity(None)
         self._windows = ShareWindows(self._rule if sizes is None else None, self._capacity, group=None)
@@ -131,7 +118,7 @@ class Takeover:
             return None
         if isinstance(loader.batch_sampler, ShareSampler):
             return None
-        watch_trainer(self)
+        watch_trainer(self.losses)
         if loader not in self._sources:
             self._sources[loader] = cut_loader(loader, lambda: self._models.in_training)
         return self._sources[loader]
@@ -179,11 +166,7 @@ class Takeover:
             if batch.shares is None or len(set(batch.shares)) == 1:
                 self._observe(source, batch, form, losses[0])
         elif self._clock is not None:
-            self._note(self._targets.check(form, batch.own))
-            if batch.shares is not None and batch.own > 1 and not self._of_items:
-                self._note(form.problem)
-                if self._kind.is_new(losses[0]):
-                    self._note(compares_samples(losses[0], batch.own))
+            self.losses.follow(losses[0], form, batch)
             self._clock.follow(losses[0])
         return self._weight_of(batch, form)
 
@@ -214,29 +197,39 @@ class Takeover:
             return
         if self._planned is not None:
             self._take_planned(source)
-        if self._targets.pending >= self._rule.window:
-            self._note(self._targets.problem())
+        self.losses.look_at_targets(at_least=self._rule.window)
         usable = all(batch.shares == source.shares for batch in step)
         if usable and self._is_refuted(source):
-            self._stay_equal(self._agreed_problem() or "")
+            self._stay_equal(self.losses.agreed_problem() or "")
             return
-        new = self._windows.end_step(clock, source.shares, usable=usable, alarm=self._problem is not None)
+        new = self._windows.end_step(
+            clock, source.shares, usable=usable, alarm=self.losses.problem is not None
+        )
         if self._windows.alarm:
-            self._stay_equal(self._agreed_problem() or "")
+            self._stay_equal(self.losses.agreed_problem() or "")
         elif new is not None:
             self._change(source, new)
 
     def _is_refuted(self, source: CutLoader) -> bool:
-        """Whether the first uneven step has shown on some rank that batches must be equal. Collective after that step.
+        """Whether an uneven step has shown on some rank that batches must be equal. Collective after the first ones.
 
         Later ones are asked for window by window.
+
+        Raises:
+            TrimtabError: the ranks have different learning rates now.
         """
-        if self._is_proven or len(set(source.shares)) == 1 or running_local_steps() is not None:
+        if self._proven >= _PROOF or len(set(source.shares)) == 1 or running_local_steps() is not None:
             return False
-        self._is_proven = True
-        self._note(self._targets.problem())
+        self._proven += 1
+        if self._proven == 1:
+            self.losses.look_at_targets()
         with self.waiting():
-            return any(refuted for (refuted,) in gather_numbers([float(self._problem is not None)], None))
+            by_rank = gather_numbers(
+                [float(self.losses.problem is not None), self._models.learning_rates()], None
+            )
+        refuted, rates = zip(*by_rank, strict=True)
+        require_one_rate(rates)
+        return any(refuted)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around what is not part of this rank's work in a step."""
@@ -295,16 +288,12 @@ class Takeover:
                 self.start_from(before.shares, replace=True)
             if before is not None and before.batch_size != latest.batch_size:
                 self._windows.forget(None, other_speeds=True)
-            by_turns = before is not None and self._loaders.go_to_another(known=self._observed >= OBSERVED)
-            self._source, self._observed, self._decided, self._clock = latest, 0, by_turns, None
+            by_turns = before is not None and self._loaders.go_to_another(known=self.losses.are_known)
+            self._source, self._decided, self._clock = latest, by_turns, None
             self._models.observing = not by_turns
             if by_turns:
                 self._say(f"batches stay equal on all ranks: {BY_TURNS}")
-            self._rows_are_samples = False
-            self._first = self._problem = None
-            self._kind.forget()
-            self._forms = []
-            self._targets = CountedTargets()
+            self.losses.restart(latest.batch_size)
             if len(set(latest.shares)) > 1:
                 self._change(latest, None)
             self._require_sizes(latest)
@@ -314,71 +303,33 @@ class Takeover:
 
     def _take(self, source: CutLoader, form: LossForm) -> CutBatch:
         """The oldest waiting batch that the loss can be of; those before it were skipped."""
-        per_sample = self._per_sample
-
-        def matches(batch: CutBatch) -> bool:
-            if self._rows_are_samples and self._models.rows != batch.own:
-                return False
-            counts = {mean / batch.own for mean in form.means}
-            return counts == per_sample if per_sample and counts else all(c == int(c) for c in counts)
-
-        batch, found = source.take(matches)
-        if not found:
+        batch, found = source.take(self.losses.matcher(form))
+        if not found and batch.own > 1:  # torch leaves no trace of how one value was reduced
             self._note("the loss is not a mean over the samples of its batch")
         return batch
 
-    @property
-    def _per_sample(self) -> set[float]:
-        """Values of each sample in the means of the loss, if that does not change from batch to batch."""
-        if self._first is None or self._source is None:
-            return set()
-        return {mean / self._source.batch_size for mean in self._first.means}
-
     def _weight_of(self, batch: CutBatch, form: LossForm) -> float:
-        if self._source is not None and batch.shares is not None:
-            equal = batch.own == self._source.batch_size
-            problem = self._kind.follow(form, batch.own, equal=equal)
-            self._note(None if self._of_items else problem)
-        summed = self._kind.is_sum(form, batch.own)
-        return batch.weigh(summed=self._of_items or summed, team=averaging_ranks())
+        summed = self.losses.weighs_alike(form, batch, cut=self._source is not None)
+        return batch.weigh(summed=summed, team=averaging_ranks())
 
     def _observe(self, source: CutLoader, batch: CutBatch, form: LossForm, loss: torch.Tensor) -> None:
         """One more batch with equal shares; after some the ranks decide together."""
         others = sum(len(other.waiting) for other in cutting.waiting_beside(source, self._sources.values()))
-        self._note(self._models.problem())
-        self._kind.is_new(loss)
-        self._note(compares_samples(loss, batch.own))
-        if self._observed > 0 and others > self._others:
-            self._note(cutting.several_loaders(source, self._sources.values()))
+        several = self.losses.observed > 0 and others > self._others
+        beside = cutting.several_loaders(source, self._sources.values()) if several else None
         self._others = others
-        self._of_items = self.scope is not None and divided_by(form, self.items)
-        if self._of_items:
-            if self.scope == "this rank":
-                self._note(OF_THIS_RANK)
-        elif form.problem is not None:
-            self._note(form.problem)
-        elif batch.shares is not None:
-            if any(mean % batch.own for mean in form.means):
-                self._note(f"the loss is a mean over {form.means[0]} values of {batch.own} samples")
-            self._note(self._kind.observe(form, batch.own))
-            if self._first is None:
-                self._first = form
-            elif form.means != self._first.means:
-                self._first = LossForm()  # lengths vary
-            self._note(self._targets.check(form, batch.own, wait=True))
-        if batch.shares is not None:
-            self._forms.append(form)
-        rows = self._models.rows
-        self._rows_are_samples = rows == batch.own and (self._rows_are_samples or self._observed == 0)
-        self._observed += 1
-        if self._observed < OBSERVED:
-            return
+        self.losses.observe(loss, form, batch, beside)
+        if self.losses.are_known:
+            self._decide(source, loss.device)
+
+    def _decide(self, source: CutLoader, device: torch.device) -> None:
+        """All ranks agree whether batches may be uneven, and begin with them. Collective."""
         self._decided, self._models.observing = True, False
-        problem = self._agreed_problem()
+        problem = self.losses.agreed_problem()
         if problem is not None:
             self._stay_equal(problem)
             return
-        self._clock, self._is_proven = LocalClock(loss.device), False
+        self._clock, self._proven = LocalClock(device), 0
         if (local := running_local_steps()) is not None:
             local.timer = self
         self._models.follow(lambda: self._clock)
@@ -426,20 +377,14 @@ class Takeover:
             self.texts.add(str(error))
             raise
 
-    def _agreed_problem(self) -> str | None:
-        """The problem of the first rank that has one. Collective."""
-        forms, self._forms = self._forms, []
-        return agreed_problem(self._problem, self._targets.of_sample, forms, self._models.state())
-
     def _stay_equal(self, problem: str) -> None:
-        self._clock, self._problem = None, None
+        self._clock, self.losses.problem = None, None
         if self._source is not None and len(set(self._source.shares)) > 1:
             self._change(self._source, None)
         self._say(f"batches stay equal on all ranks: {problem}")
 
     def _note(self, problem: str | None) -> None:
-        if self._problem is None:
-            self._problem = problem
+        self.losses.note(problem)
 
     def _say(self, text: str) -> None:
         if dist.get_rank() == 0 and text not in self.texts:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trimtab.control.sharded_waits import sharded_parameters
-from trimtab.control.shares.between_samples import has_standardized_columns
-from trimtab.control.shares.model_form import problem_of_model
+from trimtab.control.shares.between_samples import has_standardized_columns, is_standardized
 from trimtab.control.training_steps import StepListener, TrainingSteps, in_training_mode
 from trimtab.measure.local_clock import LocalClock, leave_out
 from trimtab.model_state import JobHook
@@ -91,14 +90,14 @@ class TrainedModels:
         if latest is module:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
             self.rows = next((x.size(0) for x in tensors), None)  # nested tensors have no `len`
-            if self.observing and any(has_standardized_columns(x, self.rows) for x in tensors):
+            if self.observing and any(_is_standardized(x, self.rows) for x in tensors):
                 self._standardized = True
 
     def problem(self) -> str | None:
         """Why batches must be equal on all ranks, of the first module that has a reason."""
         if self._standardized:
             return "the model's inputs are standardized by those of their batch"
-        problems = (problem_of_model(model) for model in self._trained)
+        problems = (_problem_of(model) for model in self._trained)
         return next((problem for problem in problems if problem is not None), None)
 
     def state(self) -> dict[tuple[int, str], tuple[float, float]]:
@@ -110,6 +109,14 @@ class TrainedModels:
                     values = buffer.detach().double()
                     sums[place, name] = torch.stack([values.sum(), values.abs().sum()])
         return {key: (float(whole), float(size)) for key, (whole, size) in sums.items()}
+
+    def learning_rates(self) -> float:
+        """The sum of those of the followed module's optimizers."""
+        steps = None if self.followed is None else self._steps.get(self.followed)
+        groups = (
+            group for optimizer in (steps.optimizers if steps else ()) for group in optimizer.param_groups
+        )
+        return float(sum(float(group.get("lr", 0.0)) for group in groups))
 
     def follow(self, clock: Callable[[], LocalClock | None]) -> None:
         """From here on the steps of the latest module count; the listener hears of them."""
@@ -124,6 +131,27 @@ class TrainedModels:
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 leave_out(module, clock)
+
+
+def _problem_of(model: nn.Module) -> str | None:
+    """Why batches of a DDP or FSDP2 module must be equal on all ranks; None if they need not."""
+    for name, module in model.named_modules():
+        normalizes = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        if normalizes and not isinstance(module, nn.SyncBatchNorm):
+            return f"{type(module).__name__} {name} normalizes by each rank's own samples"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            return f"a hook on {name} gets the gradient of each rank's own samples (register_hook)"
+    if getattr(getattr(model, "_join_config", None), "enable", False):
+        return "ranks may run out of data one by one (DDP's join)"
+    group = getattr(model, "process_group", None)
+    if group is not None and group.size() != dist.get_world_size():
+        return "DistributedDataParallel averages over some of the ranks only"
+    return None
+
+
+def _is_standardized(values: torch.Tensor, rows: int | None) -> bool:
+    return has_standardized_columns(values, rows) or bool(rows and is_standardized(values, rows))
 
 
 def _averages_over_all(model: nn.Module) -> bool:
