@@ -135,8 +135,19 @@ class ManyClasses(nn.Module):
         return self.loss(y, targets).loss  # type: ignore[no-any-return]
 
 
+class Pairs(nn.Module):
+    """A bilinear form of what a lowered layer hands on and of the model's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.form = nn.Linear(16, 16), nn.Bilinear(16, 16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.form(self.first(x), x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("pattern", ["first", "?*"])
-@pytest.mark.parametrize("make", [Keywords, ManyClasses])
+@pytest.mark.parametrize("make", [Keywords, ManyClasses, Pairs])
 def test_what_needs_fp32_gets_it(make: Callable[[], Any], pattern: str) -> None:
     torch.manual_seed(0)
     model = make()

@@ -29,8 +29,9 @@ from trimtab.precision_names import LOW, Precision
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 """Modules that autocast would lower to its half type on a GPU, whatever that is: they run without it, in fp32."""
 
-ISOLATED = (*RECURRENT, nn.AdaptiveLogSoftmaxWithLoss)
-"""Modules that run without mixed types: recurrent ones, and one that writes fp32 into a tensor of its input's type."""
+ISOLATED = (*RECURRENT, nn.AdaptiveLogSoftmaxWithLoss, nn.Bilinear)
+"""Modules that run without mixed types: recurrent ones, one that writes fp32 into a tensor of its input's type, and one
+that wants both inputs and its weight in one type."""
 
 
 @dataclass

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.measure.capture.models import MODELS, batch_for
+from tests.precision.test_results import kept_bytes
 from tests.predict.tables import workload_of
 from tests.support.requirements import requires
 from torch import nn
@@ -25,6 +27,9 @@ from trimtab.predict.memory.step_peak import step_memory
 from trimtab.predict.operators.low_precision import _gathered
 from trimtab.predict.precision_patterns import matched, with_products
 from trimtab.workload.tensor import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def allocated_at_most(step: Any) -> int:
@@ -100,6 +105,57 @@ def test_peak_is_what_the_allocator_saw(name: str, autocast: str | None, pattern
         assert 0.95 * predicted.peak <= actual <= 1.05 * (predicted.peak + gathered)
         return
     assert predicted.peak == pytest.approx(actual, rel=tolerance)
+
+
+class Ends(nn.Module):
+    """A layer, and a function of its results that is the largest part of the step."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(16, 512), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x)).mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.square(),
+        lambda y: F.normalize(y, dim=-1),
+        lambda y: y / (1 + y.exp()),
+        lambda y: 1 / (1 + y.exp()),
+    ],
+    ids=["power", "normalized", "quotient", "inverse"],
+)
+def test_what_backward_allocates_in_between_is_counted(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model, batch = Ends(function), (torch.randn(256, 16),)
+    predicted = step_memory(capture_workload(model, batch))
+    assert predicted.peak == pytest.approx(measured(model, batch, None), rel=0.03)
+
+
+def test_an_lstm_keeps_the_workspace_of_its_library() -> None:
+    """Fake tensors have none of it; how it grows with the samples is seen too."""
+    model = nn.LSTM(32, 48, 2, batch_first=True)
+    workload = capture_workload(model, (torch.randn(8, 20, 32),), loss=lambda result: result[0].sum())
+    for samples in (8, 16):
+        x = torch.randn(samples, 20, 32)
+        kept = kept_bytes(Last(model), (x,), False)
+        assert step_memory(workload.at_batch(samples)).activations == pytest.approx(kept, rel=0.03)
+
+
+class Last(nn.Module):
+    """The sum of a recurrent layer's results."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x)[0].sum()
+        return result
 
 
 def test_lower_precision_keeps_less_and_more_samples_keep_more() -> None:

@@ -37,6 +37,49 @@ class Noisy(Mlp):
         return x + self.narrow(hidden * torch.rand_like(hidden) if self.training else hidden)
 
 
+class Bounded(Mlp):
+    """A bound on the norm of all hidden units, which an example's small values do not reach."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.widen(x).relu()
+        return x + self.narrow(hidden / (hidden.norm(dim=-1, keepdim=True) / 20).clamp_min(1))
+
+
+class BoundedByHand(Mlp):
+    """A bound on the largest hidden value that Python looks at."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.widen(x).relu()
+        largest = hidden.max()
+        return x + self.narrow(hidden * (8 / largest) if largest > 8 else hidden)
+
+
+class BoundedScores(nn.Module):
+    """Attention with a bound on the largest score of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (p(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2)
+        scores = scores / (scores.abs().amax() / 20).clamp_min(1)
+        return x + self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Functional(nn.Module):
+    """Projections with well-known names that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.linear(x, self.up.weight, self.up.bias).relu()
+        return x + F.linear(hidden, self.down.weight, self.down.bias)
+
+
 class Undeclarable(Mlp):
     """Cannot run on examples; its scale is between the projections."""
 
@@ -88,6 +131,10 @@ def whole() -> dict[str, str]:
         "dropping": lambda: two(Dropping),
         "noisy": lambda: two(Noisy),
         "tied": tied,
+        "bounded": lambda: two(Bounded),
+        "bounded by hand": lambda: two(BoundedByHand),
+        "bounded scores": lambda: two(BoundedScores),
+        "functional": lambda: two(Functional),
     }
     for name, make in models.items():
         alone = make()
@@ -98,7 +145,7 @@ def whole() -> dict[str, str]:
             continue
         found[name] = "; ".join(sharded_model(spread, "test").replicated.values())
         for model in (alone.eval(), spread.eval()):
-            model(example()).square().mean().backward()
+            model(20 * example()).square().mean().backward()
         assert difference(alone, spread, lambda p: p.grad) < 1e-10, name
     spread = convert(two(Undeclarable), kinds={Undeclarable: MlpKind(ins=("widen",), out="narrow")})
     try:
@@ -122,6 +169,9 @@ def test_what_cannot_be_exact_is_whole_or_refused(ranks: Pool) -> None:
         assert "'drop' in its name" in found["dropping"]
         assert "random numbers" in found["noisy"]
         assert "are one tensor" in found["tied"]
+        for name in ("bounded", "bounded by hand", "bounded scores"):
+            assert "with larger values the sum over its units is not its output" in found[name], name
+        assert "does not call its last projection" in found["functional"]
         assert "scale is used between its projections" in found["declared"]
         assert "create_graph=True" in found["second derivatives"]
 

@@ -315,11 +315,34 @@ class StepMemory:
     def _workspace(self, operator: Operator, phase: Literal["forward", "backward"]) -> int:
         precision = self.precision[operator.index]
         if precision is None:
-            return backend.plain_workspace(operator, self.kind)
+            temporaries = self._temporaries(operator) if phase == "backward" else 0
+            passing = temporaries * self._result_bytes(operator.index)
+            return backend.plain_workspace(operator, self.kind) + passing
         if phase == "forward":
             return backend.forward_workspace(operator, precision, self._arriving(operator), self.kind)
         types = self._arriving(operator), self.graph.leaving[operator.index]
         return backend.backward_workspace(operator, precision, *types, self.kind)
+
+    def _temporaries(self, operator: Operator) -> int:
+        """How many tensors like its result the backward of an operator allocates beside the gradients."""
+        if operator.target in ("aten.pow.Tensor_Scalar", "aten.reciprocal.default"):
+            return 2  # xⁿ⁻¹ and n·xⁿ⁻¹; y² and -g
+        divisor = self._computed(operator, "other") if operator.target == "aten.div.Tensor" else None
+        if divisor is not None:
+            # -g·(x/y)/y: both quotients, -g and their product, which is the gradient of y if that is as large, all of
+            # them before the gradient of x.
+            own = divisor.outputs[0].numel == operator.outputs[0].numel
+            return 4 - own - (self._computed(operator, "self") is not None)
+        return 0
+
+    def _computed(self, operator: Operator, name: str) -> Operator | None:
+        """The operator that computed this argument, if that has a gradient."""
+        argument = operator.arguments.get(name)
+        if not isinstance(argument, str) or not argument.startswith("$"):
+            return None
+        index = operator.inputs[int(argument[1:])]
+        producer = None if index == OUTSIDE else self.workload.operators[index]
+        return producer if producer is not None and producer.differentiable else None
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.rounding) * self.rounding

@@ -27,7 +27,7 @@ from trimtab.sharding.structure.trace import Call, copied
 from trimtab.sharding.unit_block import UnitBlock
 from trimtab.sharding.unit_table import UnitTable
 
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 """Relative difference: far above rounding, and far below that of wrong heads; the root of eps in low precision."""
 
 _SMALL = 0.1
@@ -267,12 +267,11 @@ def _size(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def close(value: Tensor, expected: Tensor) -> bool:
+def close(value: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Whether two results of the same computation are equal up to rounding."""
     if not expected.is_floating_point():
         return torch.equal(value, expected)
-    eps = torch.finfo(expected.dtype).eps
-    tolerance = max(_TOLERANCE, eps**0.5)
+    tolerance = max(tolerance, torch.finfo(expected.dtype).eps ** 0.5)
     value, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (value, expected))
     return bool((value - expected).norm() <= tolerance * expected.norm().clamp_min(1e-30))
 
@@ -280,5 +279,5 @@ def close(value: Tensor, expected: Tensor) -> bool:
 def _near(value: Tensor, expected: Tensor, largest: float) -> bool:
     if not value.numel() and not expected.numel():
         return True
-    tolerance: float = max(_TOLERANCE, torch.finfo(expected.dtype).eps ** 0.5)
+    tolerance: float = max(TOLERANCE, torch.finfo(expected.dtype).eps ** 0.5)
     return _size(value - expected) <= tolerance * max(_size(expected), _SMALL * largest, 1e-30)

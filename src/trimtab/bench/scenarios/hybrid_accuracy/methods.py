@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from trimtab.api.set_precision import set_precision
 from trimtab.bench.harness import AA
+from trimtab.bench.losses import DIVERGED
 from trimtab.bench.scenarios.hybrid_accuracy.settings import Setting
 from trimtab.models.tasks import Task
 from trimtab.precision.operators import operators
@@ -35,15 +37,18 @@ FP32, UNIFORM, TENSOR, CANARY, PLAN, PLAN_INT8, DBS = (
     "plan-int8",
     "dbs",
 )
-METHODS = (FP32, FP32 + AA, UNIFORM, TENSOR, CANARY, PLAN, PLAN_INT8, DBS)
+AGAIN = (FP32 + AA, FP32 + AA + " 2", FP32 + AA + " 3")
+"""The A/A rows: fp32 with changes of the size that bf16 makes, but at random in every step (`rounded_at_random`)."""
+
+METHODS = (FP32, *AGAIN, UNIFORM, TENSOR, CANARY, PLAN, PLAN_INT8, DBS)
 
 PER_TENSOR = Precision(
     forward="int8", grad_input="int8", grad_weight="int8", scales="tensor", rounding="nearest"
 )
 """Cruder than Trimtab's own int8: one scale for a whole tensor, rounded to nearest."""
 
-NUDGE = 1 / 256
-"""Of a weight, relative: the A/A row starts from weights changed by this much."""
+ROUNDING = 1 / 512
+"""Largest relative change of a result of an A/A row: as much as bf16 rounds it."""
 
 _LEVELS = 7
 """Of four bits, up and down."""
@@ -60,10 +65,17 @@ class Way:
     """Its part of the samples."""
 
     kind: str = UNIFORM
-    """`TENSOR` or `CANARY` for a cruder form of what is lowered."""
+    """`TENSOR` or `CANARY` for a cruder form of what is lowered, one of `AGAIN` for fp32 with random changes."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its step time means nothing."""
+        return self.kind in (CANARY, *AGAIN)
 
     def lowered(self, model: nn.Module, seed: int) -> nn.Module:
         """Lower a model in place; `seed` is that of random rounding."""
+        if self.kind in AGAIN:
+            return rounded_at_random(model, seed * len(AGAIN) + AGAIN.index(self.kind))
         if self.kind == CANARY:
             return in_four_bits(model, list(self.precisions))
         crude = self.kind == TENSOR
@@ -87,7 +99,7 @@ def ways(model: nn.Module, plans: Mapping[str, Mapping[str, str]], speed: float)
     plain = Way(precisions={})
     return {
         FP32: plain,
-        FP32 + AA: plain,
+        **{name: Way(precisions={}, kind=name) for name in AGAIN},
         UNIFORM: Way(precisions=low),
         TENSOR: Way(precisions=low, kind=TENSOR),
         CANARY: Way(precisions=low, kind=CANARY),
@@ -121,19 +133,13 @@ class Pair:
         return self.task.batch(2 * self.task.samples, step=step, seed=data_seed)
 
 
-def train(setting: Setting, way: Way, seed: int, steps: int, *, nudged: bool = False) -> dict[str, float]:
+def train(setting: Setting, way: Way, seed: int, steps: int) -> dict[str, float]:
     """Train with a one-cycle learning rate; returns accuracy and loss on what was not trained on, in fp32.
 
-    Args:
-        nudged: start from weights changed by about as much as int8 would round them. What that does to the result
-            is chance: any small change of a run does it.
+    `untrained` is the loss before training.
     """
     task = setting.make(seed)
-    if nudged:
-        generator = torch.Generator().manual_seed(seed + 1000)
-        with torch.no_grad():
-            for parameter in task.model.parameters():
-                parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator))
+    untrained = judge(task)["loss"]
     pair = Pair(task, way, seed)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=setting.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -144,7 +150,7 @@ def train(setting: Setting, way: Way, seed: int, steps: int, *, nudged: bool = F
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return judge(task)
+    return {**judge(task), "untrained": untrained}
 
 
 def judge(task: Task) -> dict[str, float]:
@@ -159,7 +165,38 @@ def judge(task: Task) -> dict[str, float]:
             loss += float(nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"))
             count += labels.numel()
     task.model.train()
-    return {"accuracy": right / count, "loss": loss / count}
+    return {"accuracy": right / count, "loss": loss / count if isfinite(loss) else DIVERGED}
+
+
+class _Jitter(torch.autograd.Function):
+    """Values, and on the way back their gradient, changed at random."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, generator: torch.Generator) -> Tensor:
+        ctx.generator = generator
+        return _jittered(values, generator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _jittered(gradient, ctx.generator), None
+
+
+def _jittered(values: Tensor, generator: torch.Generator) -> Tensor:
+    return values * torch.empty_like(values).uniform_(1 - ROUNDING, 1 + ROUNDING, generator=generator)
+
+
+def rounded_at_random(model: nn.Module, seed: int) -> nn.Module:
+    """Change the results of operators, and gradients for them, by as much as bf16 would, in place.
+
+    Up as often as down and anew in every step, so that it harms nothing: what it does to the result of training is
+    chance.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name in lowerable(model):
+        model.get_submodule(name).register_forward_hook(
+            lambda *call: _Jitter.apply(call[2], generator)  # type: ignore[no-untyped-call]
+        )
+    return model
 
 
 def four_bits(values: Tensor) -> Tensor:

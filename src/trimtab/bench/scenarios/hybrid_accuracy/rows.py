@@ -3,23 +3,23 @@
 The experiment of QSync with small models from scratch: a fast rank in fp32 and a slow one in uniformly low precision,
 in the precisions that a plan chooses at the same step time, or with fewer samples. First this machine is probed, plans
 are made and steps are timed, one after the other; then every method trains every setting with every seed. int4 is the
-canary: a comparison that does not flag it cannot see damage.
+canary: a comparison that does not flag it cannot see damage. How runs are compared: `compare`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from trimtab.bench.harness import AA, Progress, Result
-from trimtab.bench.losses import SIGMAS
+from trimtab.bench.harness import Progress, Result
 from trimtab.bench.ranks import hosts, run_on_cluster
 from trimtab.bench.scenarios.hybrid_accuracy import planned
+from trimtab.bench.scenarios.hybrid_accuracy.compare import diverged, gap_to
 from trimtab.bench.scenarios.hybrid_accuracy.methods import (
+    AGAIN,
     CANARY,
     DBS,
     FP32,
@@ -39,9 +39,6 @@ SPEED = 0.6
 
 ALL_SEEDS = 10
 """Seeds of `--full`."""
-
-LEAST_NOISE = 1e-6
-"""Nothing is measured more exactly, even if the A/A row happens to hit fp32's own figures."""
 
 TIMED_PART = 100
 """Progress of probing and timing, in thousandths of the whole."""
@@ -89,7 +86,7 @@ def on_rank(spec: Mapping[str, Any], report: Progress) -> dict[str, dict[str, li
         setting = SETTINGS[name]
         every = ways(setting.make(seed).model, spec["plans"][name], spec["speed"])
         steps = spec.get("steps", setting.steps)
-        own[index] = train(setting, every[method], seed, steps, nudged=method.endswith(AA))
+        own[index] = train(setting, every[method], seed, steps)
         report(done + 1, len(mine))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -122,52 +119,32 @@ def result(timed: Mapping[str, Any], trained: Mapping[str, Any], speed: float) -
     return Result(bench="hybrid-accuracy", summary=summary, rows=rows)
 
 
-class Comparison(NamedTuple):
-    """Of a method with fp32."""
-
-    gap: float
-    """Mean over the seeds."""
-
-    over_noise: float
-
-
-def compared(finals: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
-    """Every method with fp32, seed by seed: same weights, same data.
-
-    Noise is the standard error of a mean gap that chance makes: the root of the mean square of the A/A row's gaps,
-    over the root of their number. A method's own scatter does not count: one that now and then diverges must not pass
-    because of it.
-    """
-    gaps = {
-        method: [value - own for value, own in zip(values, finals[FP32], strict=True)]
-        for method, values in finals.items()
-    }
-    chance = gaps[FP32 + AA]
-    noise = max(sqrt(mean(gap * gap for gap in chance) / len(chance)), LEAST_NOISE)
-    return {method: Comparison(mean(several), mean(several) / noise) for method, several in gaps.items()}
-
-
 def _rows(
     name: str, finals: Mapping[str, list[dict[str, float]]], timed: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    losses = compared({method: [one["loss"] for one in several] for method, several in finals.items()})
-    errors = compared(
-        {method: [1 - one["accuracy"] for one in several] for method, several in finals.items()}
-    )
+    losses = {method: [one["loss"] for one in several] for method, several in finals.items()}
+    errors = {method: [1 - one["accuracy"] for one in several] for method, several in finals.items()}
+    exact_losses, exact_errors = ({m: of[m] for m in (FP32, *AGAIN)} for of in (losses, errors))
     rows = {}
     for method, several in finals.items():
+        loss = gap_to(exact_losses, losses[method], method)
+        error = gap_to(exact_errors, errors[method], method)
+        lost = diverged(losses[method], [one["untrained"] for one in several], losses[FP32])
         accuracies = [one["accuracy"] for one in several]
         rows[method] = {
             "model": name,
             "method": method,
             "accuracy": mean(accuracies),
             "accuracy_spread": stdev(accuracies),
-            "loss": mean(one["loss"] for one in several),
-            "gap_to_fp32": errors[method].gap,
-            "gap_over_noise": errors[method].over_noise,
-            "loss_gap": losses[method].gap,
-            "loss_gap_over_noise": losses[method].over_noise,
-            "worse": max(errors[method].over_noise, losses[method].over_noise) > SIGMAS,
+            "loss": mean(losses[method]),
+            "gap_to_fp32": error.mean,
+            "gap_low": error.low,
+            "gap_high": error.high,
+            "loss_gap": loss.mean,
+            "loss_gap_low": loss.low,
+            "loss_gap_high": loss.high,
+            "diverged": lost,
+            "worse": lost > 0 or max(error.low, loss.low) > 0,
             **timed["methods"][method],
             "seeds": len(several),
         }
@@ -181,15 +158,15 @@ def verdicts(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         figures |= {
             f"{plan} step_over_uniform": rows[plan]["step_over_uniform"],
             f"{plan} worse": rows[plan]["worse"],
+            f"{plan} loss_gap_at_most": rows[plan]["loss_gap_high"],
             f"{plan} gradient_error_over_uniform": rows[plan]["gradient_error"]
             / rows[UNIFORM]["gradient_error"],
         }
     for uniform in (UNIFORM, TENSOR):
         figures[f"{uniform} worse"] = rows[uniform]["worse"]
         if rows[uniform]["worse"]:
-            # By the measure that shows the gap more clearly.
-            by_loss = rows[uniform]["loss_gap_over_noise"] > rows[uniform]["gap_over_noise"]
-            gap = "loss_gap" if by_loss else "gap_to_fp32"
+            # By the measure that shows the gap: loss, which is the finer one, if both do.
+            gap = "loss_gap" if rows[uniform]["loss_gap_low"] > 0 else "gap_to_fp32"
             figures[f"plan recovers of {uniform}"] = 1 - rows[PLAN][gap] / rows[uniform][gap]
     for method in (FP32, DBS):
         figures[f"{method} step_over_uniform"] = rows[method]["step_over_uniform"]
