@@ -248,6 +248,7 @@ class Plan:
         agreed = {
             "version": self.version,
             "model": self.model,
+            "batch": self.batch,
             "bits": self.bits,
             "layer_bits": self.layer_bits,
             "route": self.route,
