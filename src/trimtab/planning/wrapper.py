@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from trimtab.errors import TrimtabError
 from trimtab.planning.plan_search import Bits, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.reasons import Adjustment
@@ -18,8 +19,8 @@ from trimtab.predict.fsdp_units import ALL_RANKS, Sharding
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step_setting import StepSetting
 
-MUCH_FASTER = 1.1
-"""FSDP2 is advised where it makes the step shorter by this factor."""
+MUCH_FASTER = 1.25
+"""FSDP2 is advised where it makes the step shorter by this factor: probes do not measure torch's own work for it."""
 
 
 def fsdp_job(
@@ -62,18 +63,20 @@ def fsdp_advice(
     """In words, what the planned job would take under FSDP2 where that is much shorter; else None.
 
     It is advice only: the script must wrap the model otherwise for it, and a copy on every rank fits. One prediction
-    each of exact and of compressed gradients, with the planned shares and precisions, where FSDP2 was measured.
+    each of exact and of compressed gradients, with the planned shares and precisions.
     """
-    known = search.profile.devices
-    if search.accumulate > 1 or any(known[device].sharded is None for device in search.counts):
+    if search.accumulate > 1:
         return None
-    over_all = sharded(ALL_RANKS)
-    settings = [over_all.uncompressed]
-    if chosen.bits is not None and (measured := over_all.bits_measured()):
-        bits = min((b for b in measured if b >= chosen.bits), default=max(measured))
-        settings.append(over_all.routed(replace(over_all.uncompressed, bits=bits)))
-    jobs = [over_all.candidate(chosen.job, chosen.chosen, chosen.damage, setting) for setting in settings]
-    best = min(filter(over_all.fits, jobs), key=lambda job: job.step_s, default=None)
+    try:
+        over_all = sharded(ALL_RANKS)
+        settings = [over_all.uncompressed]
+        if chosen.bits is not None and (measured := over_all.bits_measured()):
+            bits = min((b for b in measured if b >= chosen.bits), default=max(measured))
+            settings.append(over_all.routed(replace(over_all.uncompressed, bits=bits)))
+        jobs = [over_all.candidate(chosen.job, chosen.chosen, chosen.damage, setting) for setting in settings]
+        best = min(filter(over_all.fits, jobs), key=lambda job: job.step_s, default=None)
+    except TrimtabError:  # its collectives were not measured
+        return None
     if best is None or chosen.step_s < MUCH_FASTER * best.step_s:
         return None
     return (
