@@ -18,7 +18,9 @@ import trimtab
 from trimtab.api.apply import apply
 from trimtab.control.compression.ddp import compression_of
 from trimtab.control.plans.active_plan import active_plan_of
+from trimtab.control.plans.follower import Follow
 from trimtab.errors import TrimtabError
+from trimtab.model_state import attach_state
 from trimtab.planning.plan import save_plan
 from trimtab.precision.setting import precisions_of
 from trimtab.predict.collectives import Route
@@ -360,3 +362,47 @@ def test_a_checkpoints_plan_for_another_number_of_ranks_is_made_anew(ranks: Pool
     assert (len(shares), sum(shares)) == (3, 8)
     # With fewer samples than ranks there is none.
     assert ranks(4, other_world, 3) == [None] * 4
+
+
+def resumed_from(changes: dict[str, Any]) -> tuple[tuple[int, ...], list[int], str | None]:
+    """The shares and sizes of a job that resumes with the plan of a checkpoint while another plan runs."""
+    ddp = apply(Ddp(net()), plan_for(net()), follow=Follow(look=10))
+    data = trimtab.loader(corpus(16), 8, plan=ddp, adjust=None)
+    names = {"rapid": role("A", 6), "late": role("B", 2)}
+    saved = plan_for(net(), **{"roles": names, "ranks": (("rapid", 1), ("late", 1)), **changes})
+    follower = attach_state(ddp).plan_follower
+    trimtab.load_state_dict(ddp, {"plan": {"plan": _text(saved), "calls": 0}})
+    active = active_plan_of(ddp)
+    assert active is not None
+    now = attach_state(ddp).plan_follower
+    assert now.rules == follower.rules
+    assert (now is follower) == (active.plan.hash != saved.hash), (
+        "what it learned of the old roles is forgotten"
+    )
+    sizes = []
+    for (batch,) in data:
+        sizes.append(len(batch))
+        data.weigh(ddp(batch).square().mean()).backward()
+    return active.plan.shares, sizes, trimtab.explain(ddp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "continues"),
+    [
+        ({}, True),
+        ({"accumulate": 2}, False),
+        ({"bits": 4}, False),
+        ({"wrapper": "fsdp"}, False),
+        ({"tensor_groups": ((0, 1),), "ranks": (("rapid", 2),)}, False),
+    ],
+    ids=["roles", "micro-batches", "bits", "wrapper", "groups"],
+)
+def test_a_checkpoints_plan_that_the_running_job_cannot_follow_is_dropped(
+    ranks: Pool, changes: dict[str, Any], continues: bool
+) -> None:
+    wanted = (6, 2) if continues else (5, 3)
+    for rank, (shares, sizes, explained) in enumerate(ranks(2, resumed_from, changes)):
+        assert shares == wanted
+        assert sizes == [wanted[rank]] * 2
+        assert explained is not None
+        assert f"{wanted[0]} samples" in explained, "what runs, not what ran"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.control.plans.plan_cases import LINEARS, corpus, net, plan_for, role
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
@@ -14,6 +17,7 @@ import trimtab
 from trimtab.api.apply import apply
 from trimtab.api.mesh import mesh as mesh_of
 from trimtab.control.compression.fsdp import fsdp_compression_of
+from trimtab.control.plans.active_plan import active_plan_of
 from trimtab.errors import TrimtabError
 from trimtab.precision.setting import precisions_of
 
@@ -137,3 +141,42 @@ def test_another_wrapper_is_refused_on_all_ranks_with_the_way_out(ranks: Pool) -
         assert "over 1 ranks, and it is sharded over 2" in messages["other ways"]
         assert way in messages["on rank 1"]
         assert "adapt" in messages["adaptive"]
+
+
+def other_meshes() -> dict[str, str]:
+    roles = {"a": role("a", 2)}
+    plan = plan_for(net(), wrapper="fsdp", roles=roles, ranks=(("a", 4),), shard_ranks=2)
+    as_planned = mesh_of(plan)
+    meshes = {
+        "copies apart": as_planned["shard"],
+        "across hosts": DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard")),
+    }
+    messages = {}
+    for name, mesh in meshes.items():
+        model: Any = net()
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(TrimtabError) as error:
+            apply(model, plan)
+        messages[name] = str(error.value)
+        assert active_plan_of(model) is None
+    return messages
+
+
+def test_copies_that_are_not_averaged_and_shards_of_other_ranks_are_refused(ranks: Pool) -> None:
+    for messages in ranks(4, other_meshes, allow_groups=True):
+        assert "for 4 ranks that train one model, and only 2 of them average" in messages["copies apart"]
+        assert "over 2 ranks in a row, and it is sharded over ranks [" in messages["across hosts"]
+        assert all("trimtab.mesh(plan)['replicate', 'shard']" in message for message in messages.values())
+
+
+def other_weight_bits() -> str:
+    plan = plan_for(net(), wrapper="fsdp", bits=4, weight_bits=8)
+    model = apply(sharded(plan), plan)
+    with pytest.raises(TrimtabError) as error:
+        apply(model, replace(plan, weight_bits=None))
+    return str(error.value)
+
+
+def test_other_bits_of_weights_are_refused_as_other_bits_of_gradients_are(ranks: Pool) -> None:
+    for message in ranks(2, other_weight_bits, allow_groups=True):
+        assert "to 4 bits, weights in 8, and the new one to 4 bits" in message

@@ -238,3 +238,21 @@ def test_other_layouts_are_refused_with_the_way_out(ranks: Pool, case: str, mess
     for error in ranks(2, refused, case, allow_groups=True):
         assert re.search(message, error), error
         assert "trimtab.mesh(plan)" in error
+
+
+def averaged_by_all() -> str:
+    """Two groups with equal shares: DDP over all ranks would average units that have nothing to do with each other."""
+    alone = make("gpt")
+    plan = plan_for(alone)
+    plan = replace(plan, roles={name: replace(role, tensor_share=0.5) for name, role in plan.roles.items()})
+    model = tensor_parallel(alone, trimtab.mesh(plan), shares=plan)
+    with pytest.raises(TrimtabError) as error:
+        trimtab.apply(DistributedDataParallel(model), plan)
+    return str(error.value)
+
+
+def test_ddp_over_ranks_with_other_units_is_refused(ranks: Pool) -> None:
+    messages = ranks(4, averaged_by_all, allow_groups=True)
+    assert all("averages the gradients of ranks [0, 1, 2, 3], which hold other units" in m for m in messages)
+    assert "this rank averages with ranks [0, 1]" in messages[0]
+    assert 'process_group=mesh.get_group("dp")' in messages[3]

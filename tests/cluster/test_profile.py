@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile
+from tests.predict.profiles import FAST, SLOW, cluster, device_profile, profile, workload
 
 from trimtab.cluster import check_profile, load_cluster, merge_profiles, save_cluster
 from trimtab.errors import TrimtabError
+from trimtab.predict.operators.costs import workload_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ def test_a_cluster_with_its_profile_is_read_back_equal(tmp_path: Path, suffix: s
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (("version",), 1, "profile: version mismatch: found 1, expected 2.*trimtab probe"),
+        (("version",), 1, "profile: version mismatch: found 1, expected 3.*trimtab probe"),
         (("devices", FAST, "optimiser", "a"), -1.0, "profile.devices.fast.optimiser.a"),
         (("devices", FAST, "surprise"), 1, "profile.devices.fast.surprise: unknown key"),
         (
@@ -86,6 +87,7 @@ def test_unlike_devices_do_not_merge_under_one_name() -> None:
 
 
 def test_batches_of_both_are_kept() -> None:
-    more = replace(device_profile(), batches={"Gpt": (4,), "Other": (1,)})
+    key = workload_key(workload())
+    more = replace(device_profile(), batches={key: (4,), "Other": (1,)})
     both = merge_profiles([replace(profile(), devices={FAST: d}) for d in (device_profile(), more)])
-    assert both.devices[FAST].batches == {"Gpt": (2, 4, 6), "Other": (1,)}
+    assert both.devices[FAST].batches == {key: (2, 4, 6), "Other": (1,)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.measure.probes import CPU, group_of_one, tiny
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.cluster.profile import DeviceProfile
+from trimtab.cluster.profile import PROFILE_VERSION, DeviceProfile, Profile, merge_profiles
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.measure.operators import (
     StepClock,
@@ -20,8 +21,12 @@ from trimtab.measure.operators import (
     without_communication,
 )
 from trimtab.measure.timing import StepTimes, Timed
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.extrapolation import out_of_reach
+from trimtab.predict.operators.costs import key_of, workload_key
 from trimtab.predict.operators.precision_graph import PrecisionGraph
+
+if TYPE_CHECKING:
+    from trimtab.workload import Workload
 
 
 class Sleeper(nn.Module):
@@ -170,3 +175,22 @@ def test_plain_steps_know_best_what_nobody_set(plain_first: bool) -> None:
             assert found.operators[str(key_of(operator, "int8"))].forward_s == 1.0
     assert found.optimiser is not None
     assert found.optimiser.a * sum(p.numel() for p in model.parameters()) == pytest.approx(1.5)
+
+
+def test_unlike_models_of_one_class_share_no_batch_sizes_in_a_merged_file() -> None:
+    def probed(width: int, *sizes: int) -> tuple[Workload, Profile]:
+        model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+        workload = capture_workload(model, torch.zeros(2, 8), loss=lambda y: y.sum())
+        step = StepTimes((1e-3,) * len(workload.operators), (1e-3,) * len(workload.operators), 1e-3)
+        device = with_steps(DeviceProfile(called="x"), workload, [(size, {}, [step]) for size in sizes])
+        device = replace(device, too_large={workload_key(workload): 2 * sizes[-1]})
+        return workload, Profile(version=PROFILE_VERSION, trimtab="0", torch="0", devices={"card": device})
+
+    narrow, one = probed(4, 64, 128)
+    wide, other = probed(16, 2, 4)
+    both = merge_profiles([one, other])
+    card = both.devices["card"]
+    assert card.batches == {workload_key(narrow): (64, 128), workload_key(wide): (2, 4)}
+    assert card.too_large == {workload_key(narrow): 256, workload_key(wide): 8}
+    assert out_of_reach(both, narrow, [("card", 64)]) is None
+    assert out_of_reach(both, wide, [("card", 64)]) is not None

@@ -74,7 +74,8 @@ def _probe_with(little: Sequence[int], batches: tuple[int, ...], rows: int = 1 <
         except TrimtabError as error:
             return str(error)
     assert not left
-    return profile.batches["Sequential"], profile.too_large
+    (sizes,) = profile.batches.values()
+    return sizes, tuple(profile.too_large.values())
 
 
 def _warm_up(model: nn.Module) -> None:
@@ -273,5 +274,7 @@ def test_probe_writes_what_fits(tmp_path: Path) -> None:
     profile = load_cluster(tmp_path / "cluster.json").profile
     assert profile is not None
     (measured, *_) = profile.devices.values()
-    assert measured.batches == {"Sequential": (2, 4)}
-    assert any(device.too_large == {"Sequential": 256} for device in profile.devices.values())
+    (key,) = measured.batches
+    assert key.startswith("Sequential-")
+    assert measured.batches == {key: (2, 4)}
+    assert any(device.too_large == {key: 256} for device in profile.devices.values())

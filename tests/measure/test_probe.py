@@ -21,7 +21,6 @@ from trimtab.measure.device import (
     ROUNDS,
     WARMUP,
     DeviceProbe,
-    workload_fingerprint,
 )
 from trimtab.measure.kernels import cast, codec_times
 from trimtab.measure.links import LinkProbe
@@ -30,6 +29,7 @@ from trimtab.measure.products import usual_precisions
 from trimtab.models.gpt import Gpt
 from trimtab.models.spec import load_model
 from trimtab.predict.collectives import Placement, all_reduce
+from trimtab.predict.operators.costs import workload_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,7 @@ def test_too_little_time_gives_fewer_rounds_and_says_so(tmp_path: Path) -> None:
         device_probe = DeviceProbe(task(model, batch, seconds=900.0), CPU, cache)
         found, left = device_probe.run(late)
     assert [name.split(" batch ")[1] for name in left] == ["2 plain", "3 plain"]
-    assert found.batches == {"Gpt": (2, 3)}, "what there is can be used"
+    assert list(found.batches.values()) == [(2, 3)], "what there is can be used"
     assert not cache.profile.batches, "but is not kept as if it were whole"
 
 
@@ -195,15 +195,13 @@ def test_the_model_is_as_it_was_after_probing(tmp_path: Path) -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def test_fingerprints_tell_models_apart() -> None:
+def test_keys_tell_models_apart() -> None:
     one, two = tiny()[0], Gpt(width=48, layers=2, heads=2, context=16)
     batch = tiny()[1]
-    assert workload_fingerprint(capture_workload(one, batch)) == workload_fingerprint(
+    assert workload_key(capture_workload(one, batch)) == workload_key(
         capture_workload(tiny()[0], batch).at_batch(5)
     )
-    assert workload_fingerprint(capture_workload(one, batch)) != workload_fingerprint(
-        capture_workload(two, batch)
-    )
+    assert workload_key(capture_workload(one, batch)) != workload_key(capture_workload(two, batch))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +347,7 @@ def test_probe_writes_a_cluster_that_merges(tmp_path: Path, monkeypatch: pytest.
     assert not dist.is_initialized()
     save_cluster(found, tmp_path / "one.json")
     (name,) = found.devices
-    assert found.profile.devices[name].batches == {"Sequential": (1, 2)}
+    assert list(found.profile.devices[name].batches.values()) == [(1, 2)]
     assert merge_files([tmp_path / "one.json"] * 2) == load_cluster(tmp_path / "one.json")
     with pytest.raises(TrimtabError, match="two sizes are needed"):
         probe("own_model:make", batches=(2,))

@@ -28,7 +28,7 @@ from trimtab.planning.compression.route import routes_to_try
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan_search import PlanSearch
 from trimtab.planning.roles import layout
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,6 +178,6 @@ def _device(seconds: float, low: list[float], fixed: float, codec: Line) -> Devi
         operators=operators,
         casts={"fp32>int8": Line(a=1e-12, c=0.0)},
         codec={"4": CodecTime(encode=codec, decode=codec, add=codec)},
-        batches={workload().model: BATCHES},
+        batches={workload_key(workload()): BATCHES},
         optimiser=Line(a=1e-10, c=0.0),
     )

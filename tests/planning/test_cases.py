@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,16 @@ def test_each_change_is_made_by_itself_and_planned() -> None:
     assert base.step_s < simulate(cluster(), workload(), even(cluster(), 3)).timeline.step_s
     assert changed_clusters(cluster()) == []
     assert changed_clusters(cluster(), always=True) == [("as given, planned", cluster())]
+
+
+def test_a_hundred_thousand_more_ranks_are_planned_in_seconds() -> None:
+    ((_, base), (name, more)) = changed_clusters(cluster(), add=[f"100000x{FAST}"])
+    start = time.process_time()
+    case = planned_case(name, more, workload(), {}, 2 * more.world_size)
+    assert time.process_time() - start < 60  # with work for each pair of ranks it is many minutes
+    assert case.plan is not None
+    assert case.plan.world_size == base.world_size + 100_000
+    assert case.plan.role_of(case.plan.world_size - 1) in case.plan.roles
 
 
 def case(name: str, samples_per_s: float, price: float | None) -> Case:

@@ -33,6 +33,7 @@ from trimtab.planning.replan import plan_for_ranks, replan
 from trimtab.planning.roles import layout
 from trimtab.precision_names import OWN
 from trimtab.predict.collectives import Route
+from trimtab.predict.operators.costs import workload_key
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import ReplayedJob, RoleSetting
@@ -227,7 +228,7 @@ def test_a_batch_that_did_not_fit_when_probed_is_not_planned() -> None:
     even = uneven(1.0)
     assert planned(even, 32, budget=0.0).shares == (16, 16)
     assert even.profile is not None
-    slow = replace(even.profile.devices[SLOW], too_large={workload().model: 12})
+    slow = replace(even.profile.devices[SLOW], too_large={workload_key(workload()): 12})
     known = replace(even, profile=replace(even.profile, devices={**even.profile.devices, SLOW: slow}))
     plan = planned(known, 32, budget=0.0)
     assert max(plan.shares[1:]) < 12

@@ -26,6 +26,11 @@ def test_exact_keeps_shares_alone() -> None:
     assert "bits and precision of the plan are left out" in exact.reasons[-1]
 
 
+def test_without_bits_weights_of_fsdp_are_gathered_exactly() -> None:
+    exact = restricted(plan_for(net(), wrapper="fsdp", bits=4, weight_bits=8), selected("shares"))
+    assert (exact.bits, exact.weight_bits) == (None, None)
+
+
 def test_later_plans_keep_to_it() -> None:
     exact = restricted(plan_for(net()), selected("exact"))
     later = replan(exact, {"fast": 7e-3, "slow": 50e-3})

@@ -12,6 +12,7 @@ from tests.predict.profiles import workload
 
 from trimtab.cli.plan import summary
 from trimtab.cluster import Cluster, Host
+from trimtab.cluster.profile import Line
 from trimtab.errors import TrimtabError
 from trimtab.planning.plan import load_plan, save_plan
 from trimtab.planning.plan_search import GAIN, PlanSearch
@@ -45,6 +46,32 @@ def test_what_fits_stays_under_ddp() -> None:
     plan = planned(four(1.0), 8)
     assert plan.wrapper == "ddp"
     assert not any("FSDP2" in reason for reason in plan.reasons)
+
+
+def with_optimizer(per_element_s: float) -> Cluster:
+    """Four ranks whose optimizer takes this long."""
+    cluster = four(1.0)
+    assert cluster.profile is not None
+    devices = {
+        name: replace(device, optimiser=Line(a=per_element_s, c=0.0))
+        for name, device in cluster.profile.devices.items()
+    }
+    return replace(cluster, profile=replace(cluster.profile, devices=devices))
+
+
+def test_fsdp_is_advised_where_it_fits_and_is_much_faster() -> None:
+    plan = planned(with_optimizer(1e-5), 8, layout="data")
+    (advice,) = [reason for reason in plan.reasons[:-1] if "FSDP2 over 4 ranks" in reason]
+    assert plan.wrapper == "ddp", "the script wraps the model, not the plan"
+    said = float(advice.split("predicted to take ")[1].split(" ms")[0]) / 1e3
+    assert 1.25 * said < plan.predicted.step_s
+    known = with_optimizer(1e-5)
+    assert known.profile is not None
+    sums = {"all_reduce": known.profile.links["lan"]["all_reduce"]}
+    unknown = replace(known, profile=replace(known.profile, links={"lan": sums}))
+    assert planned(unknown, 8, layout="data", bits=None).bits is None, "no reason to fail"
+    unwise = planned(with_optimizer(1e-12), 8, layout="data")
+    assert not any("FSDP2" in reason for reason in unwise.reasons)
 
 
 @pytest.mark.parametrize("batch", ["fixed", "free"])

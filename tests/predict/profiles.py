@@ -21,7 +21,7 @@ from trimtab.cluster.profile import (
     Profile,
 )
 from trimtab.measure.capture.capture import capture_workload
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 
 if TYPE_CHECKING:
     from trimtab.workload import Workload
@@ -55,7 +55,7 @@ def device_profile(slower: float = 1.0, *, called: str = "device") -> DeviceProf
         operators=operators,
         casts={"fp32>int8": Line(a=1e-9, c=0.0)},
         codec={"4": CodecTime(encode=line, decode=line, add=line)},
-        batches={workload().model: BATCHES},
+        batches={workload_key(workload()): BATCHES},
         optimiser=Line(a=1e-9, c=0.0),
     )
 

@@ -30,7 +30,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.capture.capture import capture_workload
 from trimtab.predict.fsdp import LATE, build_fsdp, predict_fsdp
 from trimtab.predict.fsdp_units import Sharding, fsdp_units, shard_numel
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.step import JobSetting, RankSetting
 
@@ -84,7 +84,7 @@ def job(
             called="d",
             operators={k: OperatorTime(forward_s=s, backward_s=2 * s) for k, s in seconds.items()},
             codec={"4": free, "8": free},
-            batches={layers().model: (8,)},
+            batches={workload_key(layers()): (8,)},
             optimiser=optimizer,
             sharded=sharded or ShardedTime(copy=FREE, unit_s=0.0, parameter_s=0.0),
         )

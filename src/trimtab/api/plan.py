@@ -167,7 +167,7 @@ def plan(
         known = [reason for reason in made.reasons if not reason.startswith("nothing is lowered")]
         made = replace(made, reasons=(f"only {selection_text(allowed)} may be adjusted", *known))
     samples = [(role.device, role.samples // made.accumulate) for role in made.roles.values()]
-    if (warning := out_of_reach(profile, workload.model, samples)) is not None:
+    if (warning := out_of_reach(profile, workload, samples)) is not None:
         logger().warning("plan: %s", warning)
     if workload.caveat is not None:
         made = replace(made, reasons=(*made.reasons, workload.caveat))

@@ -125,20 +125,20 @@ def _ranks_command(count: int) -> list[str]:
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
     """A table row for each device class and each link."""
     from trimtab.measure.probe import LINK
-    from trimtab.predict.operators.costs import key_of
+    from trimtab.predict.operators.costs import key_of, workload_key
     from trimtab.predict.operators.measured_precisions import probed
 
     assert cluster.profile is not None
     table: list[dict[str, Any]] = []
-    stored = [w for model in cluster.profile.models.values() for w in model.workloads.values()]
+    stored = [one.workload for model in cluster.profile.models.values() for one in model.workloads.values()]
     for name, device in cluster.profile.devices.items():
         # What was measured for other models is in the profile, too, from the cache.
-        batches = [device.batches[w.model] for w in stored if w.model in device.batches]
+        batches = [device.batches[key] for key in map(workload_key, stored) if key in device.batches]
         own = {
             str(key_of(operator))
             for w in stored
-            for samples in device.batches.get(w.model, ())
-            for operator in w.workload.at_batch(samples).operators
+            for samples in device.batches.get(workload_key(w), ())
+            for operator in w.at_batch(samples).operators
         }
         table.append(
             {

@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError
 from trimtab.strict_files import STRICT
 from trimtab.workload import StoredWorkload, Workload
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 LOCAL = "local"
 """In place of a link class: the link between ranks of one host."""
@@ -125,7 +125,8 @@ class DeviceProfile:
     """With the bits and blocks that `trimtab.wire_format` expects of adaptive bits."""
 
     batches: dict[str, Sizes] = Field(default_factory=dict)
-    """By model: the batch sizes at which its operators were measured."""
+    """By model, as `trimtab.predict.operators.costs.workload_key` names it: the batch sizes at which its operators were
+    measured."""
 
     too_large: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """By model: the smallest batch for which there was not enough memory; absent if all fit."""

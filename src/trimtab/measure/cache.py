@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trimtab.cluster.profile import DeviceProfile
+from trimtab.cluster.profile import PROFILE_VERSION, DeviceProfile
 from trimtab.environment import cache_folder, logger
 from trimtab.errors import TrimtabError
 from trimtab.measure.timing import StepTimes
@@ -45,7 +45,7 @@ class ProbeCache:
         folder: Path | None = None,
         keep: bool = True,
     ) -> None:
-        parts = (called, conditions, f"torch-{torch}", f"trimtab-{trimtab}")
+        parts = (called, conditions, f"torch-{torch}", f"trimtab-{trimtab}", f"profile-{PROFILE_VERSION}")
         name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-").lower() for part in parts)
         self.path = (folder or cache_folder() / "probe") / f"{name}.json"
         self.keep = keep

@@ -7,7 +7,6 @@ and on when the time is up.
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +30,9 @@ from trimtab.measure.timing import Timed
 from trimtab.models.spec import ModelSpec
 from trimtab.precision.devices import offers
 from trimtab.precision_names import PRECISIONS
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import workload_key
 from trimtab.predict.precision_patterns import matched
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
-from trimtab.workload import Workload
 
 WARMUP, ROUNDS, CODEC_ROUNDS = 1, 4, 3
 """Untimed and timed rounds of steps; each round has every precision at every batch size once."""
@@ -127,7 +125,7 @@ class DeviceProbe:
                     raise TrimtabError(
                         f"{called(device)} does not offer {name}; it offers {', '.join(offered)}"
                     )
-        self._mark = workload_fingerprint(self.workload)
+        self._mark = workload_key(self.workload)
         self._start = 0.0
         self._too_large: int | None = None
         self._done, self._total = 0, 0
@@ -152,7 +150,7 @@ class DeviceProbe:
                 torch.cuda.empty_cache()
             self._step_down(samples)
         if self._too_large is not None:
-            profile = replace(profile, too_large={**profile.too_large, self.workload.model: self._too_large})
+            profile = replace(profile, too_large={**profile.too_large, self._mark: self._too_large})
         return profile, left
 
     def _step_down(self, samples: dict[int, int]) -> None:
@@ -358,12 +356,6 @@ def _gather(own: Any) -> list[Any]:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
     return by_rank
-
-
-def workload_fingerprint(workload: Workload) -> str:
-    """A short hash, the same for models whose operators have the same shapes."""
-    text = ";".join(str(key_of(operator)) for operator in workload.at_batch(1).operators)
-    return f"{workload.model}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def cache_of(device: torch.device, extra: str = "") -> ProbeCache:

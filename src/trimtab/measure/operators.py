@@ -29,7 +29,7 @@ from trimtab.measure.timing import StepTimes, Timed, anchored, meet, never_falli
 from trimtab.precision.products import DTYPES
 from trimtab.precision.setting import set_operators
 from trimtab.precision_names import ATTENTION
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 from trimtab.predict.operators.low_precision import DeviceKind
 from trimtab.predict.operators.precision_graph import PrecisionGraph, results_of
 from trimtab.workload import Operator, Workload
@@ -329,7 +329,7 @@ def with_steps(
     Operators in their own precision take their times from steps without lowered operators, in any order of steps.
     """
     operators = dict(profile.operators)
-    sizes = set(profile.batches.get(workload.model, ()))
+    sizes = set(profile.batches.get(workload_key(workload), ()))
     timed = never_falling(timed)
     for samples, precisions, steps in timed:
         at = workload.at_batch(samples)
@@ -348,7 +348,7 @@ def with_steps(
     return replace(
         profile,
         operators=operators,
-        batches={**profile.batches, workload.model: tuple(sorted(sizes))},
+        batches={**profile.batches, workload_key(workload): tuple(sorted(sizes))},
         optimiser=Line(a=median(updates) / elements, c=0.0) if updates else profile.optimiser,
     )
 

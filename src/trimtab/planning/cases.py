@@ -107,7 +107,7 @@ def planned_case(
         batch_size=batch_size,
         step_s=plan.predicted.step_s,
         plan=plan,
-        out_of_reach=out_of_reach(with_estimates(cluster, cluster.profile), workload.model, shares),
+        out_of_reach=out_of_reach(with_estimates(cluster, cluster.profile), workload, shares),
     )
 
 

@@ -17,7 +17,7 @@ from trimtab.planning.precision.options import DoesNotFitError, lowered
 from trimtab.planning.precision.plan_tradeoffs import choices_of
 from trimtab.planning.reasons import Adjustment, reasons_of
 from trimtab.planning.tensor.plan_layout import LayoutOption, with_layout
-from trimtab.planning.wrapper import fsdp_job, wrapper_adjustment
+from trimtab.planning.wrapper import fsdp_advice, fsdp_job, wrapper_adjustment
 from trimtab.precision_names import OWN
 from trimtab.predict.collectives import Placement
 from trimtab.workload import Workload
@@ -146,6 +146,10 @@ def _data_parallel(
     rounds = local_offer(search, chosen, max_penalty)
     if rounds is not None:
         reasons.insert(-1, in_words(rounds))
+    if sharding is None and len(search.devices) > 1 and not own_buckets:
+        advice = fsdp_advice(search, lambda each: searching(sharding=each), chosen)
+        if advice is not None:
+            reasons.insert(-1, advice)
     if wrapper is not None:
         reasons.insert(0, wrapper.words)
         adjustments = (wrapper, *adjustments)

@@ -5,8 +5,11 @@ Plans are about *roles*: identical ranks share one entry, so a thousand of them 
 
 from __future__ import annotations
 
+import itertools
 import json
+from bisect import bisect_right
 from dataclasses import asdict
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
@@ -221,7 +224,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        return sum(count for _, count in self.ranks)
+        return self._ends[-1]
 
     @property
     def batch_size(self) -> int:
@@ -248,6 +251,7 @@ class Plan:
         agreed = {
             "version": self.version,
             "model": self.model,
+            "batch": self.batch,
             "bits": self.bits,
             "layer_bits": self.layer_bits,
             "route": self.route,
@@ -266,12 +270,14 @@ class Plan:
 
     def role_of(self, rank: int) -> str:
         """The name of a rank's role."""
-        last = 0
-        for name, count in self.ranks:
-            last += count
-            if rank < last:
-                return name
-        raise IndexError(f"rank {rank} of {last}")
+        if not 0 <= rank < self._ends[-1]:
+            raise IndexError(f"rank {rank} of {self._ends[-1]}")
+        return self.ranks[bisect_right(self._ends, rank)][0]
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """For each entry of `ranks`, the rank after its last: of tensor groups there are as many entries as ranks."""
+        return tuple(itertools.accumulate(count for _, count in self.ranks))
 
 
 _FORMAT = FileFormat(

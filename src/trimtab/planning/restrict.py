@@ -19,7 +19,7 @@ def restricted(plan: Plan, adjust: frozenset[str]) -> Plan:
     """
     dropped = []
     if "bits" not in adjust and plan.bits is not None:
-        plan = replace(plan, bits=None, layer_bits={}, route=None)
+        plan = replace(plan, bits=None, layer_bits={}, route=None, weight_bits=None)
         dropped.append("bits")
     if "precision" not in adjust and any(role.precisions for role in plan.roles.values()):
         plan = replace(plan, roles={name: _own_precision(role) for name, role in plan.roles.items()})

@@ -48,7 +48,7 @@ def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> Ro
         devices: the device class of every rank, in rank order.
         samples: by device class, of each of its ranks.
     """
-    left = {device: list(own) for device, own in samples.items()}
+    left = {device: iter(own) for device, own in samples.items()}
     names: dict[tuple[str, int], str] = {}
     taken = set(samples)
     for device, own in samples.items():
@@ -60,12 +60,12 @@ def layout(devices: Iterable[str], samples: Mapping[str, tuple[int, ...]]) -> Ro
             names[device, count] = name
     ranks: list[tuple[str, int]] = []
     for device in devices:
-        name = names[device, left[device].pop(0)]
+        name = names[device, next(left[device])]
         if ranks and ranks[-1][0] == name:
             ranks[-1] = (name, ranks[-1][1] + 1)
         else:
             ranks.append((name, 1))
-    assert not any(left.values()), "every rank has a share"
+    assert not any(list(own) for own in left.values()), "every rank has a share"
     return RoleLayout(
         devices={name: device for (device, _), name in names.items()},
         samples={name: count for (_, count), name in names.items()},
@@ -77,9 +77,9 @@ def even(devices: Iterable[str], total: int) -> dict[str, tuple[int, ...]]:
     """Shares that differ by a sample at most, the larger ones on the first ranks."""
     order = list(devices)
     each, more = divmod(total, len(order))
-    samples: dict[str, tuple[int, ...]] = {}
+    samples: dict[str, list[int]] = {}
     for rank, device in enumerate(order):
-        samples[device] = (*samples.get(device, ()), each + (rank < more))
+        samples.setdefault(device, []).append(each + (rank < more))
     return {device: tuple(sorted(own, reverse=True)) for device, own in samples.items()}
 
 

@@ -148,7 +148,7 @@ def simulate(
         estimated=tuple(n for n in rank_counts(cluster) if filled.devices[n].estimated),
         out_of_reach=out_of_reach(
             filled,
-            workload.model,
+            workload,
             [(n, max(1, setting.ranks[n].samples // setting.accumulate)) for n in rank_counts(cluster)],
         ),
     )

@@ -7,8 +7,10 @@ micro-batches. Shares, precisions and bits are then searched for as under DDP.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
+from trimtab.errors import TrimtabError
 from trimtab.planning.plan_search import Bits, JobCandidate, PlanSearch
 from trimtab.planning.precision.options import DoesNotFitError
 from trimtab.planning.reasons import Adjustment
@@ -16,6 +18,9 @@ from trimtab.predict.collectives import Placement
 from trimtab.predict.fsdp_units import ALL_RANKS, Sharding
 from trimtab.predict.replayed_job import needed_bytes
 from trimtab.predict.step_setting import StepSetting
+
+MUCH_FASTER = 1.25
+"""FSDP2 is advised where it makes the step shorter by this factor: probes do not measure torch's own work for it."""
 
 
 def fsdp_job(
@@ -50,6 +55,36 @@ def fsdp_job(
             f"{_gib(least)}"
         ) from too_large
     return min(jobs, key=lambda job: job[2].step_s)
+
+
+def fsdp_advice(
+    search: PlanSearch, sharded: Callable[[Sharding], PlanSearch], chosen: JobCandidate
+) -> str | None:
+    """In words, what the planned job would take under FSDP2 where that is much shorter; else None.
+
+    It is advice only: the script must wrap the model otherwise for it, and a copy on every rank fits. One prediction
+    each of exact and of compressed gradients, with the planned shares and precisions.
+    """
+    if search.accumulate > 1:
+        return None
+    try:
+        over_all = sharded(ALL_RANKS)
+        settings = [over_all.uncompressed]
+        if chosen.bits is not None and (measured := over_all.bits_measured()):
+            bits = min((b for b in measured if b >= chosen.bits), default=max(measured))
+            settings.append(over_all.routed(replace(over_all.uncompressed, bits=bits)))
+        jobs = [over_all.candidate(chosen.job, chosen.chosen, chosen.damage, setting) for setting in settings]
+        best = min(filter(over_all.fits, jobs), key=lambda job: job.step_s, default=None)
+    except TrimtabError:  # its collectives were not measured
+        return None
+    if best is None or chosen.step_s < MUCH_FASTER * best.step_s:
+        return None
+    return (
+        f"the same shares and precisions with FSDP2 over {len(over_all.devices)} ranks, gradients "
+        f"{'sent exactly' if best.bits is None else f'in {best.bits} bits'}, are predicted to take "
+        f"{best.step_s * 1e3:.3g} ms a step instead of {chosen.step_s * 1e3:.3g} ms: for that the script wraps the "
+        "model with torch.distributed.fsdp.fully_shard instead of DDP, without this plan"
+    )
 
 
 def wrapper_adjustment(search: PlanSearch, plain: JobCandidate, chosen: JobCandidate) -> Adjustment:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.cluster.profile import Profile
+from trimtab.predict.operators.costs import workload_key
+from trimtab.workload import Workload
 
 FAR = 2
 """Predictions are good up to this factor above the largest probed batch or below the smallest."""
 
 
-def out_of_reach(profile: Profile, model: str, samples: Sequence[tuple[str, int]]) -> str | None:
+def out_of_reach(profile: Profile, workload: Workload, samples: Sequence[tuple[str, int]]) -> str | None:
     """A warning, with what to do, when batch sizes are extrapolated too far; None otherwise.
 
     Args:
-        model: name of the workload's model.
+        workload: the model that was probed.
         samples: of each kind of rank in a micro-batch, with its device class in the profile.
     """
-    far = []
+    far, key = [], workload_key(workload)
     for name, own in dict.fromkeys(samples):
-        sizes = profile.devices[name].batches.get(model, ()) if name in profile.devices else ()
+        sizes = profile.devices[name].batches.get(key, ()) if name in profile.devices else ()
         if sizes and not (min(sizes) <= FAR * own and own <= FAR * max(sizes)):
             far.append((name, own, sizes))
     if not far:

@@ -215,6 +215,10 @@ class TensorJob:
             (rank.device, hosts.setdefault(rank.host, len(hosts)), self._links[rank.host]) for rank in members
         )
 
+    def link_of(self, rank: int) -> str:
+        """The class of the link of a rank's host; empty if it has none."""
+        return self._links[self.ranks[rank].host] or ""
+
     def _group(
         self,
         ranks: Sequence[int],
@@ -286,15 +290,28 @@ class TensorJob:
     def _exchange(
         self, setting: TensorSetting, workload: Workload
     ) -> tuple[list[tuple[float, float]], float, bool]:
-        """Latency and flow of each bucket, the part of a device that it uses, and whether groups use the same links."""
-        place = max(range(len(setting.counts)), key=lambda i: _elements(self._of(setting.counts[i])))
+        """Latency and flow of each bucket, the part of a device that it uses, and whether groups use the same links.
+
+        The ranks in one place of all groups exchange what they hold; the slowest place counts.
+        """
+        heaviest: dict[int, int] = {}  # of the places whose ranks are on like hosts, the one that holds most
+        for place, counts in enumerate(setting.counts):
+            placement, _ = self._links_of([group[place] for group in setting.groups])
+            most = heaviest.setdefault(id(placement), place)
+            if _elements(self._of(counts)) > _elements(self._of(setting.counts[most])):
+                heaviest[id(placement)] = place
+        every = [self._exchange_of(setting, workload, place) for place in heaviest.values()]
+        times, drag, one_host = max(every, key=lambda found: fsum(map(fsum, found[0])))
+        spread = any(len({self.ranks[rank].host for rank in group}) > 1 for group in setting.groups)
+        return times, drag, spread or one_host
+
+    def _exchange_of(
+        self, setting: TensorSetting, workload: Workload, place: int
+    ) -> tuple[list[tuple[float, float]], float, bool]:
+        """As `_exchange`, of the ranks in one place; and whether they are all on one host."""
         peers = [group[place] for group in setting.groups]
         placement, links = self._links_of(peers)
-        first = setting.groups[0]
-        beside = [i for i, rank in enumerate(first) if self.ranks[rank].host == self.ranks[first[place]].host]
-        together = sum(_elements(self._of(setting.counts[i])) for i in beside) / _elements(workload)
-        if placement.hosts == 1:
-            together = 1.0
+        part = self._beside(setting, place, placement.hosts == 1) / _elements(workload)
         if setting.bits is None:
             buckets = plain_buckets(workload, placement, links)
             local: Sequence[tuple[float, ...]] = [(0.0,)] * len(buckets)
@@ -309,13 +326,21 @@ class TensorJob:
         times = [
             (
                 fsum(t.latency_s for t in bucket.transfers) + fsum(own),
-                fsum(t.seconds for t in bucket.transfers) * together,
+                fsum(t.seconds for t in bucket.transfers) * part,
             )
             for bucket, own in zip(buckets, local, strict=True)
         ]
         drag = max((max(t.drag, default=0.0) for b in buckets for t in b.transfers), default=0.0)
-        spread = any(len({self.ranks[rank].host for rank in group}) > 1 for group in setting.groups)
-        return times, drag, spread or placement.hosts == 1
+        return times, drag, placement.hosts == 1
+
+    def _beside(self, setting: TensorSetting, place: int, one_host: bool) -> int:
+        """Elements that pass the interface of a host beside each other: its ranks of one group exchange at once."""
+        held = [_elements(self._of(counts)) for counts in setting.counts]
+        if one_host:
+            return held[place]
+        hosts = ([self.ranks[rank].host for rank in group] for group in setting.groups)
+        alike = {tuple(host == own[place] for host in own) for own in hosts}
+        return max(sum(n for n, same in zip(held, with_place, strict=True) if same) for with_place in alike)
 
     def _links_of(self, ranks: Sequence[int]) -> tuple[Placement, JobLinks]:
         alike: dict[tuple[tuple[tuple[str, int], ...], str | None], int] = {}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations, product
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.planning.planning import damages, planned
 from tests.predict.profiles import FAST, SLOW, cluster, profile, workload
 
-from trimtab.cluster import Cluster, Device, Host
+from trimtab.cluster import Cluster, Device, Host, Link
+from trimtab.cluster.profile import LOCAL
 from trimtab.errors import TrimtabError
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.plan_search import PlanSearch
@@ -17,6 +21,10 @@ from trimtab.planning.tensor.layout import Layout, LayoutSearch
 from trimtab.planning.tensor.plan_layout import no_groups, with_layout, worthwhile_bits
 from trimtab.predict.operators.measured import Measured
 from trimtab.predict.tensor import TensorJob
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
 
 GRID = 8
 """The oracle's shares are multiples of 1 / this."""
@@ -118,6 +126,82 @@ def test_many_ranks_form_groups_inside_hosts() -> None:
     hosts = [{search.job.ranks[rank].host for rank in group} for group in best.setting.groups]
     assert all(len(names) == 1 for names in hosts)
     assert sum(best.setting.samples) == 128
+
+
+def with_hosts(hosts: Sequence[Host]) -> LayoutSearch:
+    """These hosts, on links of three rates."""
+    probed = profile(3.0)
+    rates = {"lan": 3e-8, "far": 1e-6, LOCAL: 1e-9}
+    links = {
+        link: {n: replace(t, per_byte_s=rate, per_message_s=1e-5) for n, t in probed.links["lan"].items()}
+        for link, rate in rates.items()
+    }
+    on = replace(
+        cluster(),
+        links={name: Link(gbit_per_s=1.0) for name in ("lan", "far")},
+        hosts=tuple(hosts),
+        profile=replace(probed, links=links),
+    )
+    return search_on(on, 2 * on.world_size)
+
+
+def by_hosts(search: LayoutSearch) -> dict[str, tuple[int, ...]]:
+    """Groups of two inside hosts, and one of the ranks that are alone on theirs."""
+    own: dict[str, list[int]] = {}
+    for rank in search.job.ranks:
+        name = f"{rank.host} {rank.local_rank // 2}"
+        own.setdefault(name if not rank.host.startswith("alone") else "alone", []).append(rank.rank)
+    return {name: tuple(ranks) for name, ranks in own.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((2, 4)), st.sampled_from((FAST, SLOW)), st.sampled_from(("lan", "far"))),
+        min_size=3,
+        max_size=5,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_same_groups_take_the_same_time_in_any_order_of_hosts(
+    described: list[tuple[int, str, str]], random: Random
+) -> None:
+    hosts = [
+        Host(name=f"h{index}", devices={device: count}, link=link)
+        for index, (count, device, link) in enumerate(described)
+    ]
+    hosts += [Host(name=f"alone{index}", devices={FAST: 1}, link="lan") for index in range(2)]
+    steps = []
+    for order in (hosts, random.sample(hosts, len(hosts))):
+        search = with_hosts(order)
+        groups = by_hosts(search)
+        layout = search.at(tuple(groups.values()), (0.5, 0.5), [4] * len(groups), None)
+        steps.append(layout.step.step_s)
+    assert steps[0] == pytest.approx(steps[1], rel=1e-9)
+
+
+def test_what_the_ranks_in_any_place_exchange_counts() -> None:
+    """Those in the second place are behind slow links, however little the first ones leave them."""
+    near = [Host(name=f"n{index}", devices={FAST: 1}, link="lan") for index in range(2)]
+    far = [Host(name=f"f{index}", devices={FAST: 1}, link="far") for index in range(2)]
+    exchanged = []
+    for hosts in ([*near, *far], [*far, *near]):
+        search = with_hosts(hosts)
+        exchanged.append(search.at(((0, 2), (1, 3)), (0.6, 0.4), (4, 4), None).step.exchange_s)
+    too = [replace(host, link="lan") for host in far]
+    least = with_hosts([*near, *too]).at(((0, 2), (1, 3)), (0.6, 0.4), (4, 4), None).step.exchange_s
+    assert min(exchanged) > 4 * least
+
+
+@pytest.mark.parametrize("order", [(3, 3, 2, 2), (2, 3, 2, 3)])
+def test_hosts_with_a_rank_too_many_form_groups_inside_as_far_as_possible(order: tuple[int, ...]) -> None:
+    hosts = [Host(name=f"h{i}", devices={SLOW: count}, link="far") for i, count in enumerate(order)]
+    search = with_hosts(hosts)
+    apart = [
+        sum(len({search.job.ranks[rank].host for rank in group}) > 1 for group in groups)
+        for groups in search.groupings(2)
+    ]
+    assert min(apart) == 1
 
 
 def test_a_layout_that_does_not_fit_is_not_returned() -> None:

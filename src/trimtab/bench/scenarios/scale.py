@@ -21,7 +21,7 @@ from trimtab.measure.capture.capture import capture_workload
 from trimtab.models.gpt import Gpt
 from trimtab.planning.make_plan import make_plan
 from trimtab.planning.what_if import even, what_ifs
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,6 +175,6 @@ def _device(workload: Workload, speed: float) -> DeviceProfile:
         operators=operators,
         casts={f"{a}>{b}": line for a, b in pairs},
         codec={"4": codec, "8": codec},
-        batches={workload.model: sizes},
+        batches={workload_key(workload): sizes},
         optimiser=Line(a=3e-11 / speed, c=1e-4),
     )

@@ -102,6 +102,15 @@ class LaunchPlan:
         cls.path = None
 
 
+def require_same_steps(active: ActivePlan | None, plan: Plan) -> None:
+    """Raise if a loader divides steps as the current plan says, and this one divides them otherwise."""
+    if active is not None and active.loaders and active.plan.accumulate != plan.accumulate:
+        raise TrimtabError(
+            f"a loader of this model divides a step into {active.plan.accumulate} micro-batches, and the plan into "
+            f"{plan.accumulate}; apply the plan before making the loader"
+        )
+
+
 def active_plan_of(model: nn.Module) -> ActivePlan | None:
     """The plan that was applied to a model, or to the model inside a DDP module; None if there is none."""
     active: ActivePlan | None = find_state(model, "active_plan")

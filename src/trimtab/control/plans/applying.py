@@ -27,6 +27,7 @@ from trimtab.control.plans.active_plan import (
     emit_plan,
     plan_text,
     read_plan,
+    require_same_steps,
 )
 from trimtab.control.plans.follower import Follow, Follower
 from trimtab.control.plans.present_ranks import NoPlanForRanksError, PresentRanks
@@ -99,6 +100,7 @@ def _agree_and_apply(
         require_runnable(root, loaded, rank)
         require_wrapper(model, loaded)
         require_same_bits(model, loaded)
+        require_same_steps(active, loaded)
         return loaded
 
     plan = agree_on_plan(load, group)
@@ -180,8 +182,12 @@ def load_plan_state(model: nn.Module, state: Mapping[str, Any]) -> str:
         apply_plan(model, plan, follow=Follow())
     elif active.plan.hash != plan.hash:
         require_runnable(root, plan, rank)
-        _set_precisions(root, plan, rank, 0)
-        active.replace(plan)
+        follower = attach_state(model).plan_follower
+        rules = None if follower is None else follower.rules
+        try:
+            _agree_and_apply(model, lambda: plan, active, seed=0, follow=rules)
+        except TrimtabError as error:
+            return f"the checkpoint's plan is dropped, and the applied one continues ({error})"
     calls = _calls(root)
     if calls is not None:
         calls.count = torch.full_like(calls.count, state["calls"])

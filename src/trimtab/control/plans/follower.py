@@ -59,7 +59,7 @@ class Follower:
         Args:
             switch: sets another plan's precisions on this rank.
         """
-        self._active, self._rules = active, rules
+        self._active, self.rules = active, rules
         self._switch, self._make_plan = switch, make_plan
         world = dist.group.WORLD
         assert world is not None
@@ -118,7 +118,7 @@ class Follower:
         self._shares = shares
         if self._pending is not None and self._step >= self._pending[0]:
             self._switch_plan()
-        if self._step % self._rules.look == 0 and self._is_followed and not _joining(model):
+        if self._step % self.rules.look == 0 and self._is_followed and not _joining(model):
             self._look()
 
     @property
@@ -156,7 +156,7 @@ class Follower:
             )
         else:
             future = self._background.fetch(key)
-        self._pending = (self._step + self._rules.delay, future)
+        self._pending = (self._step + self.rules.delay, future)
 
     def _decide(self, plan: Plan, seconds: list[float], samples: list[float]) -> dict[str, Any]:
         """On rank 0, beside the training: a new plan, or None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from glob import escape
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,20 +32,37 @@ def require_wrapper(model: nn.Module, plan: Plan) -> None:
             f"DistributedDataParallel; wrap it with {_way(plan)} instead"
         )
     if sharded:
-        from trimtab.doors.fsdp import process_groups
-
-        group, _ = process_groups(model)
-        ways, expected = 1 if group is None else group.size(), plan.shard_ranks or plan.world_size
-        if ways != expected:
-            raise TrimtabError(
-                f"apply: the plan shards the model over {expected} ranks, and it is sharded over {ways}; wrap it with "
-                f"{_way(plan)}"
-            )
+        _require_sharding(model, plan)
         if plan.bits == "adaptive" or plan.accumulate > 1:
             raise TrimtabError(
                 "apply: bits that adapt and micro-batches are not offered with fully_shard; make the plan again with "
                 "`trimtab plan --bits 4`"
             )
+
+
+def _require_sharding(model: nn.Module, plan: Plan) -> None:
+    """Raise if the model is sharded over other ranks than planned, or its copies are not averaged."""
+    from trimtab.doors.fsdp import process_groups
+
+    shards, copies = process_groups(model)
+    ways, expected = 1 if shards is None else shards.size(), plan.shard_ranks or plan.world_size
+    if ways != expected:
+        raise TrimtabError(
+            f"apply: the plan shards the model over {expected} ranks, and it is sharded over {ways}; wrap it with "
+            f"{_way(plan)}"
+        )
+    together = ways * (1 if copies is None else copies.size())
+    if together != plan.world_size:
+        raise TrimtabError(
+            f"apply: the plan is for {plan.world_size} ranks that train one model, and only {together} of them average "
+            f"their gradients; wrap it with {_way(plan)}"
+        )
+    members = [dist.get_rank()] if shards is None else sorted(dist.get_process_group_ranks(shards))
+    if members != list(range(members[0], members[0] + ways)) or members[0] % ways:
+        raise TrimtabError(
+            f"apply: the plan shards the model over {ways} ranks in a row, and it is sharded over ranks {members}; "
+            f"wrap it with {_way(plan)}"
+        )
 
 
 def compress_sharded(model: nn.Module, plan: Plan, seed: int) -> str:

@@ -40,6 +40,15 @@ def require_layout(model: nn.Module, plan: Plan) -> None:
             f"the model is sharded over ranks {own}, and the plan's tensor groups are {groups}; {_WAY_OUT}, or make a "
             f"plan with `trimtab plan --layout {len(own)}`"
         )
+    if isinstance(model, DistributedDataParallel):
+        _, peers = _peers(plan.tensor_groups)
+        averaged = sorted(dist.get_process_group_ranks(model.process_group))
+        if averaged != sorted(peers):
+            raise TrimtabError(
+                f"DistributedDataParallel averages the gradients of ranks {averaged}, which hold other units; with the "
+                f"plan's tensor groups this rank averages with ranks {peers}: "
+                'DistributedDataParallel(model, process_group=mesh.get_group("dp"))'
+            )
     root = model.module if isinstance(model, DistributedDataParallel) else model
     divided = {name for name, module in root.named_modules() if is_projection(module)}
     for group in plan.tensor_groups:
@@ -73,12 +82,17 @@ def group_share(
     Raises:
         TrimtabError: `group` is not that of the ranks in the same place of all tensor groups.
     """
-    rank = dist.get_rank()
-    place = next(members.index(rank) for members in tensor_groups if rank in members)
-    peers = [members[place] for members in tensor_groups]
+    rank, peers = _peers(tensor_groups)
     if sorted(dist.get_process_group_ranks(group or dist.group.WORLD)) != sorted(peers):
         raise TrimtabError(
             f"loader: the plan has tensor groups, and this rank averages gradients with ranks {peers}; pass "
             'group=mesh.get_group("dp") of mesh = trimtab.mesh(plan), or the DDP module as plan'
         )
     return peers.index(rank), len(peers)
+
+
+def _peers(tensor_groups: tuple[tuple[int, ...], ...]) -> tuple[int, list[int]]:
+    """This rank, and the ranks in its place of all tensor groups, which hold the same units."""
+    rank = dist.get_rank()
+    place = next(members.index(rank) for members in tensor_groups if rank in members)
+    return rank, [members[place] for members in tensor_groups]

@@ -67,6 +67,8 @@ def require_same_bits(model: nn.Module, plan: Plan) -> None:
 def _exchange(plan: Plan) -> str:
     """How gradients are sent, in words that differ where the plans' hooks would."""
     words = [f"{plan.bits or 'their own'} bits"]
+    if plan.weight_bits is not None:
+        words.append(f"weights in {plan.weight_bits}")
     if plan.layer_bits:
         words.append(f"other bits for {_some([f'{n}: {bits}' for n, bits in plan.layer_bits.items()])}")
     return ", ".join(words if plan.route is None else [*words, plan.route.name])

@@ -11,7 +11,7 @@ from trimtab.cluster import Cluster
 from trimtab.planning.precision.options import Option, Options
 from trimtab.planning.precision.tradeoffs import RankMenu, Tradeoffs
 from trimtab.precision_names import OWN
-from trimtab.predict.operators.costs import key_of
+from trimtab.predict.operators.costs import key_of, workload_key
 from trimtab.predict.operators.measured_precisions import MeasuredPrecisions
 from trimtab.predict.replayed_job import needed_bytes, ranks_in_memory
 from trimtab.predict.step import rank_counts
@@ -49,7 +49,7 @@ class ProfileTradeoffs(Tradeoffs):
         self._peaks: dict[object, int] = {}
         for name in rank_counts(cluster):
             # A batch that did not fit when it was probed tells how much memory there is at most.
-            samples = measured.operators.device(name).too_large.get(measured.operators.workload.model)
+            samples = measured.operators.device(name).too_large.get(workload_key(measured.operators.workload))
             if samples is not None:
                 below, limit = self.peak(name, samples, {}) - 1, self.limits[name]
                 self.limits[name] = below if limit is None else min(limit, below)
@@ -77,8 +77,8 @@ class ProfileTradeoffs(Tradeoffs):
 
     def _around(self, device: str, samples: int) -> tuple[int, int]:
         """The sizes from whose menus that of `samples` follows; both are `samples` where it is looked up."""
-        model = self.measured.operators.workload.model
-        sizes = sorted(self.measured.operators.device(device).batches.get(model, ()))
+        key = workload_key(self.measured.operators.workload)
+        sizes = sorted(self.measured.operators.device(device).batches.get(key, ()))
         if self.limits[device] is not None or len(sizes) < 2:
             return _around(samples)  # memory is not linear in the samples
         # Times are, between two measured sizes and beyond them; below the smallest no time is negative.

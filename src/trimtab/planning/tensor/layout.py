@@ -139,12 +139,27 @@ class LayoutSearch:
         """Inside hosts, of like cards, and of unlike cards in equal measure."""
         ranks = list(range(len(self.job.ranks)))
         if len(ranks) > MANY_RANKS:
-            return [tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size))]
-        alike = sorted(ranks, key=lambda rank: (self._pace(rank), rank))
-        count = len(ranks) // size
-        ways = [[tuple(alike[i::count]) for i in range(count)]]
-        ways += [[tuple(order[i : i + size]) for i in range(0, len(order), size)] for order in (ranks, alike)]
-        return [tuple(way) for way in ways]
+            return [_consecutive(ranks, size)]
+        hosts = self._hosts()
+        order = [rank for host in hosts for rank in host]
+        alike = sorted(order, key=self._pace)  # cards of one host stay neighbors
+        ways = [_mixed(alike, size), *(_consecutive(each, size) for each in (ranks, order, alike))]
+        for within in (hosts, [host[::-1] for host in hosts]):  # the slowest, or the fastest, are left over
+            whole = [host[: len(host) // size * size] for host in within]
+            left = [rank for host, own in zip(within, whole, strict=True) for rank in host[len(own) :]]
+            for divided in (_consecutive, _mixed):
+                inside = [group for own in whole if own for group in divided(own, size)]
+                for rest in (left, sorted(left, key=self._pace)):
+                    ways.append((*inside, *_consecutive(rest, size)))
+        return ways
+
+    def _hosts(self) -> list[list[int]]:
+        """The ranks of each host, the fastest first; hosts in an order that does not depend on the cluster file's."""
+        by_host: dict[str, list[int]] = {}
+        for rank in range(len(self.job.ranks)):
+            by_host.setdefault(self.job.ranks[rank].host, []).append(rank)
+        hosts = [sorted(own, key=self._pace) for own in by_host.values()]
+        return sorted(hosts, key=lambda own: (self.job.link_of(own[0]), [self._pace(rank) for rank in own]))
 
     def _pace(self, rank: int) -> float:
         device = self.job.ranks[rank].device
@@ -275,6 +290,17 @@ class LayoutSearch:
                 samples[taker] += 1
                 if giver != taker and samples[giver] > 0:
                     yield self.at(setting.groups, layout.shares, samples, setting.bits, setting.precisions)
+
+
+def _consecutive(order: Sequence[int], size: int) -> Groups:
+    """Groups of ranks that follow each other."""
+    return tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
+
+
+def _mixed(order: Sequence[int], size: int) -> Groups:
+    """Groups of ranks from all over an order."""
+    count = len(order) // size
+    return tuple(tuple(order[i::count]) for i in range(count))
 
 
 def _partitions(ranks: tuple[int, ...], size: int) -> Iterator[Groups]:

@@ -8,6 +8,7 @@ operator meets other types than it was measured with. A missing time is an error
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trimtab.cluster.profile import Line, OperatorTime
-    from trimtab.workload import Operator, Tensor
+    from trimtab.workload import Operator, Tensor, Workload
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,19 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "(" + " ".join(_value(v) for v in value) + ")"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def workload_key(workload: Workload) -> str:
+    """What a profile calls a model: its class, and a hash of its operators at one sample.
+
+    The class alone would be the same for unlike models of one script or wrapper.
+    """
+    if "_key" not in workload.__dict__:  # a workload does not change, and is asked for often
+        least = workload.at_batch(1) if workload.resizable else workload
+        text = ";".join(str(key_of(operator)) for operator in least.operators)
+        workload.__dict__["_key"] = f"{workload.model}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
+    key: str = workload.__dict__["_key"]
+    return key
 
 
 @dataclass(frozen=True, kw_only=True)

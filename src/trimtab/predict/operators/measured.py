@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trimtab.cluster.profile import OperatorTime
 from trimtab.errors import TrimtabError
 from trimtab.predict.operators.cost_mapper import CostMapper
-from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of
+from trimtab.predict.operators.costs import DeviceCosts, OperatorKey, key_of, workload_key
 from trimtab.predict.operators.precision_graph import results_of
 from trimtab.predict.precision_patterns import matched
 from trimtab.workload.buckets import ddp_buckets
@@ -156,7 +156,7 @@ class Measured:
         if exact is not None:
             return exact, [samples]
         known = []
-        for size in sorted(profile.batches.get(self.workload.model, ())):
+        for size in sorted(profile.batches.get(workload_key(self.workload), ())):
             found = profile.operators.get(str(self._key(index, precision, size, dtype)))
             if found is not None:
                 known.append((size, found))
