@@ -21,6 +21,7 @@ from trimtab.measure.host_links import inside_times
 from trimtab.measure.links import ROWS, LinkProbe, link_times, own_rows
 from trimtab.measure.out_of_memory import Agreement
 from trimtab.measure.reductions import ReductionOverhead, with_overhead
+from trimtab.measure.sharded import ShardedProbe
 from trimtab.predict.collectives import COLLECTIVES, Collective, Placement
 from trimtab.workload import Workload
 
@@ -70,6 +71,8 @@ def probe_job(
         cache = ProbeCache(called(device), "", torch="", trimtab="", keep=False)
     device_probe = DeviceProbe(task, device, cache)
     own, left = device_probe.run(job_progress.move)
+    if len(names) > 1 and not task.quick:  # what one rank alone would measure is another code path of torch's
+        own = replace(own, sharded=ShardedProbe(device).round())
     everyone: list[Any] = [None] * len(names)
     dist.all_gather_object(everyone, own)
     devices: dict[str, DeviceProfile] = {}
