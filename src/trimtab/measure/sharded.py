@@ -71,6 +71,16 @@ class ShardedProbe:
             parameter_s=self._added(self._updates),
         )
 
+    def typical(self, rounds: int) -> ShardedTime:
+        """The median of several moments, each figure by itself."""
+        every = [self.round() for _ in range(rounds)]
+        return ShardedTime(
+            copy=Line(a=median(time.copy.a for time in every), c=median(time.copy.c for time in every)),
+            unit_s=median(time.unit_s for time in every),
+            unit_parameter_s=median(time.unit_parameter_s for time in every),
+            parameter_s=median(time.parameter_s for time in every),
+        )
+
     def _added(self, runs: Sequence[Step]) -> float:
         """Seconds of a unit that sharding adds."""
         sharded, plain = runs
