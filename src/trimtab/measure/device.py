@@ -33,6 +33,7 @@ from trimtab.precision_names import PRECISIONS
 from trimtab.predict.operators.costs import workload_key
 from trimtab.predict.precision_patterns import matched
 from trimtab.wire_format import ADAPTIVE_BITS, ADAPTIVE_BLOCK
+from trimtab.workload import Workload
 
 WARMUP, ROUNDS, CODEC_ROUNDS = 1, 4, 3
 """Untimed and timed rounds of steps; each round has every precision at every batch size once."""
@@ -118,13 +119,17 @@ class DeviceProbe:
         self._agreement = Agreement(device)
         with self._agreement.attempt():
             options = {"autocast": task.autocast, "sizes": task.batches}
-            self.workload, self._depends_on_values = capture_or_run(task.spec, **options)
+            # The ranks of a running job have one model: where it waits, the others need not capture it, too.
+            first = not task.quick or dist.get_rank() == 0
+            captured: Any = capture_or_run(task.spec, **options) if first else None
             offered = offers(device)["linear"]
             for name in task.precisions:
                 if name not in offered:
                     raise TrimtabError(
                         f"{called(device)} does not offer {name}; it offers {', '.join(offered)}"
                     )
+        self.workload: Workload
+        self.workload, self._depends_on_values = _first(captured, device) if task.quick else captured
         self._mark = workload_key(self.workload)
         self._start = 0.0
         self._too_large: int | None = None
@@ -356,6 +361,13 @@ def _gather(own: Any) -> list[Any]:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
     return by_rank
+
+
+def _first(own: Any, device: torch.device) -> Any:
+    """The value of rank 0. Collective."""
+    shared = [own]
+    dist.broadcast_object_list(shared, device=device if device.type == "cuda" else None)
+    return shared[0]
 
 
 def cache_of(device: torch.device, extra: str = "") -> ProbeCache:

@@ -124,7 +124,9 @@ def measure_job(
         damages: Damage = {}
         if precisions:
             task = replace(task, precisions=precisions)
-            few = task.spec.batch_of(max(1, step.samples // 2))
+            few = task.spec.batch_of(
+                max(1, step.samples // 4)
+            )  # with fewer, damage looks larger, never smaller
             damages = measure_damages(task, device, probed.workload, [few])
         del task
     gc.collect()
@@ -161,7 +163,7 @@ def _task(
         raise RuntimeError(f"the model cannot be copied: {error}") from error
     return Task(
         spec=JobSpec(name=type(model).__name__, model=model, batch=step.batch, step=step),
-        batches=(max(1, least // 4), max(2, least)),
+        batches=(max(1, least // 4), max(2, 3 * least // 4)),
         precisions=usual_precisions(device, step.autocast) if precise else (),
         bits=TRIED if compresses(ddp) else (),
         autocast=step.autocast,
