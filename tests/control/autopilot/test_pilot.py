@@ -63,6 +63,15 @@ class Slow(nn.Module):
         return x
 
 
+class Exchanging(nn.Module):
+    """Needs the other ranks in every forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().sum()
+        dist.all_reduce(total)
+        return x + total.tanh()
+
+
 class Lines(logging.Handler):
     """Collects what is logged."""
 
@@ -111,6 +120,26 @@ def train(adjust: str | None, *extra: nn.Module, samples: int = 4) -> dict[str, 
         "choices": {name: sorted(by) for name, by in choices.items()},
         "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
     }
+
+
+def exchange(cache: str) -> tuple[dict[str, Any], list[str]]:
+    log = Lines()
+    logger().addHandler(log)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", cache)
+            patch.setattr(measuring, "usual_precisions", lambda *_: ("bf16",))
+            return train("precision", Exchanging(), nn.BatchNorm1d(32)), log.lines
+    finally:
+        logger().removeHandler(log)
+
+
+def test_a_model_that_exchanges_tensors_in_its_forward_pass_trains_without_a_plan(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    for result, lines in ranks(2, exchange, str(tmp_path)):
+        assert (result["plan"], result["pilot"]) == (None, False)
+        assert not lines or "exchanges tensors with other ranks" in lines[0]
 
 
 def jobs(cache: str) -> dict[str, Any]:

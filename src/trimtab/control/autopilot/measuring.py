@@ -6,6 +6,7 @@ import gc
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,6 +33,10 @@ from trimtab.workload.buckets import ddp_buckets
 MOST_STEPS, LEAST_S, MOST_S = 10.0, 8.0, 45.0
 """Operators are timed for at most so many steps' time, within these seconds: 3 % of 500 steps with all the rest. Where
 steps are short it is a larger part: the first kernels of a GPU are compiled meanwhile."""
+
+COMMUNICATES = (
+    "the model exchanges tensors with other ranks in its forward pass, so one rank cannot run it alone"
+)
 
 T = TypeVar("T")
 
@@ -124,9 +129,8 @@ def measure_job(
         damages: Damage = {}
         if precisions:
             task = replace(task, precisions=precisions)
-            few = task.spec.batch_of(
-                max(1, step.samples // 4)
-            )  # with fewer, damage looks larger, never smaller
+            # With fewer samples damage looks larger, never smaller.
+            few = task.spec.batch_of(max(1, step.samples // 4))
             damages = measure_damages(task, device, probed.workload, [few])
         del task
     gc.collect()
@@ -170,6 +174,17 @@ def _task(
         seconds=min(MOST_S, max(LEAST_S, MOST_STEPS * step_s)),
         quick=True,
     )
+
+
+def collectives_begun() -> int:
+    """How many this process has begun so far, but for those in trimtab's own groups."""
+    begun, names = 0, dist.distributed_c10d._world.pg_names
+    group: Any
+    for group, name in names.items():
+        if not name.startswith("trimtab"):
+            with suppress(RuntimeError):  # a backend that does not count
+                begun += group._get_sequence_number_for_group()
+    return begun
 
 
 def _gather(own: Any) -> list[Any]:

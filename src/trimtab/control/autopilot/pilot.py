@@ -27,7 +27,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
-from trimtab.control.autopilot.measuring import Measured, agree_on_step, measure_job, together
+from trimtab.control.autopilot.measuring import (
+    COMMUNICATES,
+    Measured,
+    agree_on_step,
+    collectives_begun,
+    measure_job,
+    together,
+)
 from trimtab.control.autopilot.observed_step import ObservedStep, StepKind
 from trimtab.control.autopilot.plan_cache import KnownPlan, PlanCache
 from trimtab.control.background import FAILED, Background
@@ -130,6 +137,8 @@ class Autopilot:
         self._start = time.perf_counter()
         self._observed: ObservedStep | None = None
         self._problem: Exception | None = None
+        self._begun: int | None = None
+        """Collectives before the observed forward pass of the model itself, during it."""
         self._background: Background | None = None
         self._future: Future[dict[str, Any]] | None = None
         self._measured: Measured | None = None
@@ -147,8 +156,24 @@ class Autopilot:
             if pilot is not None and pilot._is_observing(module):
                 pilot._observe_output(output)
 
+        def before_model(_module: nn.Module, _args: Any) -> None:
+            pilot = alive()
+            own = None if pilot is None else pilot._ddp()
+            if pilot is not None and own is not None and pilot._is_observing(own):
+                pilot._begun = collectives_begun()
+
+        def after_model(_module: nn.Module, _args: Any, _output: Any) -> None:
+            pilot = alive()
+            if pilot is not None and pilot._begun is not None:
+                begun, pilot._begun = pilot._begun, None
+                if collectives_begun() != begun and pilot._problem is None:
+                    pilot._problem = TrimtabError(COMMUNICATES)
+
         ddp.register_forward_pre_hook(JobHook(torch.compiler.disable(before_forward)), with_kwargs=True)
         ddp.register_forward_hook(JobHook(torch.compiler.disable(after_forward)))
+        # Inside DDP, which sends buffers before it calls the model.
+        ddp.module.register_forward_pre_hook(JobHook(torch.compiler.disable(before_model)))
+        ddp.module.register_forward_hook(JobHook(torch.compiler.disable(after_model)))
         self._ends_with_ddp = weakref.finalize(ddp, self._close)
         self._ends_with_ddp.atexit = False
 
